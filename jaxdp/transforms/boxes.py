@@ -69,7 +69,11 @@ class Interval:
     def contains(self, value: Any) -> Any:
         """Returns a boolean []: whether every entry of `value`, shaped like `lower`, is inside."""
 
-        def is_inside(x: Any, low: Any, high: Any) -> jax.Array:
+        def is_inside(
+            x: Any,
+            low: Any,
+            high: Any,
+        ) -> jax.Array:
             return jnp.all((x >= low) & (x <= high))
 
         leaves = jax.tree.leaves(jax.tree.map(is_inside, value, self.lower, self.upper))
@@ -117,7 +121,8 @@ def _outward(value: Any, direction: int) -> jax.Array:
     exact = np.asarray(value, np.float64)
     is_inward = rounded > exact if direction < 0 else rounded < exact
     outermost = np.asarray(direction * np.inf, array.dtype)
-    return jnp.asarray(np.where(is_inward, np.nextafter(converted, outermost), converted))
+    moved_out = np.nextafter(converted, outermost)
+    return jnp.asarray(np.where(is_inward, moved_out, converted))
 
 
 def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
@@ -155,7 +160,12 @@ class Box(Interval):
     differences: Callable[[], jax.Array] | None
 
     def __init__(
-        self, lower: Any, upper: Any, *, nonnegative: bool = False, zero_sum: bool = False
+        self,
+        lower: Any,
+        upper: Any,
+        *,
+        nonnegative: bool = False,
+        zero_sum: bool = False,
     ) -> None:
         self.lower = jnp.maximum(lower, 0) if nonnegative else lower
         self.upper = upper
@@ -177,12 +187,18 @@ def upper(x: Operand) -> jax.Array:
     return x.upper if isinstance(x, Interval) else x
 
 
-def both(f: Callable[[jax.Array], jax.Array], x: Operand) -> tuple[jax.Array, jax.Array]:
+def both(
+    f: Callable[[jax.Array], jax.Array],
+    x: Operand,
+) -> tuple[jax.Array, jax.Array]:
     """Returns (f(lower), f(upper))."""
     return f(lower(x)), f(upper(x))
 
 
-def moved(f: Callable[[jax.Array], jax.Array], x: Operand) -> Operand:
+def moved(
+    f: Callable[[jax.Array], jax.Array],
+    x: Operand,
+) -> Operand:
     """Applies an `f` that only moves, repeats or exactly converts entries. Keeps a known sign."""
     if not isinstance(x, Interval):
         return f(x)
@@ -205,6 +221,11 @@ def is_nonnegative(x: Operand) -> bool:
     if isinstance(x, np.ndarray | np.generic | float | int):  # a constant of the program
         return bool(np.all(np.asarray(x) >= 0))
     return bool(jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_)
+
+
+def are_nonnegative(*operands: Operand) -> bool:
+    """Returns whether all operands are known to be >= 0."""
+    return all(map(is_nonnegative, operands))
 
 
 def is_float(x: Any) -> bool:
@@ -234,7 +255,11 @@ def tiny(dtype: Any) -> float:
     return float(jnp.finfo(dtype).tiny)
 
 
-def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Array, jax.Array]:
+def widen(
+    low: jax.Array,
+    high: jax.Array,
+    roundings: float = 1,
+) -> tuple[jax.Array, jax.Array]:
     """Moves endpoints outward by the error of `roundings` operations and by `tiny`.
 
     The computed result is monotone in the endpoints.
@@ -242,7 +267,11 @@ def widen(low: jax.Array, high: jax.Array, roundings: float = 1) -> tuple[jax.Ar
     return outward(low, -1, roundings), outward(high, 1, roundings)
 
 
-def outward(end: jax.Array, sign: int, roundings: float = 1) -> jax.Array:
+def outward(
+    end: jax.Array,
+    sign: int,
+    roundings: float = 1,
+) -> jax.Array:
     """Moves one endpoint as `widen` does: a lower one for sign -1, an upper one for sign 1."""
     error = slack(end.dtype, roundings)
     outermost = jnp.minimum if sign < 0 else jnp.maximum
@@ -251,7 +280,10 @@ def outward(end: jax.Array, sign: int, roundings: float = 1) -> jax.Array:
     return _end_without_overflow(scaled + sign * tiny(end.dtype), sign)
 
 
-def without_overflow(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+def without_overflow(
+    low: jax.Array,
+    high: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Replaces an endpoint that overflowed inward by the largest finite number."""
     return _end_without_overflow(low, -1), _end_without_overflow(high, 1)
 
@@ -261,7 +293,12 @@ def _end_without_overflow(end: jax.Array, sign: int) -> jax.Array:
     return jnp.minimum(end, largest) if sign < 0 else jnp.maximum(end, -largest)
 
 
-def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interval:
+def inflate(
+    x: Operand,
+    roundings: float,
+    *,
+    keep_sign: bool = False,
+) -> Interval:
     """Widens an operand so that a product with it covers the rounding of `roundings` operations.
 
     Let |b| be the magnitude, s the slack and b' = [b - s|b|, b + s|b|]. The endpoints of
@@ -270,8 +307,12 @@ def inflate(x: Operand, roundings: float, *, keep_sign: bool = False) -> Interva
     """
     size = magnitude(x)
     # The second term covers an underflow of the first.
-    reach = slack(x.dtype, roundings) * size + jnp.minimum(size, tiny(x.dtype))
-    return Box(lower(x) - reach, upper(x) + reach, nonnegative=keep_sign and is_nonnegative(x))
+    reach = slack(x.dtype, roundings) * size
+    reach = reach + jnp.minimum(size, tiny(x.dtype))
+    low = lower(x) - reach
+    high = upper(x) + reach
+    nonnegative = keep_sign and is_nonnegative(x)
+    return Box(low, high, nonnegative=nonnegative)
 
 
 def at_least_float32(x: Operand) -> Operand:

@@ -76,12 +76,16 @@ def block(key: jax.Array, inputs: Sequence[Any]) -> jax.Array:
     return block
 
 
-def unrolled_block(key: jax.Array | list[jax.Array], inputs: Sequence[Any]) -> list[jax.Array]:
+def unrolled_block(
+    key: jax.Array | list[jax.Array],
+    inputs: Sequence[Any],
+) -> list[jax.Array]:
     """Returns the 16 words of `block` as expressions in `inputs` of any shape.
 
     XLA fuses them into what reads them.
     """
-    words = [jnp.asarray(word, jnp.uint32) for word in [*_CONSTANTS, *key, *inputs]]
+    state = [*_CONSTANTS, *key, *inputs]
+    words = [jnp.asarray(word, jnp.uint32) for word in state]
     start = jnp.broadcast_arrays(*words)
     end = start
     for _ in range(DOUBLE_ROUNDS):
@@ -106,11 +110,22 @@ def _double_round(rows: Any, roll: Callable[..., Any]) -> Any:
     """
     a, b, c, d = _quarter_round(*rows)
     # Rolled, the diagonals are columns.
-    a, b, c, d = _quarter_round(a, roll(b, -1), roll(c, -2), roll(d, -3))
-    return a, roll(b, 1), roll(c, 2), roll(d, 3)
+    b = roll(b, -1)
+    c = roll(c, -2)
+    d = roll(d, -3)
+    a, b, c, d = _quarter_round(a, b, c, d)
+    b = roll(b, 1)
+    c = roll(c, 2)
+    d = roll(d, 3)
+    return a, b, c, d
 
 
-def _quarter_round(a: Any, b: Any, c: Any, d: Any) -> tuple[Any, Any, Any, Any]:
+def _quarter_round(
+    a: Any,
+    b: Any,
+    c: Any,
+    d: Any,
+) -> tuple[Any, Any, Any, Any]:
     for rotation_of_d, rotation_of_b in ((16, 12), (8, 7)):
         a = a + b
         d = _rotate_left(d ^ a, rotation_of_d)
@@ -129,26 +144,38 @@ def _rotate_left(x: Any, bits: int) -> Any:
 def _seed(seed: jax.Array) -> jax.Array:
     """Returns key words with the 64 bits of a seed in the first two. The others are 0."""
     low = seed.astype(jnp.uint32)
-    high = (seed >> 32).astype(jnp.uint32) if seed.dtype.itemsize > 4 else jnp.uint32(0)
-    return jnp.concatenate([jnp.stack([low, high]), jnp.zeros(6, jnp.uint32)])
+    if seed.dtype.itemsize > 4:
+        high = (seed >> 32).astype(jnp.uint32)
+    else:
+        high = jnp.uint32(0)
+    seed_words = jnp.stack([low, high])
+    zero_words = jnp.zeros(6, jnp.uint32)
+    return jnp.concatenate([seed_words, zero_words])
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def _split(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     counters = lax.iota(jnp.uint32, math.prod(shape))
     words = block(key, (counters, 0, 0, SPLIT))
-    return words[:8].T.reshape(*shape, 8)
+    keys = words[:8].T
+    return keys.reshape(*shape, 8)
 
 
 @jax.jit
 def _fold_in(key: jax.Array, data: jax.Array) -> jax.Array:
-    return block(key, (data, 0, 0, FOLD_IN))[:8, 0]
+    words = block(key, (data, 0, 0, FOLD_IN))
+    return words[:8, 0]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
+def _random_bits(
+    key: jax.Array,
+    bit_width: int,
+    shape: tuple[int, ...],
+) -> jax.Array:
     if bit_width == 64:
-        halves: jax.Array = _random_bits(key, 32, (2, *shape)).astype("uint64")
+        halves: jax.Array = _random_bits(key, 32, (2, *shape))
+        halves = halves.astype("uint64")
         return halves[0] << 32 | halves[1]
     count = math.prod(shape)
     block_count = -(-count // WORDS_OF_BLOCK)
@@ -157,9 +184,11 @@ def _random_bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.
             f"shape {shape} takes {block_count} blocks, but one key has {_MOST_BLOCKS}. Split the "
             "key."
         )
-    words = block(key, (lax.iota(jnp.uint32, block_count), 0, 0, BITS))
+    counters = lax.iota(jnp.uint32, block_count)
+    words = block(key, (counters, 0, 0, BITS))
     # A word gives one value, also of 8 or 16 bits.
-    return words.reshape(-1)[:count].reshape(shape).astype(f"uint{bit_width}")
+    values = words.reshape(-1)[:count]
+    return values.reshape(shape).astype(f"uint{bit_width}")
 
 
 CHACHA12 = define_prng_impl(

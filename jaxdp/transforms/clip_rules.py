@@ -100,7 +100,8 @@ def find_rule(rule: str | ClipRule) -> ClipRule:
     )
     if isinstance(rule, str):
         raise ValueError(f"{expected}.")
-    if not isinstance(rule, ClipRule) or not isinstance(rule, Hashable) or isinstance(rule, type):
+    is_rule = isinstance(rule, ClipRule) and not isinstance(rule, type)
+    if not is_rule or not isinstance(rule, Hashable):
         raise TypeError(f"{expected} of type {type(rule).__name__}.")
     return rule
 
@@ -153,7 +154,8 @@ def check_clip_rule(rule: str | ClipRule) -> None:
     clip_norms = np.append(0, np.logspace(-10, 30, 41)).astype(np.float32)
     for clip_norm in clip_norms:
         bound = float(rule.bound(float(clip_norm)))
-        factors = np.asarray(_factors(rule, jnp.asarray(norms), jnp.asarray(clip_norm)), np.float64)
+        in_float32 = _factors(rule, jnp.asarray(norms), jnp.asarray(clip_norm))
+        factors = np.asarray(in_float32, np.float64)
         with np.errstate(invalid="ignore"):  # 0 * inf
             is_right = (factors >= 0) & (factors * norms <= bound * (1 + 1e-5))
         if not is_right.all():

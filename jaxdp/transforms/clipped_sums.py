@@ -79,7 +79,11 @@ class ClippedSums(NamedTuple):
     nonfinite: jax.Array
 
 
-def _sums_of(options: SumOptions, program: Program, inputs: SumInputs) -> ClippedSums:
+def _sums_of(
+    options: SumOptions,
+    program: Program,
+    inputs: SumInputs,
+) -> ClippedSums:
     """Computes clipped sums in the forms of the platform that the program is compiled for."""
     on_platform = functools.partial(_sums_on_platform, options, program)
     sums: ClippedSums = forms.for_platform(on_platform, inputs)
@@ -108,14 +112,19 @@ def _clipped_sums_jvp(
         first = jnp.argmax(contributes)
 
         def shown(x: jax.Array) -> jax.Array:
-            return jnp.where(_along_rows(contributes, x), x, x[first])
+            contributing_rows = _along_rows(contributes, x)
+            return jnp.where(contributing_rows, x, x[first])
 
         batch = jax.tree.map(shown, inputs.batch)
-        return _sums_of(options, program, inputs._replace(batch=batch, unmasked=contributes))
+        replaced = inputs._replace(batch=batch, unmasked=contributes)
+        return _sums_of(options, program, replaced)
+
+    def zeros_like(x: Any) -> jax.Array:
+        return _zeros(x, shards.varying_axes(x))
 
     def of_none(inputs: SumInputs) -> ClippedSums:
         shapes = jax.eval_shape(of_contributing, inputs)
-        sums: ClippedSums = jax.tree.map(lambda x: _zeros(x, shards.varying_axes(x)), shapes)
+        sums: ClippedSums = jax.tree.map(zeros_like, shapes)
         return sums
 
     def differentiated(inputs: SumInputs) -> ClippedSums:
@@ -145,7 +154,11 @@ def _zero_tangent(x: jax.Array) -> Any:
 # --- Chunks ---
 
 
-def _sums_on_platform(options: SumOptions, program: Program, inputs: SumInputs) -> ClippedSums:
+def _sums_on_platform(
+    options: SumOptions,
+    program: Program,
+    inputs: SumInputs,
+) -> ClippedSums:
     def sums(batch: Any, unmasked: jax.Array) -> ClippedSums:
         chunk = inputs._replace(batch=batch, unmasked=unmasked)
         return _chunk_sums(options, program, chunk)
@@ -187,32 +200,47 @@ def _in_chunks(
             x = jnp.concatenate([x, padding])
         return x.reshape(chunk, n_chunks, *x.shape[1:])
 
-    is_in_batch = (jnp.arange(n_chunks * chunk) < size).reshape(chunk, n_chunks)
-    columns = (*jax.tree.map(in_columns, (batch, unmasked)), is_in_batch)
+    is_in_batch = jnp.arange(n_chunks * chunk) < size
+    is_in_batch = is_in_batch.reshape(chunk, n_chunks)
+    batch_columns, mask_columns = jax.tree.map(in_columns, (batch, unmasked))
+    columns = (batch_columns, mask_columns, is_in_batch)
 
     def chunk_at(number: Any) -> tuple[Any, jax.Array]:
-        examples, present, valid = jax.tree.map(
-            lambda x: lax.dynamic_index_in_dim(x, number, 1, keepdims=False), columns
-        )
+        def column(x: jax.Array) -> jax.Array:
+            row: jax.Array = lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
+            return row
+
+        examples, present, valid = jax.tree.map(column, columns)
         return examples, present & valid
 
     def add(total: Any, number: jax.Array) -> tuple[Any, ExampleValues]:
         result = sums(*chunk_at(number))
-        added = jax.tree.map(jnp.add, total, (result.leaves, result.nonfinite))
+        of_chunk = (result.leaves, result.nonfinite)
+        added = jax.tree.map(jnp.add, total, of_chunk)
         return added, result.examples
 
+    def zeros_of(x: Any) -> jax.Array:
+        return _zeros(x, axes)
+
     shapes = jax.eval_shape(sums, *chunk_at(0))
-    start = jax.tree.map(lambda x: _zeros(x, axes), (shapes.leaves, shapes.nonfinite))
+    start = jax.tree.map(zeros_of, (shapes.leaves, shapes.nonfinite))
     (leaves, nonfinite), by_chunk = lax.scan(add, start, jnp.arange(n_chunks))
 
     def in_rows(x: jax.Array) -> jax.Array:
         """Reshapes [n, chunk, ...] to [B, ...], without the padding."""
-        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])[:size]
+        rest = x.shape[2:]
+        rows = x.swapaxes(0, 1).reshape(-1, *rest)
+        return rows[:size]
 
-    return ClippedSums(leaves, jax.tree.map(in_rows, by_chunk), nonfinite)
+    examples = jax.tree.map(in_rows, by_chunk)
+    return ClippedSums(leaves, examples, nonfinite)
 
 
-def _chunk_sums(options: SumOptions, program: Program, inputs: SumInputs) -> ClippedSums:
+def _chunk_sums(
+    options: SumOptions,
+    program: Program,
+    inputs: SumInputs,
+) -> ClippedSums:
     """Computes the clipped sums of examples that are in memory together."""
     unmasked = inputs.unmasked
     if len(unmasked) == 0:
@@ -227,7 +255,8 @@ def _chunk_sums(options: SumOptions, program: Program, inputs: SumInputs) -> Cli
     # On a TPU the sums themselves leave out the rows of the factor 0.
     if forms.platform() != "tpu":
         # The factors pass the loop too. Otherwise XLA computes them again for each reader.
-        read, factors = _without_rows((rows.read, factors), contributes, ~finite.all())
+        needed = ~finite.all()
+        read, factors = _without_rows((rows.read, factors), contributes, needed)
         rows = rows._replace(read=read)
     sums = result.weighted_sum(rows, factors)
     losses = jnp.where(unmasked, result.losses, 0)
@@ -263,9 +292,14 @@ def _empty_sums(program: Program, inputs: SumInputs) -> ClippedSums:
     leaves = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in inputs.leaves]
     norms = jnp.zeros(0, sites.wide_dtype(*inputs.leaves))
     losses = jnp.zeros(0, program.value.dtype)
-    aux = jax.tree.map(lambda x: jnp.zeros((0, *x.shape), x.dtype), program.aux)
+
+    def no_rows(x: Any) -> jax.Array:
+        return jnp.zeros((0, *x.shape), x.dtype)
+
+    aux = jax.tree.map(no_rows, program.aux)
     examples = ExampleValues(norms, losses, aux, inputs.unmasked)
-    return ClippedSums(leaves, examples, jnp.zeros((), jnp.int32))
+    nonfinite = jnp.zeros((), jnp.int32)
+    return ClippedSums(leaves, examples, nonfinite)
 
 
 # --- Examples that are not finite ---
@@ -286,10 +320,12 @@ def _without_rows(
     """
     leaves, treedef = jax.tree.flatten(rows)
     # XLA copies an array that a loop carries twice, such as the input of several layers.
-    distinct = {id(x): x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)}
+    floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+    distinct = {id(x): x for x in floating}
     cleared = _cleared_in_place(list(distinct.values()), keep, needed)
     by_id = dict(zip(distinct, cleared, strict=True))
-    return jax.tree.unflatten(treedef, [by_id.get(id(x), x) for x in leaves])
+    cleared_leaves = [by_id.get(id(x), x) for x in leaves]
+    return jax.tree.unflatten(treedef, cleared_leaves)
 
 
 @jax.custom_jvp
@@ -309,7 +345,8 @@ def _cleared_in_place(
 
     def clear(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         needed, xs = state
-        return needed & False, [sites.rows_kept(x, keep) for x in xs]
+        still_needed = needed & False
+        return still_needed, [sites.rows_kept(x, keep) for x in xs]
 
     _, cleared = lax.while_loop(is_needed, clear, (needed, xs))
     result: list[jax.Array] = cleared
@@ -319,5 +356,7 @@ def _cleared_in_place(
 @_cleared_in_place.defjvp
 def _cleared_in_place_jvp(primals: Any, tangents: Any) -> Any:
     # JAX reverses no such loop. The factor of a row that is not kept is 0, so its tangent is 0.
-    keep = primals[1]
-    return _cleared_in_place(*primals), [sites.rows_kept(x, keep) for x in tangents[0]]
+    _, keep, _ = primals
+    of_xs = tangents[0]
+    cleared = _cleared_in_place(*primals)
+    return cleared, [sites.rows_kept(x, keep) for x in of_xs]

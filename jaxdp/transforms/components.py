@@ -58,7 +58,8 @@ class TappedSite(NamedTuple):
 
     def settled(self, method: str, *, alone: bool) -> "TappedSite":
         """Returns the site with values as the norm and the sum read them."""
-        record, cotangent = self.site.settled(method, self.record, self.cotangent, alone=alone)
+        site = self.site
+        record, cotangent = site.settled(method, self.record, self.cotangent, alone=alone)
         return self._replace(record=record, cotangent=cotangent)
 
     def with_distinct_rows(self) -> "TappedSite":
@@ -69,7 +70,8 @@ class TappedSite(NamedTuple):
         """
         if not isinstance(self.site.rule, sites.Lookup):
             return self
-        return TappedSite(*sites.summed_rows(self.site, self.record, self.cotangent))
+        summed = sites.summed_rows(self.site, self.record, self.cotangent)
+        return TappedSite(*summed)
 
     def per_example(self) -> jax.Array:
         """Computes dV of every example."""
@@ -114,7 +116,8 @@ def connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
 
 def leaves_of(component: Sequence[sites.Site]) -> list[int]:
     """Returns the numbers of the leaves of a component, ascending."""
-    return sorted(frozenset[int]().union(*(site.leaves for site in component)))
+    of_sites = [site.leaves for site in component]
+    return sorted(frozenset[int]().union(*of_sites))
 
 
 def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
@@ -123,7 +126,8 @@ def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
     for grad in grads:
         axes = tuple(range(1, grad.ndim))
         squares.append(jnp.square(grad).sum(axes))
-    return total(squares, sites.wide_dtype(*grads))
+    dtype = sites.wide_dtype(*grads)
+    return total(squares, dtype)
 
 
 def total(terms: Sequence[jax.Array], dtype: Any) -> jax.Array:
@@ -163,14 +167,16 @@ class Component:
         self._pull = _pull_back(weights, leaves, self._members)
         alone = len(tapped) == 1
         has_kernel = alone and tapped[0].forms_by_convolution
-        method = applied(choose(all_sites, self.size, has_kernel), weights)
+        preferred = choose(all_sites, self.size, has_kernel)
+        method = applied(preferred, weights)
         self._tapped = [one.settled(method, alone=alone) for one in tapped]
         # What is kept is a sum of the terms of one example already.
         if method != "keep":
             self._tapped = [one.with_distinct_rows() for one in self._tapped]
         if method == "factors":
             lanes = all_sites[0].rule.lanes
-            self.squared_norms = sites.squared_norms(self._oriented_factors(), lanes)
+            pairs = self._oriented_factors()
+            self.squared_norms = sites.squared_norms(pairs, lanes)
         elif method == "drop":
             self.squared_norms = self._norms_of_dropped()
         else:
@@ -199,6 +205,7 @@ class Component:
             apart = total(lengths, squares.dtype)
         most = max(one.site.terms for one in self._tapped)
         terms = most + len(self._tapped) + sites.lost_in_parts()
+        # Twice, for the gradients of the norm and those of the sum.
         error = 2 * rounding.of_sum(terms, squares.dtype) * apart
         return rounding.covered(squares, spread, error)
 
@@ -222,15 +229,17 @@ class Component:
         """The arrays [B, ...] that the sum reads: kept gradients, or records and cotangents."""
         if self.kept is not None:
             grads = list(self.kept.values())
-            return Rows(None, grads) if forms.platform() in _FUSED_SUMS else Rows(grads)
+            if forms.platform() in _FUSED_SUMS:
+                return Rows(None, grads)
+            return Rows(grads)
         read = []
         left_out = []
         for one in self._tapped:
             without_record, without_cotangent = one.site.leaves_out
-            record = (None, one.record) if without_record else (one.record, None)
-            cotangent = (None, one.cotangent) if without_cotangent else (one.cotangent, None)
-            read.append((record[0], cotangent[0]))
-            left_out.append((record[1], cotangent[1]))
+            record_read, record_left_out = _read_or_left_out(one.record, without_record)
+            g_read, g_left_out = _read_or_left_out(one.cotangent, without_cotangent)
+            read.append((record_read, g_read))
+            left_out.append((record_left_out, g_left_out))
         return Rows(read, left_out)
 
     def weighted_sum(
@@ -249,12 +258,19 @@ class Component:
             sums = contract_rows(grads, factors)
         else:
             of_weights = []
-            for one, read, left_out in zip(self._tapped, rows.read, rows.left_out, strict=True):
+            by_site = zip(self._tapped, rows.read, rows.left_out, strict=True)
+            for one, read, left_out in by_site:
                 record = left_out[0] if read[0] is None else read[0]
                 cotangent = left_out[1] if read[1] is None else read[1]
-                of_weights.append(one.site.contract(record, cotangent, factors))
+                of_weight = one.site.contract(record, cotangent, factors)
+                of_weights.append(of_weight)
             sums = self._pull(of_weights)
         return dict(zip(self._members, sums, strict=True))
+
+
+def _read_or_left_out(x: Any, leaves_out: bool) -> tuple[Any, Any]:
+    """Returns (x, None) for an array whose rows must be finite, else (None, x)."""
+    return (None, x) if leaves_out else (x, None)
 
 
 def contract_rows(
@@ -276,7 +292,9 @@ def contract_rows(
 
 
 def _pull_back(
-    weights: jex.ClosedJaxpr, leaves: list[Any], members: list[int]
+    weights: jex.ClosedJaxpr,
+    leaves: list[Any],
+    members: list[int],
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
     """Returns J^T, the map from gradients of weights to gradients of leaves.
 
@@ -293,12 +311,14 @@ def _pull_back(
         results: list[jax.Array] = evaluate(*arguments)
         return results
 
-    primals, transpose = jax.vjp(weights_of, [leaves[number] for number in members])
+    own_leaves = [leaves[number] for number in members]
+    primals, transpose = jax.vjp(weights_of, own_leaves)
 
     def pull(of_weights: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(of_weights, primals, strict=True)
         grads: list[jax.Array]
-        (grads,) = transpose([dv.astype(v.dtype) for dv, v in pairs])
+        cotangents = [dv.astype(v.dtype) for dv, v in pairs]
+        (grads,) = transpose(cotangents)
         return grads
 
     return pull
@@ -318,7 +338,9 @@ def applied(method: str, weights: jex.ClosedJaxpr) -> str:
     because it could multiply the difference by any number. Nor may J^T round the sum of a batch to
     bfloat16: that error depends on all examples, so the norm of no single example covers it.
     """
-    return "keep" if method == "drop" and not _only_moves(weights) else method
+    if method == "drop" and not _only_moves(weights):
+        return "keep"
+    return method
 
 
 def _only_moves(weights: jex.ClosedJaxpr) -> bool:
@@ -331,7 +353,8 @@ def _only_moves(weights: jex.ClosedJaxpr) -> bool:
         return False
     variables = list(weights.jaxpr.outvars)
     for eqn in eqns:
-        operand, result = eqn.invars[0].aval, eqn.outvars[0].aval
+        operand = eqn.invars[0].aval
+        result = eqn.outvars[0].aval
         if result.size > operand.size:  # the transpose of a broadcast sums
             return False
         variables += eqn.outvars

@@ -146,13 +146,14 @@ class Conv(Rule):
 
     def factors(self, record: Any, g: jax.Array) -> Factors:
         x = self._channels_last(record, self._looped)
-        parts = tuple(self._patch(x, offset) for offset in self._offsets)
-        return parts, self._cotangent(g)
+        patches = tuple(self._patch(x, offset) for offset in self._offsets)
+        return patches, self._cotangent(g)
 
     @property
     def _offsets(self) -> list[tuple[int, ...]]:
         """The kernel positions along the looped dimensions."""
-        return list(itertools.product(*map(range, self.window[: self._looped])))
+        looped = self.window[: self._looped]
+        return list(itertools.product(*map(range, looped)))
 
     def _channels_last(self, record: jax.Array, joined: int) -> jax.Array:
         """Returns padded and dilated data [M, *spatial, channels].
@@ -164,7 +165,8 @@ class Conv(Rule):
         padding = zip(self.padding, self.data_dilation, strict=True)
         spatial_padding = [(low, high, dilation - 1) for (low, high), dilation in padding]
         none = (0, 0, 0)
-        x = lax.pad(x, jnp.zeros((), x.dtype), [none, *spatial_padding, none])
+        zero = jnp.zeros((), x.dtype)
+        x = lax.pad(x, zero, [none, *spatial_padding, none])
         if joined == 0 and self._joins_at_once:
             return self._patches(x)
         for d in reversed(range(joined, len(self.window))):
@@ -175,17 +177,20 @@ class Conv(Rule):
     def _joins_at_once(self) -> bool:
         """Whether one operation joins the patches of all dimensions, so none is written twice."""
         overlap = self.window != self.strides
-        return self._one_product and overlap and math.prod(self.window) <= _MOST_SLICES
+        is_small = math.prod(self.window) <= _MOST_SLICES
+        return self._one_product and overlap and is_small
 
     def _patches(self, x: jax.Array) -> jax.Array:
         """Returns all patches of padded data, [M, *positions, window and channels]."""
         slices = []
         for offset in itertools.product(*map(range, self.window)):
-            start = [i * dilation for i, dilation in zip(offset, self.kernel_dilation, strict=True)]
+            pairs = zip(offset, self.kernel_dilation, strict=True)
+            start = [i * dilation for i, dilation in pairs]
             end = [first + self._span(d) for d, first in enumerate(start)]
             limits = (len(x), *end, x.shape[-1])
             steps = (1, *self.strides, 1)
-            slices.append(lax.slice(x, (0, *start, 0), limits, steps))
+            patch = lax.slice(x, (0, *start, 0), limits, steps)
+            slices.append(patch)
         return jnp.concatenate(slices, axis=-1)
 
     def _patches_along(self, x: jax.Array, d: int) -> jax.Array:
@@ -198,13 +203,17 @@ class Conv(Rule):
             positions //= stride
             stride = 1
             span = self.out_window[d]
-        starts = (i * self.kernel_dilation[d] for i in range(positions))
-        slices = [lax.slice_in_dim(x, start, start + span, stride, 1 + d) for start in starts]
+        slices = []
+        for i in range(positions):
+            start = i * self.kernel_dilation[d]
+            entries = lax.slice_in_dim(x, start, start + span, stride, 1 + d)
+            slices.append(entries)
         return jnp.concatenate(slices, axis=-1)
 
     def _folds(self, d: int) -> bool:
         """Returns whether whole strides of dimension d make up the window, without dilation."""
-        return self.kernel_dilation[d] == 1 and self.window[d] % self.strides[d] == 0
+        are_whole = self.window[d] % self.strides[d] == 0
+        return are_whole and self.kernel_dilation[d] == 1
 
     def _folded(self, x: jax.Array, d: int) -> jax.Array:
         """Moves the entries of each stride of dimension d into the channels, in front."""
@@ -212,7 +221,8 @@ class Conv(Rule):
         stride = self.strides[d]
         used = self._span(d) + self.window[d] - 1
         x = lax.slice_in_dim(x, 0, used, axis=axis)
-        before, behind = x.shape[:axis], x.shape[axis + 1 :]
+        before = x.shape[:axis]
+        behind = x.shape[axis + 1 :]
         x = x.reshape(*before, used // stride, stride, *behind)
         x = jnp.moveaxis(x, axis + 1, -2)
         return x.reshape(*x.shape[:-2], -1)
@@ -231,29 +241,42 @@ class Conv(Rule):
         rest = x.shape[1 + looped :]
         start = [offset[d] * self.kernel_dilation[d] for d in range(looped)]
         spans = [self._span(d) for d in range(looped)]
-        met = lax.dynamic_slice(x, (0, *start, *[0] * len(rest)), (len(x), *spans, *rest))
-        steps = [1, *self.strides[:looped], *[1] * len(rest)]
-        return self._split(lax.slice(met, [0] * x.ndim, met.shape, steps))
+        start_of_rest = [0] * len(rest)
+        starts = (0, *start, *start_of_rest)
+        met = lax.dynamic_slice(x, starts, (len(x), *spans, *rest))
+        steps_of_rest = [1] * len(rest)
+        steps = [1, *self.strides[:looped], *steps_of_rest]
+        origin = [0] * x.ndim
+        return self._split(lax.slice(met, origin, met.shape, steps))
 
     def _split(self, x: jax.Array) -> jax.Array:
-        return x.reshape(self.positions, self.groups, -1).swapaxes(0, 1)
+        by_position = x.reshape(self.positions, self.groups, -1)
+        return by_position.swapaxes(0, 1)
 
     def _cotangent(self, g: jax.Array) -> jax.Array:
         batch, feature, *spatial = self.numbers.out_spec
-        return self._split(g.transpose((batch, *spatial, feature)))
+        channels_last = g.transpose((batch, *spatial, feature))
+        return self._split(channels_last)
 
     # --- Gradients ---
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        x = jax.vmap(lambda record: self._channels_last(record, self._looped))(record)
+        def data_of(record: jax.Array) -> jax.Array:
+            return self._channels_last(record, self._looped)
+
+        x = jax.vmap(data_of)(record)
         w = jax.vmap(self._cotangent)(g)
         # Each device adds up its own block of examples. Otherwise they exchange a sum for each
         # kernel position.
         blocks = math.gcd(len(w), shards.auto_devices()) if self._looped else 1
-        x, w = (y.reshape(blocks, -1, *y.shape[1:]) for y in (x, w))
+        x = x.reshape(blocks, -1, *x.shape[1:])
+        w = w.reshape(blocks, -1, *w.shape[1:])
 
         def at(offset: Any) -> jax.Array:  # [blocks, groups, in, out] or [blocks, groups, out, in]
-            u = jax.vmap(jax.vmap(lambda x: self._patch(x, offset)))(x)
+            def patch(x: jax.Array) -> jax.Array:
+                return self._patch(x, offset)
+
+            u = jax.vmap(jax.vmap(patch))(x)
             pair = (w, u) if self._wide_part else (u, w)
             return jax.vmap(outer_sum)(*pair)
 
@@ -267,11 +290,14 @@ class Conv(Rule):
         rest = self.window[self._looped :]
         if self._wide_part:
             grad = grad.reshape(*looped, self.groups, self.cols, *rest, -1)
-            grad = jnp.moveaxis(grad, (len(looped), len(looped) + 1), (-2, -1))
+            axis = len(looped)
+            grad = jnp.moveaxis(grad, (axis, axis + 1), (-2, -1))
         else:
             grad = grad.reshape(*looped, self.groups, *rest, -1, self.cols)
             grad = jnp.moveaxis(grad, len(looped), -2)
-        return self._as_weight(grad.reshape(*self.window, -1, self.groups * self.cols))
+        outputs = self.groups * self.cols
+        grad = grad.reshape(*self.window, -1, outputs)
+        return self._as_weight(grad)
 
     @property
     def _wide_part(self) -> bool:
@@ -279,14 +305,17 @@ class Conv(Rule):
 
         XLA on CPU multiplies faster if the longer one comes last.
         """
-        return not self._one_product and self._part_rows(self._looped) > self.cols
+        if self._one_product:
+            return False
+        return self._part_rows(self._looped) > self.cols
 
     def weight_grad_by_primitive(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes `weight_grad` by the transpose of the primitive.
 
         It is one convolution for the whole batch.
         """
-        record, g = wide(record), wide(g)
+        record = wide(record)
+        g = wide(g)
 
         def apply(x: jax.Array, kernel: jax.Array) -> jax.Array:
             return lax.conv_general_dilated(
@@ -325,19 +354,22 @@ class Conv(Rule):
         Where gradients are larger than patches, their order matters more. That of patches is the
         order of the weight.
         """
-        if len(self.window) == 1 or self.window[0] == 1 or self.strides[0] != 1:
+        if len(self.window) == 1 or self.window[0] == 1:
             return False
-        if self.positions == 0:
+        if self.strides[0] != 1 or self.positions == 0:
             return False
         patches = self.positions * self.rows
         rows_per_position = self._part_rows(1) + self.window[0] * self.cols
-        split = self.positions // self.out_window[0] * self._met_rows * rows_per_position
-        return split < patches and self.rows * self.cols <= patches
+        positions_of_row = self.positions // self.out_window[0]
+        split = positions_of_row * self._met_rows * rows_per_position
+        grads = self.rows * self.cols
+        return split < patches and grads <= patches
 
     @property
     def _met_rows(self) -> int:
         """The number of entries of the first dimension that some kernel position meets."""
-        return self.out_window[0] + (self.window[0] - 1) * self.kernel_dilation[0]
+        last = (self.window[0] - 1) * self.kernel_dilation[0]
+        return last + self.out_window[0]
 
     def _grads_by_split_windows(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of M examples by one product of patches along all but the first dimension.
@@ -345,16 +377,22 @@ class Conv(Rule):
         For two dimensions dV[i, j] = sum_{h,w} x[h + i, w + j] g[h, w], which is the sum of
         x[h, w + j] g[h - i, w]. So j is part of the rows, and i is part of the columns.
         """
-        x = jax.vmap(jax.vmap(lambda x: self._channels_last(x, 1)))(record)
+
+        def data_of(x: jax.Array) -> jax.Array:
+            return self._channels_last(x, 1)
+
+        x = jax.vmap(jax.vmap(data_of))(record)
         x = lax.slice_in_dim(x, 0, self._met_rows, axis=3)
         cotangents = jax.vmap(jax.vmap(self._shifted_cotangents))(g)
         # A product that joined slices by itself would need more memory than a core has.
         x, cotangents = lax.optimization_barrier((x, cotangents))
-        u, w = (y.reshape(len(y), -1, y.shape[-1]) for y in (x, cotangents))
+        u = x.reshape(len(x), -1, x.shape[-1])
+        w = cotangents.reshape(len(cotangents), -1, cotangents.shape[-1])
         grads = contracted(u, w, [1], [0])
         first, *others = self.window
         grads = grads.reshape(len(grads), *others, self.channels, first, self.cols)
-        return jax.vmap(self._as_weight)(jnp.moveaxis(grads, -2, 1))
+        grads = jnp.moveaxis(grads, -2, 1)
+        return jax.vmap(self._as_weight)(grads)
 
     def _shifted_cotangents(self, g: jax.Array) -> jax.Array:
         """Returns cotangents [batch, rows that are met, *other dimensions, positions * features].
@@ -369,7 +407,8 @@ class Conv(Rule):
             shift = i * self.kernel_dilation[0]
             padding = [(0, 0, 0)] * g.ndim
             padding[1] = (shift, rows - shift, 0)
-            shifted.append(lax.pad(g, jnp.zeros((), g.dtype), padding))
+            zero = jnp.zeros((), g.dtype)
+            shifted.append(lax.pad(g, zero, padding))
         return jnp.concatenate(shifted, axis=-1)
 
     # --- Gradients of examples on a CPU ---
@@ -405,9 +444,11 @@ class Conv(Rule):
         zero = barriers.zero_after(g)
         x = self._rows_of_data(record, zero)
         lengths = x.shape[1:-1]
-        w = jax.vmap(jax.vmap(self._cotangent))(g).reshape(len(x), -1, self.cols)
+        w = jax.vmap(jax.vmap(self._cotangent))(g)
+        w = w.reshape(len(x), -1, self.cols)
         examples, positions, _ = w.shape
-        number, size = _parts(examples, positions * self.rows * x.dtype.itemsize)
+        bytes_of_patches = positions * self.rows * x.dtype.itemsize
+        number, size = _parts(examples, bytes_of_patches)
         rows = self._patch_rows(size, lengths)
         rows_of_one = math.prod(lengths)
         x = x.reshape(-1, self._row_entries)
@@ -423,20 +464,24 @@ class Conv(Rule):
                 (1, self._row_entries),
                 mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
             )
-            u = barriers.materialised(patches, zero).reshape(size, positions, self.rows)
+            u = barriers.materialised(patches, zero)
+            u = u.reshape(size, positions, self.rows)
             cotangents = lax.dynamic_slice_in_dim(w, start, size)
             pair = (u, cotangents) if self._cotangent_last else (cotangents, u)
-            return lax.dynamic_update_slice_in_dim(grads, contracted(*pair, [1], [0]), start, 0)
+            of_turn = contracted(*pair, [1], [0])
+            return lax.dynamic_update_slice_in_dim(grads, of_turn, start, 0)
 
         shape = (self.rows, self.cols) if self._cotangent_last else (self.cols, self.rows)
-        zeros = jnp.full((examples, *shape), zero.astype(wide_dtype(x, w)))
+        wide_zero = zero.astype(wide_dtype(x, w))
+        zeros = jnp.full((examples, *shape), wide_zero)
         zeros = shards.vary(zeros, shards.varying_axes(x, w))
         grads = lax.fori_loop(0, number, turn, zeros)
         window = (*self.window, self.channels)
         if self._cotangent_last:
             grads = grads.reshape(examples, *window, self.cols)
         else:
-            grads = jnp.moveaxis(grads.reshape(examples, self.cols, *window), 1, -1)
+            grads = grads.reshape(examples, self.cols, *window)
+            grads = jnp.moveaxis(grads, 1, -1)
         return jax.vmap(self._as_weight)(grads)
 
     def _rows_of_data(self, record: jax.Array, zero: jax.Array) -> jax.Array:
@@ -445,12 +490,20 @@ class Conv(Rule):
         It is formed after `zero`. XLA would pad long before there is a cotangent, and hold the
         memory.
         """
+
+        def data_of(x: jax.Array) -> jax.Array:
+            return self._channels_last(x, self._joined)
+
+        def folded(x: jax.Array) -> jax.Array:
+            return self._folded(x, 0)
+
         record = record + zero.astype(record.dtype)
-        x = jax.vmap(jax.vmap(lambda x: self._channels_last(x, self._joined)))(record)
+        x = jax.vmap(jax.vmap(data_of))(record)
         if self._joined < len(self.window):
             x = barriers.materialised(x, zero)
         if self._fold > 1:
-            x = barriers.materialised(jax.vmap(jax.vmap(lambda x: self._folded(x, 0)))(x), zero)
+            x = jax.vmap(jax.vmap(folded))(x)
+            x = barriers.materialised(x, zero)
         return x
 
     @property
@@ -465,15 +518,17 @@ class Conv(Rule):
         result is in the order of positions and, within each, of kernel positions along the
         dimensions before `joined`.
         """
-        joined, fold = self._joined, self._fold
+        joined = self._joined
+        fold = self._fold
         window = [self.window[d] // fold for d in range(joined)]
         positions = [*self.out_window[:joined], *lengths[2 + joined :]]
         counts = [size, *lengths[:2], *positions, *window]
         # How far apart entries are along size, repeats, batch and *spatial.
         pitches = [math.prod(lengths[d:]) for d in range(len(lengths) + 1)]
-        along_positions = [pitches[3 + d] * self.strides[d] // fold for d in range(joined)]
-        along_kernel = [pitches[3 + d] * self.kernel_dilation[d] for d in range(joined)]
-        steps = [*pitches[:3], *along_positions, *pitches[3 + joined :], *along_kernel]
+        spatial = pitches[3:]
+        along_positions = [spatial[d] * self.strides[d] // fold for d in range(joined)]
+        along_kernel = [spatial[d] * self.kernel_dilation[d] for d in range(joined)]
+        steps = [*pitches[:3], *along_positions, *spatial[joined:], *along_kernel]
         rows = jnp.zeros(counts, jnp.int32)
         for d, step in enumerate(steps):
             rows += step * lax.broadcasted_iota(jnp.int32, counts, d)
@@ -488,13 +543,20 @@ class Conv(Rule):
 
     def of_pictures(self, record: Any) -> bool:
         """Returns whether each example is one picture, whose channels are one group."""
-        if self.groups > 1 or set(self.data_dilation) != {1} or len(self.window) != 2:
+        if self.groups > 1 or len(self.window) != 2:
+            return False
+        if set(self.data_dilation) != {1}:
             return False
         if min(itertools.chain(*self.padding)) < 0:
             return False
-        return bool(record.shape[1 + self.numbers.lhs_spec[0]] == 1)
+        batch_axis = 1 + self.numbers.lhs_spec[0]
+        return bool(record.shape[batch_axis] == 1)
 
-    def pictures(self, record: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def pictures(
+        self,
+        record: jax.Array,
+        g: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         """Returns x [B, H, W, C] and the cotangents [B, OH, OW, K]."""
 
         def channels_last(x: jax.Array, spec: Sequence[int]) -> jax.Array:
@@ -504,4 +566,5 @@ class Conv(Rule):
             return x.reshape(len(x), *x.shape[2:])
 
         x = channels_last(record, self.numbers.lhs_spec)
-        return x, channels_last(g, self.numbers.out_spec)
+        cotangents = channels_last(g, self.numbers.out_spec)
+        return x, cotangents

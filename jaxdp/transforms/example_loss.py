@@ -142,7 +142,10 @@ _REMEDIES = {
 
 
 def _one_loss(
-    loss_fn: LossFunction, params: Any, example: Any, key: jax.Array | None
+    loss_fn: LossFunction,
+    params: Any,
+    example: Any,
+    key: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """Returns (loss, aux) of one example, with None in place of an aux that `loss_fn` lacks."""
     keys = {} if key is None else {"key": key}

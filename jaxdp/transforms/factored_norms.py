@@ -35,7 +35,8 @@ _BLOCK = 2048
 
 # Gram matrices of more positions are computed by blocks of at most this many rows. A TPU would copy
 # the rows of each block.
-_GRAM_ROWS, _GRAM_ROWS_TPU = 256, 1024
+_GRAM_ROWS = 256
+_GRAM_ROWS_TPU = 1024
 
 # Gram matrices of at most this many blocks are computed without a loop on a GPU.
 _UNROLLED = 10
@@ -43,7 +44,10 @@ _UNROLLED = 10
 Lengths = tuple[jax.Array, jax.Array]  # of u and w, [B, S, T] each
 
 
-def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) -> jax.Array:
+def squared_norms(
+    pairs: Sequence[Pair],
+    lanes: dense.Lanes = (False, False),
+) -> jax.Array:
     """Computes ||sum_j sum_t u_jt w_jt^T||^2 [B] from the factors of the sites of one weight.
 
     Args:
@@ -67,20 +71,23 @@ def squared_norms(pairs: Sequence[Pair], lanes: dense.Lanes = (False, False)) ->
     lengths: list[Lengths] = []
     for pair in pairs:
         norm, own_spread, own_lengths = _gram_norm(pair, kind, lanes)
-        total, spread = total + norm, spread + own_spread
+        total = total + norm
+        spread = spread + own_spread
         # The gradients of two sites have a product too, which counts twice.
         for other, other_lengths in zip(pairs, lengths, strict=False):
             grams = _grams(pair, other, kind)
             counts = _counts(pair, other)
             product, its_spread = _gram_sums(grams, own_lengths, other_lengths, counts)
-            total, spread = total + 2 * product, spread + 2 * its_spread
+            total = total + 2 * product
+            spread = spread + 2 * its_spread
         lengths.append(own_lengths)
         length_u, length_w = own_lengths
         apart = apart + (length_u * length_w).sum(2)
         lengths_u = lengths_u + length_u.sum((1, 2))
         lengths_w = lengths_w + length_w.sum((1, 2))
     # A square that is flushed counts at its upper bound, times the lengths of the other factor.
-    flushed = rounding.FLUSHED * (rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u))
+    other_squares = rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u)
+    flushed = rounding.FLUSHED * other_squares
     largest = rounding.root(jnp.square(apart).sum(1))
     error = rounding.of_sum(_terms(pairs), kind) * largest
     return rounding.covered(total, spread, error) + flushed
@@ -91,15 +98,18 @@ def _squared_norms_of_one_position(pair: Pair) -> jax.Array:
     rows, cols = _sizes([pair])
     parts, w = pair
     # A square that is flushed to zero counts at its upper bound.
-    square_u = sum(square(part).sum((2, 3)) for part in parts) + rows * rounding.FLUSHED
-    square_w = square(w).sum((2, 3)) + cols * rounding.FLUSHED
+    squares_of_parts = sum(square(part).sum((2, 3)) for part in parts)
+    square_u = squares_of_parts + rows * rounding.FLUSHED
+    square_w = square(w).sum((2, 3))
+    square_w = square_w + cols * rounding.FLUSHED
     return (square_u * square_w).sum(1)
 
 
 def _sizes(pairs: Sequence[Pair]) -> tuple[int, int]:
     """Returns the largest numbers of entries of u and of w."""
     rows = max(sum(map(_width, parts)) for parts, _ in pairs)
-    return rows, max(_width(w) for _, w in pairs)
+    cols = max(_width(w) for _, w in pairs)
+    return rows, cols
 
 
 def _width(x: Factor) -> int:
@@ -117,20 +127,26 @@ def lost_in_parts() -> int:
 # --- Inner products ---
 
 
-def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None) -> jax.Array:
+def inner_products(
+    x: Factor,
+    y: Factor,
+    precision: lax.Precision | None = None,
+) -> jax.Array:
     """Computes the inner products [B, S, T, T'] of all rows.
 
     The factors are settled, unless a precision is given.
     """
     if isinstance(x, OneHot) and isinstance(y, OneHot):
         own = x.index[..., :, None]
-        same = (own == y.index[..., None, :]) & (own >= 0)
-        return same.astype(jnp.float32)
+        other = y.index[..., None, :]
+        is_same = (own == other) & (own >= 0)
+        return is_same.astype(jnp.float32)
     if isinstance(x, OneHot):
         return inner_products(y, x).swapaxes(-1, -2)
     if isinstance(y, OneHot):
         # A row of zeros picks an entry behind the last one, which is zero.
-        columns = jnp.where(y.index < 0, x.shape[-1], y.index)[..., None, :]
+        columns = jnp.where(y.index < 0, x.shape[-1], y.index)
+        columns = columns[..., None, :]
         picked = jnp.take_along_axis(x, columns, axis=-1, mode="fill", fill_value=0)
         return wide(picked)
     terms = x.shape[-1]
@@ -139,14 +155,20 @@ def inner_products(x: Factor, y: Factor, precision: lax.Precision | None = None)
         return contracted(x, y, [3], [0, 1], precision)
 
     def product(start: Any, size: int) -> jax.Array:
-        u, w = (lax.dynamic_slice_in_dim(z, start, size, axis=-1) for z in (x, y))
+        u = lax.dynamic_slice_in_dim(x, start, size, axis=-1)
+        w = lax.dynamic_slice_in_dim(y, start, size, axis=-1)
         return contracted(u, w, [3], [0, 1], precision)
 
-    def add(total: jax.Array, start: jax.Array) -> tuple[jax.Array, None]:
+    def add(
+        total: jax.Array,
+        start: jax.Array,
+    ) -> tuple[jax.Array, None]:
         return total + product(start, _BLOCK), None
 
     first = product(terms - rest, rest) if rest else jnp.zeros_like(product(0, _BLOCK))
-    return lax.scan(add, first, jnp.arange(blocks) * _BLOCK)[0]
+    starts = jnp.arange(blocks) * _BLOCK
+    total, _ = lax.scan(add, first, starts)
+    return total
 
 
 def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
@@ -158,7 +180,8 @@ def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
         terms: int = x.shape[-1]
         return terms if terms < 2 * _BLOCK else _BLOCK + terms // _BLOCK + 1
 
-    return max(map(of_part, xs, ys)) + len(xs) - 1
+    most = max(map(of_part, xs, ys))
+    return most + len(xs) - 1
 
 
 # --- Rows of tables ---
@@ -169,7 +192,8 @@ def _all_lookups(pairs: Sequence[Pair]) -> bool:
 
     def is_lookup(pair: Pair) -> bool:
         parts, w = pair
-        return len(parts) == 1 and isinstance(parts[0], OneHot) and not isinstance(w, OneHot)
+        u_is_lookup = len(parts) == 1 and isinstance(parts[0], OneHot)
+        return u_is_lookup and not isinstance(w, OneHot)
 
     return all(map(is_lookup, pairs))
 
@@ -184,7 +208,8 @@ def _squared_norms_of_rows(pairs: Sequence[Pair]) -> jax.Array:
     looked_up = (index >= 0).sum((1, 2)).astype(w.dtype)
     flushed = rounding.FLUSHED * w.shape[-1] * looked_up
     (first, *_), _ = pairs[0]
-    if len(pairs) == 1 and (first.distinct or w.shape[2] == 1):
+    are_distinct = len(pairs) == 1 and (first.distinct or w.shape[2] == 1)
+    if are_distinct:
         return square(w).sum((1, 2, 3)) + flushed
     _, total = sums_of_equal_rows(index, w)
     apart = rounding.root(square(w).sum(-1)).sum(2)
@@ -205,7 +230,10 @@ def _all_rows(pairs: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
     return index, jnp.where((index >= 0)[..., None], w, 0)
 
 
-def sums_of_equal_rows(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sums_of_equal_rows(
+    index: jax.Array,
+    w: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Adds up the rows w [B, S, T, cols] of equal index [B, S, T].
 
     Returns distinct indices and the sums of their rows, in the same shapes. Places without a row
@@ -215,14 +243,21 @@ def sums_of_equal_rows(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.A
     if w.shape[2] <= 1:
         return index, w
 
-    def of_one(index: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def of_one(
+        index: jax.Array,
+        w: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
         order = jnp.argsort(index)
         ranked = index[order]
-        is_new = jnp.concatenate([jnp.zeros(1, bool), ranked[1:] != ranked[:-1]])
+        first_is_new = jnp.zeros(1, bool)
+        is_new = jnp.concatenate([first_is_new, ranked[1:] != ranked[:-1]])
         number = jnp.cumsum(is_new).astype(order.dtype)
-        place = jnp.zeros_like(order).at[order].set(number, unique_indices=True)
-        distinct = jnp.full_like(index, -1).at[number].set(ranked, indices_are_sorted=True)
-        return distinct, jnp.zeros_like(w).at[place].add(w)
+        place = jnp.zeros_like(order)
+        place = place.at[order].set(number, unique_indices=True)
+        distinct = jnp.full_like(index, -1)
+        distinct = distinct.at[number].set(ranked, indices_are_sorted=True)
+        total = jnp.zeros_like(w).at[place].add(w)
+        return distinct, total
 
     return jax.vmap(jax.vmap(of_one))(index, w)
 
@@ -237,7 +272,11 @@ def gram_rows(positions: int) -> int:
     return next((size for size in sizes if positions % size == 0), positions)
 
 
-def _gram_norm(pair: Pair, kind: Any, lanes: dense.Lanes) -> dense.Norm:
+def _gram_norm(
+    pair: Pair,
+    kind: Any,
+    lanes: dense.Lanes,
+) -> dense.Norm:
     """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w."""
     if not dense.has_gram_norm(*pair):
         return _gram_norm_by_xla(pair, kind)
@@ -273,28 +312,37 @@ def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
     lengths = _lengths(pair, kind)
 
     def rows_of_block(k: Any) -> tuple[Pair, Lengths]:
-        rows: tuple[Pair, Lengths] = jax.tree.map(
-            lambda x: lax.dynamic_slice_in_dim(x, k * size, size, axis=2), (pair, lengths)
-        )
+        def sliced(x: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, k * size, size, axis=2)
+
+        rows: tuple[Pair, Lengths] = jax.tree.map(sliced, (pair, lengths))
         return rows
 
     def block(place: Any) -> tuple[jax.Array, jax.Array]:
         (x, lengths_x), (y, lengths_y) = map(rows_of_block, place)
-        return _gram_sums(_grams(x, y, kind), lengths_x, lengths_y, counts)
+        grams = _grams(x, y, kind)
+        return _gram_sums(grams, lengths_x, lengths_y, counts)
 
-    places = list(itertools.combinations_with_replacement(range(positions // size), 2))
+    blocks = range(positions // size)
+    places = list(itertools.combinations_with_replacement(blocks, 2))
     # A block beside the diagonal stands for two.
-    twice = jnp.array([1 if i == j else 2 for i, j in places], kind)[:, None]
+    times = [1 if i == j else 2 for i, j in places]
+    twice = jnp.array(times, kind)[:, None]
     # A loop on an accelerator copies what it reads and writes.
     if forms.platform() != "cpu" and len(places) <= _UNROLLED:
-        sums = [jnp.stack(xs) for xs in zip(*map(block, places), strict=True)]
+        of_blocks = map(block, places)
+        sums = [jnp.stack(xs) for xs in zip(*of_blocks, strict=True)]
     else:
         sums = list(lax.map(block, jnp.array(places)))
     total, spread = ((twice * x).sum(0) for x in sums)
     return total, spread, lengths
 
 
-def _grams(x: Pair, y: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
+def _grams(
+    x: Pair,
+    y: Pair,
+    kind: Any,
+) -> tuple[jax.Array, jax.Array]:
     """Returns the inner products <u_t, u'_t'> and <w_t, w'_t'> [B, S, T, T'] of two pairs."""
     parts_x, w_x = x
     parts_y, w_y = y
@@ -306,7 +354,9 @@ def _grams(x: Pair, y: Pair, kind: Any) -> tuple[jax.Array, jax.Array]:
         return inner_products(p, q, precision).astype(kind)
 
     of_parts = [gram(p, q) for p, q in zip(parts_x, parts_y, strict=True)]
-    return functools.reduce(jnp.add, of_parts), gram(w_x, w_y)
+    gram_u = functools.reduce(jnp.add, of_parts)
+    gram_w = gram(w_x, w_y)
+    return gram_u, gram_w
 
 
 def _gram_sums(
@@ -324,18 +374,26 @@ def _gram_sums(
     """
     gram_u, gram_w = grams
     # By Cauchy and Schwarz, at least the absolute terms of an inner product.
-    most_u, most_w = (a[..., :, None] * b[..., None, :] for a, b in zip(x, y, strict=True))
+    x_u, x_w = x
+    y_u, y_w = y
+    most_u = x_u[..., :, None] * y_u[..., None, :]
+    most_w = x_w[..., :, None] * y_w[..., None, :]
     products = gram_u * gram_w
-    abs_u, abs_w = jnp.abs(gram_u), jnp.abs(gram_w)
+    abs_u = jnp.abs(gram_u)
+    abs_w = jnp.abs(gram_w)
     r_u, r_w, r_t = (rounding.eps(gram_u.dtype) * count for count in counts)
-    spread = r_u * most_u * abs_w + r_w * most_w * abs_u + r_t * abs_u * abs_w
+    of_u = r_u * most_u * abs_w
+    of_w = r_w * most_w * abs_u
+    of_factors = of_u + of_w
+    spread = of_factors + r_t * abs_u * abs_w
     return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
 
 
 def without_cancellation(pair: Pair) -> jax.Array:
     """Returns the norms [B] that dV would have if its terms had one direction, M in `rounding`."""
     length_u, length_w = _lengths(pair, wide_dtype(pair[1]))
-    return rounding.root(jnp.square((length_u * length_w).sum(2)).sum(1))
+    lengths = (length_u * length_w).sum(2)
+    return rounding.root(jnp.square(lengths).sum(1))
 
 
 def _lengths(pair: Pair, kind: Any) -> Lengths:
@@ -346,7 +404,9 @@ def _lengths(pair: Pair, kind: Any) -> Lengths:
 
     parts, w = pair
     squares_u = functools.reduce(jnp.add, map(squares, parts))
-    return rounding.root(squares_u), rounding.root(squares(w))
+    length_u = rounding.root(squares_u)
+    length_w = rounding.root(squares(w))
+    return length_u, length_w
 
 
 def _positions(pair: Pair) -> int:
@@ -363,12 +423,15 @@ def _terms(pairs: Sequence[Pair]) -> int:
             return 1
         return _positions(pair)
 
-    return max(map(terms, pairs)) + len(pairs) + lost_in_parts()
+    most = max(map(terms, pairs))
+    return most + len(pairs) + lost_in_parts()
 
 
 def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
     """Returns r_u, r_w and r_T of `rounding` for two pairs."""
     parts_x, w_x = x
     parts_y, w_y = y
-    entries = rounding.additions(_positions(x) * _positions(y))
-    return _additions(parts_x, parts_y), _additions([w_x], [w_y]), entries
+    of_u = _additions(parts_x, parts_y)
+    of_w = _additions([w_x], [w_y])
+    of_positions = rounding.additions(_positions(x) * _positions(y))
+    return of_u, of_w, of_positions

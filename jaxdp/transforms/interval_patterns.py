@@ -125,8 +125,9 @@ def _finite(x: Any, producers: Producers) -> Any:
     if test is None or not _same(test.invars[0], z):
         return x
     bound = test.invars[1]
-    is_infinite = isinstance(bound, jex.Literal) and bool(np.all(bound.val == np.inf))
-    return z if is_infinite else x
+    if isinstance(bound, jex.Literal) and np.all(bound.val == np.inf):
+        return z
+    return x
 
 
 # --- Softmax over the last axis -----------------------------------------------------------------
@@ -164,8 +165,10 @@ def _log_sum_exp(eqn: Any, producers: Producers) -> Match | None:
             continue
         a, subtracted = shift
         # One sum for each row of a, which no axis repeats.
-        is_row_sum = log.outvars[0].aval.size * a.aval.shape[-1] == a.aval.size
-        adds_back = _source(subtracted, producers, _adds_axes) is _source(m, producers, _adds_axes)
+        rows = log.outvars[0].aval.size
+        is_row_sum = rows * a.aval.shape[-1] == a.aval.size
+        source = _source(subtracted, producers, _adds_axes)
+        adds_back = source is _source(m, producers, _adds_axes)
         if is_row_sum and adds_back:
             return "log_sum_exp", (a,)
     return None
@@ -173,8 +176,12 @@ def _log_sum_exp(eqn: Any, producers: Producers) -> Match | None:
 
 def _exponent_of_sum(total: Any, producers: Producers) -> Any:
     """Returns x if a value is sum(exp(x)) over the last axis. Else None."""
+
     # jax.nn.logsumexp takes the absolute value of the sum.
-    source = _source(total, producers, lambda e: e.primitive.name == "abs" or _repeats_last_axis(e))
+    def is_passed(eqn: Any) -> bool:
+        return eqn.primitive.name == "abs" or _repeats_last_axis(eqn)
+
+    source = _source(total, producers, is_passed)
     summation = _producer(source, producers, "reduce_sum")
     if summation is None:
         return None
@@ -201,7 +208,11 @@ def _shift(x: Any, producers: Producers) -> tuple[Any, Any] | None:
 # --- Variables and their producers --------------------------------------------------------------
 
 
-def _producer(atom: Any, producers: Producers, name: str | None = None) -> Any:
+def _producer(
+    atom: Any,
+    producers: Producers,
+    name: str | None = None,
+) -> Any:
     """Returns the equation that computes a variable, if its primitive has this name. Else None."""
     if atom is None or isinstance(atom, jex.Literal):
         return None
@@ -218,7 +229,11 @@ def _same(x: Any, y: Any) -> bool:
     return x is y
 
 
-def _source(atom: Any, producers: Producers, passes: Callable[[Any], bool]) -> Any:
+def _source(
+    atom: Any,
+    producers: Producers,
+    passes: Callable[[Any], bool],
+) -> Any:
     """Returns the value behind equations of one operand that `passes` accepts."""
     while (eqn := _producer(atom, producers)) is not None and passes(eqn):
         atom = eqn.invars[0]
@@ -229,19 +244,24 @@ def _adds_axes(eqn: Any) -> bool:
     """Returns whether an equation only adds axes of length one, or none."""
     if eqn.primitive.name == "stop_gradient":
         return True
-    return _repeats_last_axis(eqn) and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    size_before = eqn.invars[0].aval.size
+    size_after = eqn.outvars[0].aval.size
+    return size_before == size_after and _repeats_last_axis(eqn)
 
 
 def _repeats_last_axis(eqn: Any) -> bool:
     """Returns whether an equation adds or repeats trailing axes, with the others in place."""
-    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    before = eqn.invars[0].aval.shape
+    after = eqn.outvars[0].aval.shape
     if eqn.primitive.name == "broadcast_in_dim":
         if eqn.params["broadcast_dimensions"] != tuple(range(len(before))):
             return False
     elif eqn.primitive.name != "reshape":
         return False
     lead = len(after) - 1
-    return before[:lead] == after[:-1] and before[lead:] in ((), (1,), after[-1:])
+    trailing = before[lead:]
+    keeps_others = before[:lead] == after[:-1]
+    return keeps_others and trailing in ((), (1,), after[-1:])
 
 
 _PATTERNS: dict[str, tuple[Callable[[Any, Producers], Match | None], ...]] = {

@@ -54,7 +54,11 @@ class UnsupportedPrimitive(NotImplementedError):
     """The error for a primitive without an interval rule, or without one for these operands."""
 
 
-def interval(fun: Callable[..., Any], *, product: str = "tight") -> Callable[..., Any]:
+def interval(
+    fun: Callable[..., Any],
+    *,
+    product: str = "tight",
+) -> Callable[..., Any]:
     """Transforms `fun` into a function over intervals.
 
         box = jaxdp.Interval(lower, upper)
@@ -170,7 +174,11 @@ def _for_user(x: Operand) -> Interval:
 
 
 def stage(
-    fun: Callable[[Any, Any], Any], moving: Any, fixed: Any, *, product: str = "tight"
+    fun: Callable[[Any, Any], Any],
+    moving: Any,
+    fixed: Any,
+    *,
+    product: str = "tight",
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Splits bounds of `fun(moving, fixed)` into three stages, for callers that stream.
 
@@ -191,12 +199,14 @@ def stage(
     fixed_leaves, fixed_tree = jax.tree.flatten(fixed)
 
     def flat(moving: Sequence[Any], fixed: Sequence[Any]) -> Any:
-        result = fun(jax.tree.unflatten(moving_tree, moving), jax.tree.unflatten(fixed_tree, fixed))
+        moving_argument = jax.tree.unflatten(moving_tree, moving)
+        fixed_argument = jax.tree.unflatten(fixed_tree, fixed)
+        result = fun(moving_argument, fixed_argument)
         return jax.tree.leaves(result)
 
-    closed = jax.make_jaxpr(flat)(
-        [_shape_of(x) for x in moving_leaves], [_shape_of(x) for x in fixed_leaves]
-    )
+    moving_shapes = [_shape_of(x) for x in moving_leaves]
+    fixed_shapes = [_shape_of(x) for x in fixed_leaves]
+    closed = jax.make_jaxpr(flat)(moving_shapes, fixed_shapes)
     stages = _Stages(closed, len(moving_leaves), product)
     return stages.first, stages.second, stages.third
 
@@ -208,30 +218,38 @@ class _Stages:
     them, in `signs` and `outer_products`, which a stage fills while it is traced.
     """
 
-    def __init__(self, closed: Any, moving: int, product: str) -> None:
+    def __init__(
+        self,
+        closed: Any,
+        moving: int,
+        product: str,
+    ) -> None:
         jaxpr = closed.jaxpr
         self.jaxpr = jaxpr
         self.product = product
         self.constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        self.moving, self.fixed = jaxpr.invars[:moving], jaxpr.invars[moving:]
+        self.moving = jaxpr.invars[:moving]
+        self.fixed = jaxpr.invars[moving:]
         eqns = _live(jaxpr)
-        self.producers = {v: eqn for eqn in eqns for v in eqn.outvars}
+        self.producers = _producers(eqns)
         self.early, late = self._split_by_dependence(eqns)
         final = _final_outer_products(jaxpr, late)
         self.body = [eqn for eqn in late if eqn not in final]
         # The arrays that an outer product reads are computed once, and not for every entry.
         self.outer = [eqn for eqn in final if _is_dot(eqn) and product == "tight"]
         self.tail = [eqn for eqn in final if eqn not in self.outer]
-        outer_results = {v for eqn in self.outer for v in eqn.outvars}
+        outer_results = set(_producers(self.outer))
         self.to_third = self._needed(self.tail, jaxpr.outvars, outer_results)
-        self.to_second = self._needed([*self.body, *self.outer], self.to_third, set(self.moving))
+        second_stage = [*self.body, *self.outer]
+        self.to_second = self._needed(second_stage, self.to_third, set(self.moving))
         self.signs: dict[Any, bool] = {}
         self.outer_products: list[Callable[..., Box]] = []
 
     def _split_by_dependence(self, eqns: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the equations that do not depend on intervals, and those that do."""
         dependent = set(self.moving)
-        early, late = [], []
+        early = []
+        late = []
         for eqn in eqns:
             if any(v in dependent for v in _variables(eqn.invars)):
                 late.append(eqn)
@@ -240,15 +258,22 @@ class _Stages:
                 early.append(eqn)
         return early, late
 
-    def _needed(self, eqns: Sequence[Any], results: Sequence[Any], known: set[Any]) -> list[Any]:
+    def _needed(
+        self,
+        eqns: Sequence[Any],
+        results: Sequence[Any],
+        known: set[Any],
+    ) -> list[Any]:
         """Returns the variables that `eqns` and `results` take from earlier stages."""
         atoms: list[Any] = []
         own = known | set(self.constants)
         for eqn in eqns:
             # The rule of a pattern reads operands of earlier equations.
-            atoms += [*eqn.invars, *rewrite(eqn, self.producers)[1]]
+            _, operands = rewrite(eqn, self.producers)
+            atoms += [*eqn.invars, *operands]
             own.update(eqn.outvars)
-        return [v for v in dict.fromkeys(_variables([*atoms, *results])) if v not in own]
+        read = _variables([*atoms, *results])
+        return [v for v in dict.fromkeys(read) if v not in own]
 
     def _hand_over(self, values: Values, variables: Sequence[Any]) -> list[Any]:
         self.signs.update({v: is_nonnegative(values[v]) for v in variables})
@@ -258,7 +283,9 @@ class _Stages:
     def _take_over(self, variables: Sequence[Any], handed: Sequence[Any]) -> Values:
         values = dict(self.constants)
         for v, x in zip(variables, handed, strict=True):
-            values[v] = Box(x.lower, x.upper, nonnegative=self.signs[v]) if _is_interval(x) else x
+            if _is_interval(x):
+                x = Box(x.lower, x.upper, nonnegative=self.signs[v])
+            values[v] = x
         return values
 
     def _run(self, eqns: Sequence[Any], values: Values) -> None:
@@ -266,7 +293,8 @@ class _Stages:
 
     def first(self, fixed: Any) -> Any:
         """Computes the values that do not depend on intervals."""
-        values = self.constants | dict(zip(self.fixed, jax.tree.leaves(fixed), strict=True))
+        leaves = jax.tree.leaves(fixed)
+        values = self.constants | dict(zip(self.fixed, leaves, strict=True))
         self._run(self.early, values)
         return self._hand_over(values, self.to_second)
 
@@ -276,7 +304,8 @@ class _Stages:
         leaves = jax.tree.leaves(moving, is_leaf=_is_interval)
         values.update(zip(self.moving, leaves, strict=True))
         self._run(self.body, values)
-        factors, multiply = [], []
+        factors = []
+        multiply = []
         for eqn in self.outer:
             equation = _equation(self.jaxpr, eqn, self.product)
             operands = [_read(values, atom) for atom in eqn.invars]
@@ -290,11 +319,17 @@ class _Stages:
         """Computes the outer products and the results."""
         handed, arrays_of = factors
         values = self._take_over(self.to_third, handed)
-        for eqn, function, arrays in zip(self.outer, self.outer_products, arrays_of, strict=True):
-            values[eqn.outvars[0]] = function(*arrays)
+        outer = zip(self.outer, self.outer_products, arrays_of, strict=True)
+        for eqn, function, arrays in outer:
+            (result,) = eqn.outvars
+            values[result] = function(*arrays)
         self._run(self.tail, values)
         results = [_read(values, atom) for atom in self.jaxpr.outvars]
-        return [(jnp.asarray(lower(x)), jnp.asarray(upper(x))) for x in results]
+
+        def ends(x: Operand) -> tuple[jax.Array, jax.Array]:
+            return jnp.asarray(lower(x)), jnp.asarray(upper(x))
+
+        return [ends(x) for x in results]
 
 
 def _is_dot(eqn: Any) -> bool:
@@ -307,8 +342,10 @@ _MOVES = {"transpose", "reshape", "squeeze", "convert_element_type"}
 
 def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
     """Finds outer products that only one result uses, and the equations that move their entries."""
-    producers = {v: eqn for eqn in eqns for v in eqn.outvars}
-    uses = [v for eqn in eqns for v in _variables(eqn.invars)] + _variables(jaxpr.outvars)
+    producers = _producers(eqns)
+    uses = _variables(jaxpr.outvars)
+    for eqn in eqns:
+        uses += _variables(eqn.invars)
     final = []
     for v in _variables(jaxpr.outvars):
         chain = []
@@ -318,7 +355,10 @@ def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
             if eqn.primitive.name not in _MOVES:
                 break
             (v,) = eqn.invars
-        if chain and _is_dot(chain[-1]) and interval_rules.is_outer(chain[-1]):
+        if not chain:
+            continue
+        first = chain[-1]
+        if _is_dot(first) and interval_rules.is_outer(first):
             final += chain
     return [eqn for eqn in eqns if eqn in final]
 
@@ -328,6 +368,15 @@ def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
     return [a for a in atoms if not isinstance(a, jex.Literal)]
+
+
+def _producers(eqns: Sequence[Any]) -> Producers:
+    """Returns the equation that computes each variable."""
+    producers: dict[Any, Any] = {}
+    for eqn in eqns:
+        for variable in eqn.outvars:
+            producers[variable] = eqn
+    return producers
 
 
 def _live(jaxpr: Any) -> list[Any]:
@@ -341,19 +390,27 @@ def _live(jaxpr: Any) -> list[Any]:
     return live[::-1]
 
 
-def _evaluate(closed: Any, operands: Sequence[Operand], product: str) -> list[Operand]:
+def _evaluate(
+    closed: Any,
+    operands: Sequence[Operand],
+    product: str,
+) -> list[Operand]:
     """Interprets a closed jaxpr without the equations that no result needs."""
     jaxpr = closed.jaxpr
     values: Values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
     eqns = _live(jaxpr)
-    producers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    producers = _producers(eqns)
     _run(jaxpr, eqns, values, producers, product)
     return [_read(values, atom) for atom in jaxpr.outvars]
 
 
 def _run(
-    jaxpr: Any, eqns: Sequence[Any], values: Values, producers: Producers, product: str
+    jaxpr: Any,
+    eqns: Sequence[Any],
+    values: Values,
+    producers: Producers,
+    product: str,
 ) -> None:
     """Interprets equations and adds their results to `values`."""
     for eqn in eqns:
@@ -388,7 +445,12 @@ def _is_exact(eqn: Any) -> bool:
     return not has_body and not any(is_float(v.aval) for v in eqn.outvars)
 
 
-def _equation(jaxpr: Any, eqn: Any, product: str, name: str | None = None) -> Equation:
+def _equation(
+    jaxpr: Any,
+    eqn: Any,
+    product: str,
+    name: str | None = None,
+) -> Equation:
     return Equation(
         name=name or eqn.primitive.name,
         params=eqn.params,
@@ -399,7 +461,11 @@ def _equation(jaxpr: Any, eqn: Any, product: str, name: str | None = None) -> Eq
     )
 
 
-def _apply_rule(equation: Equation, eqn: Any, operands: Sequence[Any]) -> list[Operand]:
+def _apply_rule(
+    equation: Equation,
+    eqn: Any,
+    operands: Sequence[Any],
+) -> list[Operand]:
     name = equation.name
     if name not in RULES:
         problem = f"There is no interval rule for the primitive {name!r}."
@@ -409,7 +475,9 @@ def _apply_rule(equation: Equation, eqn: Any, operands: Sequence[Any]) -> list[O
     except interval_rules.NoRuleError as error:
         problem = f"The interval rule of {name!r} does not apply. {error}"
         raise UnsupportedPrimitive(_message(eqn, problem)) from None
-    return [result] if isinstance(result, Interval | jax.Array | np.ndarray) else list(result)
+    if isinstance(result, Interval | jax.Array | np.ndarray):
+        return [result]
+    return list(result)
 
 
 def _message(eqn: Any, problem: str) -> str:

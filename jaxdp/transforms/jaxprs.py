@@ -50,7 +50,7 @@ def has_custom_vjp(eqn: Any) -> bool:
     if "custom_vjp" in eqn.primitive.name:
         return True
     bodies = jex.jaxprs_in_params(eqn.params)
-    return any(has_custom_vjp(inner) for body in bodies for inner in body.eqns)
+    return any(any(map(has_custom_vjp, body.eqns)) for body in bodies)
 
 
 def forward_bytes(jaxpr: Any) -> int:

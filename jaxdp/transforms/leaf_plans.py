@@ -62,7 +62,11 @@ _RULE_NAMES = {
 }
 
 
-def leaf_plan(path: str, leaf: Any, treatment: Treatment) -> LeafPlan:
+def leaf_plan(
+    path: str,
+    leaf: Any,
+    treatment: Treatment,
+) -> LeafPlan:
     """Returns the plan of a leaf that is treated so."""
     return LeafPlan(path, jnp.shape(leaf), dtype_name(leaf), *treatment)
 

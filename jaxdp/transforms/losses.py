@@ -70,14 +70,14 @@ def next_token(logits: jax.Array, targets: jax.Array) -> jax.Array:
     logits = _at_least_float32(logits)
     known = targets >= 0
     places = jnp.maximum(targets, 0)[:, None]
-    logits_of_targets = jnp.take_along_axis(
-        logits, places, axis=1, mode="fill", fill_value=jnp.nan
-    )[:, 0]
+    picked = jnp.take_along_axis(logits, places, axis=1, mode="fill", fill_value=jnp.nan)
+    logits_of_targets = picked[:, 0]
     # A lookup outside of the vocabulary has a gradient of zero, so the loss is multiplied by NaN
     # too.
     exists = jnp.where(targets < logits.shape[1], 1, jnp.nan)
     exists = exists.astype(logits.dtype)
-    losses = exists * (jax.nn.logsumexp(logits, axis=1) - logits_of_targets)
+    log_ratios = jax.nn.logsumexp(logits, axis=1) - logits_of_targets
+    losses = exists * log_ratios
     total = jnp.where(known, losses, 0).sum()
     count = jnp.maximum(known.sum(), 1)  # the loss of a text without a known token is 0
     return total / count.astype(losses.dtype)
@@ -140,9 +140,13 @@ def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
     logits = _at_least_float32(logits)
     if logits.size == 1:
         label = _like(label, logits)
-        sign = jnp.where(label > 0, 1.0, -1.0).astype(logits.dtype)
-        return _binary_hinge(logits, jnp.where(jnp.isnan(label), label, sign))
-    return _multiclass_hinge(logits, jax.lax.stop_gradient(_class_weights(logits, label)))
+        sign = jnp.where(label > 0, 1.0, -1.0)
+        sign = sign.astype(logits.dtype)
+        sign = jnp.where(jnp.isnan(label), label, sign)
+        return _binary_hinge(logits, sign)
+    weights = _class_weights(logits, label)
+    weights = jax.lax.stop_gradient(weights)
+    return _multiclass_hinge(logits, weights)
 
 
 # Values and gradients, of logits [..., K] and a label. Each is the equation in the docstring of its
@@ -181,7 +185,9 @@ def _binary_hinge_value(logits: jax.Array, sign: jax.Array) -> jax.Array:
 
 
 def _binary_hinge_gradient(logits: jax.Array, sign: jax.Array) -> jax.Array:
-    return -sign * _active(_binary_hinge_value(logits, sign))
+    negative_sign = -sign
+    loss = _binary_hinge_value(logits, sign)
+    return negative_sign * _active(loss)
 
 
 def _multiclass_hinge_value(logits: jax.Array, weights: jax.Array) -> jax.Array:
@@ -201,7 +207,8 @@ def _multiclass_hinge_parts(
     """Returns (the loss [...], e_j - e_y [..., K])."""
 
     def one_hot_of_largest(x: jax.Array) -> jax.Array:
-        return jax.nn.one_hot(jnp.argmax(x, axis=-1), logits.shape[-1], dtype=logits.dtype)
+        largest = jnp.argmax(x, axis=-1)
+        return jax.nn.one_hot(largest, logits.shape[-1], dtype=logits.dtype)
 
     true = one_hot_of_largest(weights)
     others = jnp.where(true > 0, -jnp.inf, logits)
@@ -217,7 +224,9 @@ def _multiclass_hinge_parts(
 
 def _active(loss: jax.Array) -> jax.Array:
     """Returns 1 where a hinge loss is positive, 0 where it is 0, and NaN where it is NaN."""
-    return jnp.where(jnp.isnan(loss), loss, (loss > 0).astype(loss.dtype))
+    is_nan = jnp.isnan(loss)
+    is_positive = (loss > 0).astype(loss.dtype)
+    return jnp.where(is_nan, loss, is_positive)
 
 
 def _primitive(
@@ -246,7 +255,8 @@ def _primitive(
         return primitive.bind(*moved), 0
 
     def differentiated(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(function, primals, tuple(map(ad.instantiate_zeros, tangents)))
+        tangents = tuple(map(ad.instantiate_zeros, tangents))
+        return jax.jvp(function, primals, tangents)
 
     primitive.def_impl(jax.jit(function))  # a call outside of `jax.jit` is one program
     primitive.def_abstract_eval(shape)
@@ -293,7 +303,8 @@ def _loss(
         d_label = None
         if label_gradient is not None:
             d_label = cotangent * label_gradient(*operands)
-        return cotangent * gradient_p.bind(*operands), d_label
+        d_logits = cotangent * gradient_p.bind(*operands)
+        return d_logits, d_label
 
     loss.defvjp(forward, backward)
     return loss

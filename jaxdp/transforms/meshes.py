@@ -118,7 +118,12 @@ class Layout:
         specs = tuple(PartitionSpec(*map(undivided, spec)) for spec in self.specs)
         return dataclasses.replace(self, specs=specs)
 
-    def constrained(self, tree: Any, params: Any, moving: Any) -> Any:
+    def constrained(
+        self,
+        tree: Any,
+        params: Any,
+        moving: Any,
+    ) -> Any:
         """Returns a pytree inside `jax.jit` whose parts lie as in `shardings`."""
         return jax.lax.with_sharding_constraint(tree, self.shardings(tree, params, moving))
 
@@ -159,7 +164,12 @@ class Layout:
         """The sharding of replicated arrays."""
         return NamedSharding(self.mesh, PartitionSpec())
 
-    def shardings(self, tree: Any, params: Any, moving: Any) -> Any:
+    def shardings(
+        self,
+        tree: Any,
+        params: Any,
+        moving: Any,
+    ) -> Any:
         """Returns the shardings of a pytree. Its parts that are like params lie like params.
 
         Args:
@@ -251,7 +261,9 @@ def put(
 
 
 def rounded_up(
-    sizes: Sequence[int], mesh: Mesh | None, data_axes: Sequence[str]
+    sizes: Sequence[int],
+    mesh: Mesh | None,
+    data_axes: Sequence[str],
 ) -> tuple[int, ...]:
     """Returns the sizes of batches, descending, as multiples of the number of their devices."""
     count = data_devices(mesh, data_axes)

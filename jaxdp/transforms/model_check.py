@@ -200,7 +200,11 @@ def check(
 
 
 def _plan(
-    f: ClippedGrad, params: Any, batch: Any, key: Any, group_size: int | None
+    f: ClippedGrad,
+    params: Any,
+    batch: Any,
+    key: Any,
+    group_size: int | None,
 ) -> list[LeafPlan]:
     """Returns the plan of examples, or of groups of equal examples."""
     if group_size is not None:
@@ -256,7 +260,11 @@ def _one_record(shapes: Any, group: bool) -> tuple[Any, int]:
 
 def _with_lead(shapes: Any, *lead: int) -> Any:
     """Returns shapes with other axes in place of the leading one."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype), shapes)
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lead, *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(shape, shapes)
 
 
 def _made_up(shapes: Any) -> Any:
@@ -363,7 +371,11 @@ def _per_example(
 ) -> Callable[..., Any]:
     """Returns the loss of one example from a loss that is written for batches."""
 
-    def loss(params: Any, example: Any, **keys: Any) -> Any:
+    def loss(
+        params: Any,
+        example: Any,
+        **keys: Any,
+    ) -> Any:
         batch_of_one = jax.tree.map(lambda x: x[None], example)
         result = loss_fn(params, batch_of_one, **keys)
         if has_aux:
@@ -502,7 +514,9 @@ def _mixes(
         return value(f.loss_fn, arrays, batch), alone
 
     together, alone = jax.tree.map(np.asarray, losses(arrays, batch))
-    expected = [np.stack(alone)] if together.ndim else [np.mean(alone), np.sum(alone)]
+    expected: list[Any] = [np.mean(alone), np.sum(alone)]
+    if together.ndim:
+        expected = [np.stack(alone)]
     close = functools.partial(np.allclose, together, rtol=1e-3, atol=1e-5, equal_nan=True)
     return not any(map(close, expected))
 

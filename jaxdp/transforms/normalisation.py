@@ -307,8 +307,8 @@ class _Walk:
         if name == "while":
             first = eqn.params["cond_nconsts"]
             start = first + eqn.params["body_nconsts"]
-            parts = (operands[first:start], operands[start:], list[_Value]())
-            return self._loop(eqn.params["body_jaxpr"], parts, shapes)
+            constants_and_state = (operands[first:start], operands[start:], list[_Value]())
+            return self._loop(eqn.params["body_jaxpr"], constants_and_state, shapes)
         if name == "cond":  # which branch is taken is not known, so no fact is kept
             branches = [self.evaluate(branch, operands[1:]) for branch in eqn.params["branches"]]
             return [_Data(last=_last(*results)) for results in zip(*branches, strict=True)]
@@ -319,7 +319,10 @@ class _Walk:
         return [_Data() for _ in shapes]
 
     def _loop(
-        self, body: jex.ClosedJaxpr, parts: Sequence[list[_Value]], shapes: Any
+        self,
+        body: jex.ClosedJaxpr,
+        parts: Sequence[list[_Value]],
+        shapes: Any,
     ) -> list[_Value]:
         """Follows one iteration of a loop with (constants, carry, scanned arrays)."""
         constants, carry, scanned = parts
@@ -354,7 +357,8 @@ def _slice(x: _Constant) -> _Constant:
 
 def _last(*values: _Value) -> frozenset[int]:
     """Returns the leaves of the last layers before values."""
-    return frozenset[int]().union(*(x.last for x in values if isinstance(x, _Data)))
+    of_data = [x.last for x in values if isinstance(x, _Data)]
+    return frozenset[int]().union(*of_data)
 
 
 # --- Values without data ---
@@ -409,9 +413,11 @@ def _stored(
         return None
     first, second = operands
     if first.stored is not None and second.stored is None:
-        root, other = first, second
+        root = first
+        other = second
     elif second.stored is not None and first.stored is None:
-        root, other = second, first
+        root = second
+        other = first
     else:
         return None
     stored = root.stored
@@ -459,7 +465,8 @@ def _data(eqn: jex.JaxprEqn, operands: list[_Value]) -> _Value:
         return _reduced(data[0])
     if name in _PARTS:
         # Statistics of x are those of all of x, so they are not moved.
-        statistics = {k: fact for k, fact in data[0].facts.items() if not fact.pointwise}
+        facts = data[0].facts.items()
+        statistics = {k: fact for k, fact in facts if not fact.pointwise}
         return _Data(statistics, last=_last(*data))
     exponent = _exponent(eqn, operands)
     if exponent is not None and isinstance(first, _Data):
@@ -476,7 +483,9 @@ def _data(eqn: jex.JaxprEqn, operands: list[_Value]) -> _Value:
             return _scaled(reciprocal, first, name="mul")
         return _scaled(data[0], constants[0], name=name)
     if name in ("add", "sub", "add_any"):
-        return _sum(*data) if len(data) == 2 else _shifted(data[0], constants[0])
+        if len(data) == 2:
+            return _sum(*data)
+        return _shifted(data[0], constants[0])
     if name == "select_n":  # the first operand selects among the others
         return _one_of([x for x in data if x is not first], constants)
     if name in ("max", "min", "clamp"):
@@ -525,7 +534,11 @@ def _contracted(
     return _Data(last=factor.leaves)
 
 
-def _product(a: _Data, b: _Data, sign: int) -> _Data:
+def _product(
+    a: _Data,
+    b: _Data,
+    sign: int,
+) -> _Data:
     """Returns a b, or a / b with sign -1."""
     facts: dict[object, _Fact] = {}
     for origin, one, other in _shared(a, b):
@@ -577,7 +590,12 @@ def _leaf_of(parameter: _Parameter | None) -> int | None:
     return None if parameter is None else parameter.leaf
 
 
-def _scaled(x: _Data, factor: _Constant, *, name: str) -> _Data:
+def _scaled(
+    x: _Data,
+    factor: _Constant,
+    *,
+    name: str,
+) -> _Data:
     """Returns x times a value without data ("mul"), or x divided by it ("div")."""
     last = x.last | factor.leaves
     stored = factor.stored

@@ -22,15 +22,20 @@ _TERMS = {4: 10, 8: 20}
 
 
 @functools.partial(jax.jit, static_argnums=1)  # traced once, and inlined by XLA
-def pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
+def pair(
+    words: Sequence[jax.Array],
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
     """Returns two independent standard normals.
 
     Args:
       words: Five uniform uint32 arrays of one shape.
       dtype: float32 or float64, the dtype of the normals.
     """
-    radius = jnp.sqrt(2 * minus_log(words[0], words[1], dtype))
-    angle = uniform(words[2], words[3], dtype) * (math.pi / 4)
+    squared_radius = 2 * minus_log(words[0], words[1], dtype)
+    radius = jnp.sqrt(squared_radius)
+    turn = uniform(words[2], words[3], dtype)
+    angle = turn * (math.pi / 4)
     octant = words[4]
 
     sine = radius * _sine(angle)
@@ -44,22 +49,34 @@ def pair(words: Sequence[jax.Array], dtype: Any) -> tuple[jax.Array, jax.Array]:
     return x, y
 
 
-def minus_log(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
+def minus_log(
+    high: jax.Array,
+    low: jax.Array,
+    dtype: Any,
+) -> jax.Array:
     """Returns -log(u) of a uniform u of 64 bits, precise to a float also where u is almost 1."""
     is_below_half = high >> 31 == 0
     # u itself, or 1 - u, which has all its digits where u is almost 1.
-    small = uniform(jnp.where(is_below_half, high, ~high), low, dtype)
+    high_of_small = jnp.where(is_below_half, high, ~high)
+    small = uniform(high_of_small, low, dtype)
     rounded_u = jnp.where(is_below_half, small, 1 - small)
     log = -jnp.log(rounded_u)
     # log / (1 - rounded_u) hardly depends on rounded_u, so its error cancels in the product.
-    corrected = jnp.where(rounded_u == 1, small, log * (small / (1 - rounded_u)))
+    is_one = rounded_u == 1
+    corrected = jnp.where(is_one, small, log * (small / (1 - rounded_u)))
     return jnp.where(is_below_half, log, corrected)
 
 
-def uniform(high: jax.Array, low: jax.Array, dtype: Any) -> jax.Array:
+def uniform(
+    high: jax.Array,
+    low: jax.Array,
+    dtype: Any,
+) -> jax.Array:
     """Maps 64 bits to (0, 1] with the full relative precision of a float near zero."""
+    high_part = high.astype(dtype) * 2.0**-32
     # The half keeps 0 out, whose logarithm is infinite.
-    return high.astype(dtype) * 2.0**-32 + (low.astype(dtype) + 0.5) * 2.0**-64
+    low_part = (low.astype(dtype) + 0.5) * 2.0**-64
+    return high_part + low_part
 
 
 def _sine(x: jax.Array) -> jax.Array:
@@ -78,5 +95,6 @@ def _series(y: jax.Array, last: int) -> jax.Array:
     total = jnp.ones_like(y)
     # From the smallest term on, which loses the least.
     for k in range(last, 1, -2):
-        total = 1 - total * y * (1 / (k * (k - 1)))
+        factor = 1 / (k * (k - 1))
+        total = 1 - total * y * factor
     return total

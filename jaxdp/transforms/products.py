@@ -31,7 +31,8 @@ _AMPERE = 8
 
 def wide_dtype(*xs: Any) -> Any:
     """Returns float64 if one of xs is float64, else float32, under any dtype promotion rules."""
-    return jnp.dtype(jnp.float64 if any(x.dtype == jnp.float64 for x in xs) else jnp.float32)
+    has_double = any(x.dtype == jnp.float64 for x in xs)
+    return jnp.dtype(jnp.float64 if has_double else jnp.float32)
 
 
 def wide(x: jax.Array) -> jax.Array:
@@ -101,7 +102,8 @@ def contracted(
     """
     kind = wide_dtype(x, y)
     if x.dtype != y.dtype:
-        x, y = x.astype(kind), y.astype(kind)
+        x = x.astype(kind)
+        y = y.astype(kind)
     return lax.dot_general(
         x,
         y,

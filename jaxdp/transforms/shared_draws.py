@@ -31,7 +31,8 @@ def _follow(
     varies: Sequence[bool],
 ) -> tuple[bool, list[bool]]:
     """Returns whether there is a shared draw, and whether each output varies."""
-    varying = {v for v, differs in zip(jaxpr.invars, varies, strict=True) if differs}
+    pairs = zip(jaxpr.invars, varies, strict=True)
+    varying = {variable for variable, differs in pairs if differs}
     has_shared = False
 
     def is_varying(variable: Any) -> bool:
@@ -47,7 +48,8 @@ def _follow(
             body_has_shared, body_outputs = _follow_body(eqn, body, inputs)
             has_shared |= body_has_shared
             outputs = body_outputs or outputs
-        varying.update(v for v, differs in zip(eqn.outvars, outputs, strict=True) if differs)
+        pairs = zip(eqn.outvars, outputs, strict=True)
+        varying.update(variable for variable, differs in pairs if differs)
     return has_shared, [is_varying(v) for v in jaxpr.outvars]
 
 
@@ -65,11 +67,13 @@ def _follow_body(
     sizes = (len(body.invars), len(body.outvars))
     # A `while` has two bodies. The operands of each are a part of its own, and its results are a
     # carry that changes.
-    is_aligned = sizes == (len(inputs), len(eqn.outvars)) and eqn.primitive.name != "while"
+    has_same_sizes = sizes == (len(inputs), len(eqn.outvars))
+    is_aligned = has_same_sizes and eqn.primitive.name != "while"
     if not is_aligned:
         # It is unknown which operand is which input of the body. If one operand varies, every
         # input counts as varying, so that no draw is refused wrongly.
-        has_shared, _ = _follow(body, [any(inputs)] * len(body.invars))
+        all_vary = [any(inputs)] * len(body.invars)
+        has_shared, _ = _follow(body, all_vary)
         return has_shared, None
     if eqn.primitive.name == "scan":
         return _follow_scan(eqn, body, inputs)

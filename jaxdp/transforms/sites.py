@@ -71,7 +71,13 @@ __all__ = [
 FormedNorm = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def settled_at(rule: Rule, record: Any, g: Any, *, by_kernels: bool = False) -> Any:
+def settled_at(
+    rule: Rule,
+    record: Any,
+    g: Any,
+    *,
+    by_kernels: bool = False,
+) -> Any:
     """Rounds the record and the cotangent of a site to what is multiplied there.
 
     A plain step rounds factors of float32 where the platform multiplies fewer bits. Here they are
@@ -87,13 +93,18 @@ def settled_at(rule: Rule, record: Any, g: Any, *, by_kernels: bool = False) -> 
         if bits is None:
             return x
         x = lax.reduce_precision(x, products.EXPONENT_BITS, bits)
-        # bfloat16 takes half of the memory.
-        return x.astype(jnp.bfloat16) if bits == products.BFLOAT16_BITS else x
+        if bits == products.BFLOAT16_BITS:  # bfloat16 takes half of the memory
+            return x.astype(jnp.bfloat16)
+        return x
 
     return jax.tree.map(rounded, (record, g))
 
 
-def _exact_parts(x: jax.Array, rule: Rule, record: Any) -> list[jax.Array]:
+def _exact_parts(
+    x: jax.Array,
+    rule: Rule,
+    record: Any,
+) -> list[jax.Array]:
     """Returns arrays that add up to `x`. The device multiplies each with `record` exactly.
 
     `x` is a cotangent times a factor in float32. Two parts have 16 of its 24 bits in bfloat16, and
@@ -103,23 +114,29 @@ def _exact_parts(x: jax.Array, rule: Rule, record: Any) -> list[jax.Array]:
         return [x]
     dtype: Any = jnp.float32
     bits = multiplied_bits()
-    if isinstance(rule, Dot) and record.dtype == jnp.bfloat16 and products.multiplies_bfloat16():
-        bits, dtype = products.BFLOAT16_BITS, jnp.bfloat16
+    record_is_bfloat16 = isinstance(rule, Dot) and record.dtype == jnp.bfloat16
+    if record_is_bfloat16 and products.multiplies_bfloat16():
+        bits = products.BFLOAT16_BITS
+        dtype = jnp.bfloat16
     if bits is None:
         return [x]
     first = lax.reduce_precision(x, products.EXPONENT_BITS, bits)
     second = lax.reduce_precision(x - first, products.EXPONENT_BITS, bits)
-    return [first.astype(dtype), second.astype(dtype)]
+    first = first.astype(dtype)
+    second = second.astype(dtype)
+    return [first, second]
 
 
 def rows_kept(x: jax.Array, keep: jax.Array) -> jax.Array:
     """Sets the rows of examples that are not kept to zero, since 0 * NaN is NaN."""
-    return jnp.where(_along_batch(keep, x.ndim), x, 0)
+    keep_rows = _along_batch(keep, x.ndim)
+    return jnp.where(keep_rows, x, 0)
 
 
 def _along_batch(x: jax.Array, ndim: int) -> jax.Array:
     """Reshapes [B] to [B, 1, ..., 1] of `ndim` dimensions."""
-    return x.reshape(-1, *(1,) * (ndim - 1))
+    ones = (1,) * (ndim - 1)
+    return x.reshape(-1, *ones)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +178,8 @@ class Site:
     @property
     def _sliced_loops(self) -> tuple[int, ...]:
         """The lengths of the loops whose iterations apply slices of the weight."""
-        return tuple(n for n, sliced in zip(self.lengths, self.sliced, strict=True) if sliced)
+        loops = zip(self.lengths, self.sliced, strict=True)
+        return tuple(length for length, sliced in loops if sliced)
 
     @property
     def slices(self) -> int:
@@ -171,13 +189,15 @@ class Site:
     @property
     def repeats(self) -> int:
         """The number of loop iterations that apply the same weight."""
-        shared = (n for n, sliced in zip(self.lengths, self.sliced, strict=True) if not sliced)
-        return math.prod(shared)
+        loops = zip(self.lengths, self.sliced, strict=True)
+        return math.prod(length for length, sliced in loops if not sliced)
 
     @property
     def terms(self) -> int:
         """The number of terms that are added up in an entry of dV of one example."""
-        return 1 if isinstance(self.rule, Rows) else self.rule.positions * self.repeats
+        if isinstance(self.rule, Rows):
+            return 1
+        return self.rule.positions * self.repeats
 
     # --- Loops ---
 
@@ -187,15 +207,18 @@ class Site:
         loops = len(order)
 
         def arrange(x: jax.Array) -> jax.Array:
-            x = x.transpose((0, *(1 + i for i in order), *range(1 + loops, x.ndim)))
-            return x.reshape(x.shape[0], self.slices, self.repeats, *x.shape[1 + loops :])
+            loop_axes = [1 + i for i in order]
+            x = x.transpose((0, *loop_axes, *range(1 + loops, x.ndim)))
+            rest = x.shape[1 + loops :]
+            return x.reshape(x.shape[0], self.slices, self.repeats, *rest)
 
         return jax.tree.map(arrange, tree)
 
     def _loops_in_front(self, grad: jax.Array) -> jax.Array:
         """Reshapes [..., slices, *weight] to [..., *sliced loops, *weight]."""
         weight = self.rule.weight_shape
-        lead = grad.shape[: grad.ndim - len(weight) - 1]
+        lead_ndim = grad.ndim - len(weight) - 1
+        lead = grad.shape[:lead_ndim]
         return grad.reshape(*lead, *self._sliced_loops, *weight)
 
     def factors(self, record: Any, g: jax.Array) -> Factors:
@@ -203,13 +226,16 @@ class Site:
 
         They are parts [B, S, T, rows_k] and w [B, S, T, cols].
         """
-        record, g = self._by_slice(self._multiplied(record, g))
-        parts, w = jax.vmap(jax.vmap(jax.vmap(self.rule.factors)))(record, g)
+        multiplied = self._multiplied(record, g)
+        record, g = self._by_slice(multiplied)
+        of_examples = jax.vmap(jax.vmap(jax.vmap(self.rule.factors)))
+        parts, w = of_examples(record, g)
 
         def merge(x: jax.Array) -> jax.Array:
             """Reshapes [B, slices, repeats, S, T, ...] to [B, slices * S, repeats * T, ...]."""
             b, slices, repeats, s, t, *rest = x.shape
-            return x.swapaxes(2, 3).reshape(b, slices * s, repeats * t, *rest)
+            x = x.swapaxes(2, 3)
+            return x.reshape(b, slices * s, repeats * t, *rest)
 
         merged: Factors = jax.tree.map(merge, (parts, w))
         return merged
@@ -223,7 +249,12 @@ class Site:
 
     # --- The choice of kernels ---
 
-    def kernels(self, method: str, record: Any, g: jax.Array) -> tuple[str, str]:
+    def kernels(
+        self,
+        method: str,
+        record: Any,
+        g: jax.Array,
+    ) -> tuple[str, str]:
         """Returns which kernels compute the norm and the sum of its own weight on a TPU.
 
         They are "dense", "convolution", or "" for products of XLA. Kernels of convolutions round by
@@ -240,14 +271,19 @@ class Site:
         norm = total = ""
         if isinstance(rule, Conv) and not self.lengths and rule.of_pictures(record):
             x, cotangents = jax.eval_shape(rule.pictures, record, g)
-            norm = "convolution" if convolution.suits(x, cotangents, rule.geometry) else ""
-            total = "convolution" if convolution.sums_suit(x, cotangents, rule.geometry) else ""
+            if convolution.suits(x, cotangents, rule.geometry):
+                norm = "convolution"
+            if convolution.sums_suit(x, cotangents, rule.geometry):
+                total = "convolution"
         # Where the batch is on the lanes, the arrays of a dense layer would be copied.
         if rule.is_dense and not total:
-            served = dense.costs(rule.positions * self.repeats, rule.rows, rule.cols)
+            positions = rule.positions * self.repeats
+            served = dense.costs(positions, rule.rows, rule.cols)
             of_method = {"factors": "gram", "drop": "formed"}.get(method)
-            norm = "dense" if of_method in served else norm
-            total = "dense" if "weighted" in served else ""
+            if of_method in served:
+                norm = "dense"
+            if "weighted" in served:
+                total = "dense"
         if method != "drop" and norm != "dense":
             norm = ""
         return norm, total
@@ -275,7 +311,14 @@ class Site:
         """Returns the record and the cotangent as they are multiplied."""
         return settled_at(self.rule, record, g) if self.settles_itself else (record, g)
 
-    def settled(self, method: str, record: Any, g: jax.Array, *, alone: bool) -> Any:
+    def settled(
+        self,
+        method: str,
+        record: Any,
+        g: jax.Array,
+        *,
+        alone: bool,
+    ) -> Any:
         """Returns the record and the cotangent as the norm and the sum read them.
 
         Args:
@@ -292,7 +335,12 @@ class Site:
 
     # --- Sums ---
 
-    def contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+    def contract(
+        self,
+        record: Any,
+        g: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
         """Computes sum_b factors_b dV_b, [*sliced loops, *weight].
 
         Args:
@@ -304,42 +352,67 @@ class Site:
         if not kernel:
             return self._contract(record, g, factors)
 
-        def by_xla(record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+        def by_xla(
+            record: Any,
+            g: jax.Array,
+            factors: jax.Array,
+        ) -> jax.Array:
             record, g = settled_at(self.rule, record, g)
             return self._contract(record, g, factors)
 
         by_kernel = self._contract_dense if kernel == "dense" else self._contract_pictures
-        grad: jax.Array = forms.by_platform(
-            record, g, factors, default=by_xla, kernels={"tpu": by_kernel}
-        )
+        kernels = {"tpu": by_kernel}
+        grad: jax.Array = forms.by_platform(record, g, factors, default=by_xla, kernels=kernels)
         return grad
 
-    def _contract_dense(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+    def _contract_dense(
+        self,
+        record: Any,
+        g: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
         (u,), w = self.factors(record, g)
         grads = dense.weighted_sum(u, w, factors, self.rule.lanes)
         by_slice = grads.reshape(self.slices, self.rule.groups, *grads.shape[1:])
-        return self._loops_in_front(jax.vmap(self.rule.as_weight)(by_slice))
+        of_slices = jax.vmap(self.rule.as_weight)(by_slice)
+        return self._loops_in_front(of_slices)
 
-    def _contract_pictures(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+    def _contract_pictures(
+        self,
+        record: Any,
+        g: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
         assert isinstance(self.rule, Conv)
         pictures, cotangents = self.rule.pictures(record, g)
         grad = convolution.weighted_sum(pictures, cotangents, factors, self.rule.geometry)
         return self.rule.as_weight(grad)
 
-    def _contract(self, record: Any, g: jax.Array, factors: jax.Array) -> jax.Array:
+    def _contract(
+        self,
+        record: Any,
+        g: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
         record, g = self._multiplied(record, g)
         without_record, without_cotangent = self.leaves_out
         if without_record:
-            record = jax.tree.map(lambda x: rows_kept(x, factors != 0), record)
+
+            def without_zero(x: jax.Array) -> jax.Array:
+                return rows_kept(x, factors != 0)
+
+            record = jax.tree.map(without_zero, record)
         if without_cotangent:
             g = rows_kept(g, factors != 0)
         kind = wide_dtype(g)
-        g = g.astype(kind) * _along_batch(factors.astype(kind), g.ndim)
+        g = g.astype(kind)
+        g = g * _along_batch(factors.astype(kind), g.ndim)
         record, g = self._by_slice((record, g))
 
         def together(x: jax.Array) -> jax.Array:
             """Reshapes [B, slices, repeats, ...] to [slices, B * repeats, ...]."""
-            return x.swapaxes(0, 1).reshape(self.slices, -1, *x.shape[3:])
+            rest = x.shape[3:]
+            return x.swapaxes(0, 1).reshape(self.slices, -1, *rest)
 
         weight_grad = self.rule.weight_grad
         # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same
@@ -347,22 +420,28 @@ class Site:
         if isinstance(self.rule, Conv) and forms.platform() != "cpu":
             weight_grad = self.rule.weight_grad_by_primitive
         of_slices = _vmap_or_squeeze(weight_grad)
-        record, parts = jax.tree.map(together, (record, _exact_parts(g, self.rule, record)))
-        sums = [of_slices(record, part) for part in parts]
-        return self._loops_in_front(functools.reduce(jnp.add, sums))
+        terms = _exact_parts(g, self.rule, record)
+        record, terms = jax.tree.map(together, (record, terms))
+        sums = [of_slices(record, term) for term in terms]
+        total = functools.reduce(jnp.add, sums)
+        return self._loops_in_front(total)
 
     # --- Gradients of examples ---
 
     def per_example(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of every example, [B, *sliced loops, *weight]."""
-        record, g = self._by_slice(self._multiplied(record, g))
+        multiplied = self._multiplied(record, g)
+        record, g = self._by_slice(multiplied)
 
         def merged(x: jax.Array) -> jax.Array:
             """Reshapes [B, slices, ...] to [B * slices, ...]."""
             return x.reshape(-1, *x.shape[2:])
 
-        grads = self.rule.weight_grads(*jax.tree.map(merged, (record, g)))
-        return self._loops_in_front(grads.reshape(len(g), self.slices, *grads.shape[1:]))
+        batch = len(g)
+        record, g = jax.tree.map(merged, (record, g))
+        grads = self.rule.weight_grads(record, g)
+        by_example = grads.reshape(batch, self.slices, *grads.shape[1:])
+        return self._loops_in_front(by_example)
 
     def norm_of_formed(self, record: Any, g: jax.Array) -> FormedNorm:
         """Returns ||dV||^2 of every example, which is formed for it, and E and M of `rounding`."""
@@ -370,21 +449,26 @@ class Site:
         if not kernel:
             return self._norm_by_xla(record, g)
         by_kernel = self._norm_by_dense if kernel == "dense" else self._norm_of_pictures
-        norm: FormedNorm = forms.by_platform(
-            record, g, default=self._norm_by_xla, kernels={"tpu": by_kernel}
-        )
+        by_xla = self._norm_by_xla
+        kernels = {"tpu": by_kernel}
+        norm: FormedNorm = forms.by_platform(record, g, default=by_xla, kernels=kernels)
         return norm
 
     def _norm_by_xla(self, record: Any, g: jax.Array) -> FormedNorm:
         record, g = settled_at(self.rule, record, g)
         grads = self.per_example(record, g)
-        squares = jnp.square(grads).sum(tuple(range(1, grads.ndim)))
-        return squares, jnp.zeros_like(squares), self.without_cancellation(record, g)
+        axes = tuple(range(1, grads.ndim))
+        squares = jnp.square(grads).sum(axes)
+        spread = jnp.zeros_like(squares)
+        apart = self.without_cancellation(record, g)
+        return squares, spread, apart
 
     def _norm_by_dense(self, record: Any, g: jax.Array) -> FormedNorm:
         (u,), w = self.factors(record, g)
         squares = dense.formed_squares(u, w)
-        return squares, jnp.zeros_like(squares), self.without_cancellation(record, g)
+        spread = jnp.zeros_like(squares)
+        apart = self.without_cancellation(record, g)
+        return squares, spread, apart
 
     def _norm_of_pictures(self, record: Any, g: jax.Array) -> FormedNorm:
         assert isinstance(self.rule, Conv)
@@ -400,13 +484,19 @@ def _vmap_or_squeeze(
 
     def mapped(record: Any, g: jax.Array) -> jax.Array:
         if len(g) == 1:
-            return fn(jax.tree.map(lambda x: x[0], record), g[0])[None]
+            only_record = jax.tree.map(lambda x: x[0], record)
+            grad = fn(only_record, g[0])
+            return grad[None]
         return jax.vmap(fn)(record, g)
 
     return mapped
 
 
-def summed_rows(site: Site, record: Any, g: jax.Array) -> tuple[Site, Any, jax.Array]:
+def summed_rows(
+    site: Site,
+    record: Any,
+    g: jax.Array,
+) -> tuple[Site, Any, jax.Array]:
     """Adds up equal rows of a lookup, in each example apart.
 
     Returns a site of the rule `Rows`, its record and its cotangent. They have at most one term for
@@ -425,9 +515,8 @@ def summed_rows(site: Site, record: Any, g: jax.Array) -> tuple[Site, Any, jax.A
         col_dims=rule.col_dims,
     )
     tap = jax.ShapeDtypeStruct((*loops, *w.shape[2:]), total.dtype)
-    summed = dataclasses.replace(
-        site, rule=rows, lengths=loops, sliced=(True,) * len(loops), tap=tap
-    )
+    sliced = (True,) * len(loops)
+    summed = dataclasses.replace(site, rule=rows, lengths=loops, sliced=sliced, tap=tap)
     lead = (len(g), *loops)
     index = index.reshape(*lead, *index.shape[2:])
     total = total.reshape(*lead, *total.shape[2:])

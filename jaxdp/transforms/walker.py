@@ -156,7 +156,10 @@ class Plan:
         return outputs, records
 
     def _evaluate(
-        self, step: _Step, operands: list[Any], pending: Iterator[Any]
+        self,
+        step: _Step,
+        operands: list[Any],
+        pending: Iterator[Any],
     ) -> tuple[list[Any], list[Any]]:
         """Returns the results of a step, and the records of the sites inside of it."""
         if step.inner is not None:
@@ -286,7 +289,10 @@ def _bind_wide(
 
 
 def _forward_inner(
-    step: _Step, inner: Plan, operands: list[Any], taps: list[Any]
+    step: _Step,
+    inner: Plan,
+    operands: list[Any],
+    taps: list[Any],
 ) -> tuple[list[Any], list[Any]]:
     """Evaluates the body of a step with taps. Returns (results, records)."""
     if step.kind == "call":
@@ -456,7 +462,8 @@ class _Walk:
             self.sites.append(self._site(eqn.invars[weight], rule, tap_on=result))
             return _Step("meet", eqn, weights=weights)
         # A weight that occurs twice has one tap, at its first place.
-        first = tuple(i for i in weights if eqn.invars[i] not in eqn.invars[:i])
+        operands = eqn.invars
+        first = tuple(i for i in weights if operands[i] not in operands[:i])
         self.sites += [self.site_on_weight(eqn.invars[i]) for i in first]
         return _Step("tap", eqn, weights=first)
 
@@ -519,10 +526,16 @@ def _enter_loop(value: Value, *, is_slice: bool) -> Value:
 
 
 def _outputs_without_data(
-    eqn: jex.JaxprEqn, values: Sequence[Value], n_loops: int
+    eqn: jex.JaxprEqn,
+    values: Sequence[Value],
+    n_loops: int,
 ) -> tuple[Value, ...]:
     """Returns what is known about the outputs of an equation without data."""
-    sliced = tuple(any(v.sliced[depth] for v in values) for depth in range(n_loops))
+
+    def is_sliced(depth: int) -> bool:
+        return any(value.sliced[depth] for value in values)
+
+    sliced = tuple(map(is_sliced, range(n_loops)))
     leaves = frozenset[int]().union(*(v.leaves for v in values))
     constant = Value(data=False, sliced=sliced)
     # No gradient flows through a stopped gradient, or through integers and keys.

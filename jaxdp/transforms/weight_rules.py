@@ -69,7 +69,9 @@ class Rule:
 
         It does so next to heads of attention, where several dimensions are contracted.
         """
-        return len(self.row_dims) > 1, len(self.col_dims) > 1
+        u_is_transposed = len(self.row_dims) > 1
+        w_is_transposed = len(self.col_dims) > 1
+        return u_is_transposed, w_is_transposed
 
     def as_weight(self, grad: jax.Array) -> jax.Array:
         """Reshapes dV [groups, rows, cols] to the shape of the weight."""
@@ -105,7 +107,8 @@ def entries_along(shape: Sequence[int], dims: Sequence[int]) -> int:
 
 def transposed_back(x: jax.Array, order: Sequence[int]) -> jax.Array:
     """Reverts a transpose by `order`."""
-    return x.transpose([order.index(d) for d in range(len(order))])
+    places = [order.index(d) for d in range(len(order))]
+    return x.transpose(places)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,31 +131,37 @@ class Dot(Rule):
 
     @classmethod
     def of(cls, eqn: Any, weight_operand: int) -> "Dot":
-        w, x = weight_operand, 1 - weight_operand
+        w = weight_operand
+        x = 1 - weight_operand
         contracted, batch = eqn.params["dimension_numbers"]
         shapes = [tuple(v.aval.shape) for v in eqn.invars]
         free = []
         for operand, shape in enumerate(shapes):
             others = (*contracted[operand], *batch[operand])
-            free.append(tuple(d for d in range(len(shape)) if d not in others))
+            own_free = tuple(d for d in range(len(shape)) if d not in others)
+            free.append(own_free)
         # The result has the batch, then the free dimensions of the left and the right operand.
         first_left = len(batch[w])
         first_right = first_left + len(free[0])
         left = range(first_left, first_right)
         right = range(first_right, eqn.outvars[0].aval.ndim)
         of_data_and_weight = (*right, *left) if w == 0 else (*left, *right)
+        weight_shape = shapes[w]
+        data_order = (*batch[x], *free[x], *contracted[x])
+        weight_order = (*batch[w], *contracted[w], *free[w])
+        out_order = (*range(first_left), *of_data_and_weight)
         return cls(
-            weight_shape=shapes[w],
+            weight_shape=weight_shape,
             positions=entries_along(shapes[x], free[x]),
-            rows=entries_along(shapes[w], contracted[w]),
-            cols=entries_along(shapes[w], free[w]),
-            groups=entries_along(shapes[w], batch[w]),
+            rows=entries_along(weight_shape, contracted[w]),
+            cols=entries_along(weight_shape, free[w]),
+            groups=entries_along(weight_shape, batch[w]),
             row_dims=tuple(contracted[w]),
             col_dims=free[w],
             weight_operand=w,
-            data_order=(*batch[x], *free[x], *contracted[x]),
-            weight_order=(*batch[w], *contracted[w], *free[w]),
-            out_order=(*range(first_left), *of_data_and_weight),
+            data_order=data_order,
+            weight_order=weight_order,
+            out_order=out_order,
         )
 
     @property
@@ -160,15 +169,17 @@ class Dot(Rule):
         return True
 
     def as_weight(self, grad: jax.Array) -> jax.Array:
-        grad = grad.reshape([self.weight_shape[d] for d in self.weight_order])
-        return transposed_back(grad, self.weight_order)
+        shape = [self.weight_shape[d] for d in self.weight_order]
+        return transposed_back(grad.reshape(shape), self.weight_order)
 
     def record(self, operands: Sequence[Any]) -> Any:
         return operands[1 - self.weight_operand]
 
     def factors(self, record: Any, g: jax.Array) -> Factors:
-        u = record.transpose(self.data_order).reshape(self.groups, self.positions, self.rows)
-        w = g.transpose(self.out_order).reshape(self.groups, self.positions, self.cols)
+        u = record.transpose(self.data_order)
+        u = u.reshape(self.groups, self.positions, self.rows)
+        w = g.transpose(self.out_order)
+        w = w.reshape(self.groups, self.positions, self.cols)
         return (u,), w
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
@@ -209,24 +220,33 @@ class Lookup(Rule):
         if numbers:
             missing = (*numbers.operand_batching_dims, *numbers.collapsed_slice_dims)
             windows = [d for d in out_dims if d not in numbers.offset_dims]
-        rows = tuple(d for d, n in enumerate(sizes) if n < weight[d] or d in missing)
-        columns = tuple(d for d in range(len(weight)) if d not in rows)
-        if not rows or entries_along(weight, rows) > jnp.iinfo(jnp.int32).max:
+
+        def is_row(d: int) -> bool:
+            return sizes[d] < weight[d] or d in missing
+
+        dims = range(len(weight))
+        rows = tuple(filter(is_row, dims))
+        columns = tuple(d for d in dims if d not in rows)
+        n_rows = entries_along(weight, rows)
+        if not rows or n_rows > jnp.iinfo(jnp.int32).max:
             return None
-        present = [d for d in range(len(weight)) if d not in missing]
+        present = [d for d in dims if d not in missing]
         offsets = numbers.offset_dims if numbers else out_dims
         place = dict(zip(present, offsets, strict=True))
         in_window = [place[d] for d in (*rows, *columns) if d in place]
+        n_windows = entries_along(out_shape, windows)
+        # `dynamic_slice`, which has no dimension numbers, clips its starts.
+        clips = numbers is None or eqn.params["mode"] == lax.GatherScatterMode.CLIP
         return cls(
             weight_shape=weight,
-            positions=entries_along(out_shape, windows) * entries_along(sizes, rows),
-            rows=entries_along(weight, rows),
+            positions=n_windows * entries_along(sizes, rows),
+            rows=n_rows,
             cols=entries_along(weight, columns),
             row_dims=rows,
             col_dims=columns,
             sizes=sizes,
             out_order=(*windows, *in_window),
-            clip=numbers is None or eqn.params["mode"] == lax.GatherScatterMode.CLIP,
+            clip=clips,
             numbers=numbers,
         )
 
@@ -263,13 +283,18 @@ class Lookup(Rule):
         inside = _repeated(inside, shape)
         first_axis = inside.ndim - len(self.row_dims)
         for axis, d in enumerate(self.row_dims, first_axis):
-            row = row * self.weight_shape[d] + lax.broadcasted_iota(jnp.int32, shape, axis)
-            row = row + _repeated(places[d], shape) if d in places else row
-        return (row if self.clip else jnp.where(inside, row, -1)).reshape(-1)
+            row = row * self.weight_shape[d]
+            row = row + lax.broadcasted_iota(jnp.int32, shape, axis)
+            if d in places:
+                row = row + _repeated(places[d], shape)
+        if not self.clip:
+            row = jnp.where(inside, row, -1)
+        return row.reshape(-1)
 
     def factors(self, record: Any, g: jax.Array) -> Factors:
         u = OneHot(record.reshape(1, -1))
-        return (u,), g.transpose(self.out_order).reshape(1, -1, self.cols)
+        w = g.transpose(self.out_order)
+        return (u,), w.reshape(1, -1, self.cols)
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         return _table_grad(self, record, g)
@@ -288,22 +313,29 @@ class Rows(Rule):
     """
 
     def factors(self, record: Any, g: jax.Array) -> Factors:
-        return (OneHot(record[None], distinct=True),), g[None]
+        u = OneHot(record[None], distinct=True)
+        return (u,), g[None]
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
         return _table_grad(self, record, g)
 
 
-def _table_grad(rule: Rule, record: Any, g: jax.Array) -> jax.Array:
+def _table_grad(
+    rule: Rule,
+    record: Any,
+    g: jax.Array,
+) -> jax.Array:
     """Computes dV of a rule whose u are rows of an identity matrix."""
     (u,), w = jax.vmap(rule.factors)(record, wide(g))
     # A negative index would wrap around, so it moves out of range, where it is dropped.
-    index = jnp.where(u.index < 0, rule.rows, u.index).reshape(-1)
+    index = jnp.where(u.index < 0, rule.rows, u.index)
+    index = index.reshape(-1)
     rows = w.reshape(-1, rule.cols)
     table = jnp.zeros((rule.rows, rule.cols), w.dtype)
     grad = table.at[index].add(rows, mode="drop")
     order = (*rule.row_dims, *rule.col_dims)
-    return transposed_back(grad.reshape([rule.weight_shape[d] for d in order]), order)
+    shape = [rule.weight_shape[d] for d in order]
+    return transposed_back(grad.reshape(shape), order)
 
 
 class OnWeight(Rule):

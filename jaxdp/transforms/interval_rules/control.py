@@ -44,13 +44,16 @@ def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
 
 def _without_facts(xs: Sequence[Operand]) -> list[Any]:
     """Replaces boxes by pytrees without facts, which loops can carry."""
-    return [unchecked(x.lower, x.upper) if isinstance(x, Interval) else x for x in xs]
+    return _as_kinds(xs, _kinds(xs))
 
 
 def _as_kinds(xs: Sequence[Operand], is_interval: Sequence[bool]) -> list[Any]:
     """As `_without_facts`, with points as intervals where `is_interval` says so."""
-    pairs = zip(xs, is_interval, strict=True)
-    return [unchecked(lower(x), upper(x)) if flag else x for x, flag in pairs]
+    results: list[Any] = []
+    for x, flag in zip(xs, is_interval, strict=True):
+        result = unchecked(lower(x), upper(x)) if flag else x
+        results.append(result)
+    return results
 
 
 def _kinds(xs: Sequence[Any]) -> list[bool]:
@@ -65,10 +68,14 @@ def _initial_state(
     An entry that starts as a point becomes an interval if an iteration makes it one. That may make
     others intervals, so this is repeated until nothing changes.
     """
+
+    def one_iteration(state: list[Any]) -> list[Any]:
+        return _without_facts(body(state))
+
     kinds = _kinds(init)
     while True:
         state = _as_kinds(init, kinds)
-        results = jax.eval_shape(lambda state: _without_facts(body(state)), state)
+        results = jax.eval_shape(one_iteration, state)
         of_results = _kinds(results[: len(init)])
         next_kinds = [a or b for a, b in zip(kinds, of_results, strict=True)]
         if next_kinds == kinds:
@@ -84,14 +91,21 @@ def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
     constants = operands[:carry_start]
     init = operands[carry_start:x_start]
     xs = _without_facts(operands[x_start:])
-    like_x = jax.tree.map(lambda x: jnp.zeros(x.shape[1:], x.dtype), xs)
-    kinds, start = _initial_state(
-        lambda state: eqn.evaluate(body, [*constants, *state, *like_x]), init
-    )
+
+    def zeros_like_one(x: jax.Array) -> jax.Array:
+        return jnp.zeros(x.shape[1:], x.dtype)
+
+    like_x = jax.tree.map(zeros_like_one, xs)
+
+    def first_step(state: list[Operand]) -> list[Operand]:
+        return eqn.evaluate(body, [*constants, *state, *like_x])
+
+    kinds, start = _initial_state(first_step, init)
 
     def step(state: Any, x: Any) -> Any:
         results = eqn.evaluate(body, [*constants, *state, *x])
-        return _as_kinds(results[: len(init)], kinds), _without_facts(results[len(init) :])
+        carried = _as_kinds(results[: len(init)], kinds)
+        return carried, _without_facts(results[len(init) :])
 
     final, stacked = lax.scan(
         step,
@@ -122,14 +136,22 @@ def _while(eqn: Equation, *operands: Operand) -> list[Operand]:
         return result
 
     kinds, start = _initial_state(step, operands[state_start:])
-    return lax.while_loop(condition, lambda state: _as_kinds(step(state), kinds), start)
+
+    def next_state(state: Any) -> list[Any]:
+        return _as_kinds(step(state), kinds)
+
+    return lax.while_loop(condition, next_state, start)
 
 
 # --- Branches -----------------------------------------------------------------------------------
 
 
 @register_rule("cond")
-def _cond(eqn: Equation, index: Operand, *operands: Operand) -> list[Operand]:
+def _cond(
+    eqn: Equation,
+    index: Operand,
+    *operands: Operand,
+) -> list[Operand]:
     branches = eqn.params["branches"]
     if isinstance(index, Interval):
         results = [eqn.evaluate(branch, operands) for branch in branches]
@@ -146,7 +168,7 @@ def _cond(eqn: Equation, index: Operand, *operands: Operand) -> list[Operand]:
     def alike(branch: Any) -> Callable[[Any], list[Any]]:
         return lambda xs: _as_kinds(eqn.evaluate(branch, xs), kinds)
 
-    result: list[Operand] = lax.switch(
-        jnp.asarray(index, jnp.int32), [alike(branch) for branch in branches], xs
-    )
+    case = jnp.asarray(index, jnp.int32)
+    functions = [alike(branch) for branch in branches]
+    result: list[Operand] = lax.switch(case, functions, xs)
     return result

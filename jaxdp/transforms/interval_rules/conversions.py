@@ -32,7 +32,8 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
         return low
     if not is_exact:
         low, high = _rounded_ends(x.dtype, low, high)
-    result = Box(low, high, nonnegative=is_nonnegative(x) or _is_unsigned(x.dtype))
+    nonnegative = is_nonnegative(x) or _is_unsigned(x.dtype)
+    result = Box(low, high, nonnegative=nonnegative)
     if is_exact and isinstance(x, Box):
         result.zero_sum = x.zero_sum
         result.differences = x.differences
@@ -53,11 +54,16 @@ def _fits(x: Operand, target: Any) -> bool:
         has_smallest = of.minexp - of.nmant >= to.minexp - to.nmant
         return has_digits and has_smallest and of.maxexp <= to.maxexp
     if isinstance(x, np.ndarray | np.generic):  # a constant of the program
-        return bool(np.all(np.asarray(x).astype(target).astype(source) == x))
+        converted = np.asarray(x).astype(target)
+        return bool(np.all(converted.astype(source) == x))
     return source == jnp.bool_ or source.itemsize * 8 <= to.nmant
 
 
-def _rounded_ends(source: Any, low: jax.Array, high: jax.Array) -> Ends:
+def _rounded_ends(
+    source: Any,
+    low: jax.Array,
+    high: jax.Array,
+) -> Ends:
     """Rounds converted ends outward. Ends that are small integers have no error and stay."""
     below, above = widen(low, high)
     if not jnp.issubdtype(source, jnp.integer):
@@ -65,26 +71,30 @@ def _rounded_ends(source: Any, low: jax.Array, high: jax.Array) -> Ends:
     to = jnp.finfo(low.dtype)
     # Integers up to 2^(nmant + 1) are converted exactly. The range of float16 ends earlier.
     limit = min(2.0 ** (to.nmant + 1), float(to.max))
-    below = jnp.where(
-        low >= limit,
-        jnp.maximum(below, limit),
-        jnp.where(low > -limit, low, below),
-    )
-    above = jnp.where(
-        high <= -limit,
-        jnp.minimum(above, -limit),
-        jnp.where(high < limit, high, above),
-    )
+    is_large = low >= limit
+    if_large = jnp.maximum(below, limit)
+    otherwise = jnp.where(low > -limit, low, below)
+    below = jnp.where(is_large, if_large, otherwise)
+    is_small = high <= -limit
+    if_small = jnp.minimum(above, -limit)
+    otherwise = jnp.where(high < limit, high, above)
+    above = jnp.where(is_small, if_small, otherwise)
     return below, above
 
 
-def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
+def _to_integer(
+    x: Interval,
+    low: jax.Array,
+    high: jax.Array,
+) -> Box:
     """Converts endpoints to integers or booleans.
 
     Where a value does not fit, the result is the whole range, because overflow wraps.
     """
     if low.dtype == jnp.bool_:
-        return Box((x.lower > 0) | (x.upper < 0), ~((x.lower == 0) & (x.upper == 0)))
+        is_nonzero = (x.lower > 0) | (x.upper < 0)
+        is_zero = (x.lower == 0) & (x.upper == 0)
+        return Box(is_nonzero, ~is_zero)
     if x.dtype == jnp.bool_:
         return Box(low, high)
     largest, smallest = empty_hull(low.dtype)
@@ -92,10 +102,14 @@ def _to_integer(x: Interval, low: jax.Array, high: jax.Array) -> Box:
     def fits(end: jax.Array, converted: jax.Array) -> jax.Array:
         if is_float(end):
             return (end >= float(smallest)) & (end < float(largest) + 1)
-        return (converted.astype(end.dtype) == end) & ((converted < 0) == (end < 0))
+        is_same = converted.astype(end.dtype) == end
+        has_same_sign = (converted < 0) == (end < 0)
+        return is_same & has_same_sign
 
     both_fit = fits(x.lower, low) & fits(x.upper, high)
-    return Box(jnp.where(both_fit, low, smallest), jnp.where(both_fit, high, largest))
+    low = jnp.where(both_fit, low, smallest)
+    high = jnp.where(both_fit, high, largest)
+    return Box(low, high)
 
 
 @register_rule("reduce_precision")

@@ -15,6 +15,7 @@ from jaxdp.transforms.boxes import (
     Equation,
     Interval,
     Operand,
+    are_nonnegative,
     both,
     is_float,
     is_nonnegative,
@@ -27,6 +28,7 @@ from jaxdp.transforms.boxes import (
     widen,
 )
 from jaxdp.transforms.interval_rules.endpoints import (
+    Ends,
     NoRuleError,
     absolute,
     around,
@@ -63,7 +65,8 @@ def _monotone(
     """
 
     def rule(eqn: Equation, x: Operand) -> Operand:
-        low, high = lower(x), upper(x)
+        low = lower(x)
+        high = upper(x)
         if inputs:
             low, high = widen(low, high, inputs)
         if falls:
@@ -72,9 +75,12 @@ def _monotone(
             # Points outside of the domain have no value that a bound could contain.
             low = jnp.maximum(low, start)
             high = jnp.maximum(high, start)
-        low, high = eqn.bind(low)[0], eqn.bind(high)[0]
+        low = eqn.bind(low)[0]
+        high = eqn.bind(high)[0]
         low, high = widen(low, high, 2 * ulps)
-        return Box(jnp.maximum(low, below), jnp.minimum(high, above), nonnegative=below >= 0)
+        low = jnp.maximum(low, below)
+        high = jnp.minimum(high, above)
+        return Box(low, high, nonnegative=below >= 0)
 
     return rule
 
@@ -115,8 +121,13 @@ def _integer_pow(eqn: Equation, x: Operand) -> Operand:
 
 
 def _power(x: Operand, exponent: int) -> Box:
-    base = x if exponent % 2 else absolute(x)  # even powers fall on the left of zero
-    low, high = both(lambda v: lax.integer_pow(v, exponent), base)
+    is_odd = exponent % 2 == 1
+    base = x if is_odd else absolute(x)  # even powers fall on the left of zero
+
+    def power(v: jax.Array) -> jax.Array:
+        return lax.integer_pow(v, exponent)
+
+    low, high = both(power, base)
     if is_float(low):
         low, high = widen(low, high, 2 * exponent)
     return Box(low, high, nonnegative=is_nonnegative(base))
@@ -133,17 +144,34 @@ def _one_minus_square(eqn: Equation, x: Operand) -> Operand:
 def _exp_neg_sq(eqn: Equation, x: Operand) -> Operand:
     """Bounds exp(-x^2)."""
     square = _power(x, 2)
-    low, high = widen(jnp.exp(-square.upper), jnp.exp(-square.lower), 16)
-    return Box(jnp.maximum(low, 0), high, nonnegative=True)
+    low = jnp.exp(-square.upper)
+    high = jnp.exp(-square.lower)
+    low, high = widen(low, high, 16)
+    low = jnp.maximum(low, 0)
+    return Box(low, high, nonnegative=True)
 
 
 @register_rule("pow")
-def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _pow(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     is_known = is_nonnegative(x)
     base = x if is_known else absolute(x)
-    corners = [eqn.bind(lower(base), end(y))[0] for end in (lower, upper)]
-    corners += [eqn.bind(upper(base), end(y))[0] for end in (lower, upper)]
-    low, high = widen(least(corners), most(corners), 32)
+
+    def power(base_end: jax.Array, exponent: jax.Array) -> jax.Array:
+        return eqn.bind(base_end, exponent)[0]
+
+    corners = [
+        power(lower(base), lower(y)),
+        power(lower(base), upper(y)),
+        power(upper(base), lower(y)),
+        power(upper(base), upper(y)),
+    ]
+    low = least(corners)
+    high = most(corners)
+    low, high = widen(low, high, 32)
     if not is_known:  # the power of a negative base has either sign, or is NaN
         low = jnp.where(lower(x) >= 0, low, -high)
     return Box(low, high, nonnegative=is_known)
@@ -153,22 +181,37 @@ def _pow(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("logaddexp", "logaddexp2")
-def _logaddexp(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _logaddexp(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     """Bounds log(exp(x) + exp(y)), which rises with x and with y."""
     ends = eqn.ends(x, y)
     # It is max(x, y) plus a logarithm. The two may cancel, so the error scales with the maximum.
-    scales = jnp.maximum(lower(x), lower(y)), jnp.maximum(upper(x), upper(y))
-    return around(ends, scales, 24)
+    scale_low = jnp.maximum(lower(x), lower(y))
+    scale_high = jnp.maximum(upper(x), upper(y))
+    return around(ends, (scale_low, scale_high), 24)
 
 
 @register_rule("exp_share", "exp2_share")
-def _exp_share(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _exp_share(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     """Bounds exp(x) / (exp(x) + exp(y)) = sigmoid(x - y), or the same with powers of two."""
-    low, high = rounded(lower(x) - upper(y), upper(x) - lower(y))
+    low, high = _difference(x, y)
     if eqn.name == "exp2_share":
-        low, high = widen(low * math.log(2), high * math.log(2), 2)
-    low, high = widen(jax.nn.sigmoid(low), jax.nn.sigmoid(high), 16)
-    return Box(jnp.maximum(low, 0), jnp.minimum(high, 1), nonnegative=True)
+        low = low * math.log(2)
+        high = high * math.log(2)
+        low, high = widen(low, high, 2)
+    low = jax.nn.sigmoid(low)
+    high = jax.nn.sigmoid(high)
+    low, high = widen(low, high, 16)
+    low = jnp.maximum(low, 0)
+    high = jnp.minimum(high, 1)
+    return Box(low, high, nonnegative=True)
 
 
 # --- Trigonometry -------------------------------------------------------------------------------
@@ -184,14 +227,21 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
         """Returns whether some phase + 2 pi n lies between the ends."""
         # The margin covers the rounding of this test.
         margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
-        first = jnp.ceil((low - phase - margin) / turn) * turn + phase
+        first_turn = jnp.ceil((low - phase - margin) / turn)
+        first = first_turn * turn + phase
         return first <= high + margin
 
     ends = eqn.ends(x)
-    bottom, top = widen(least(ends), most(ends), 16)
+    bottom = least(ends)
+    top = most(ends)
+    bottom, top = widen(bottom, top, 16)
     error = slack(low.dtype, 16) * jnp.maximum(1, magnitude(x))  # of reducing a large argument
-    bottom = jnp.where(reaches(top_phase + math.pi), -1, jnp.maximum(bottom - error, -1))
-    top = jnp.where(reaches(top_phase), 1, jnp.minimum(top + error, 1))
+    has_trough = reaches(top_phase + math.pi)
+    bottom = jnp.maximum(bottom - error, -1)
+    bottom = jnp.where(has_trough, -1, bottom)
+    has_crest = reaches(top_phase)
+    top = jnp.minimum(top + error, 1)
+    top = jnp.where(has_crest, 1, top)
     return Box(bottom, top)
 
 
@@ -199,9 +249,15 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
 
 
 @register_rule("add", "add_any")
-def _add(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    ends = rounded(lower(x) + lower(y), upper(x) + upper(y))
-    result = Box(*ends, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+def _add(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
+    low = lower(x) + lower(y)
+    high = upper(x) + upper(y)
+    low, high = rounded(low, high)
+    result = Box(low, high, nonnegative=are_nonnegative(x, y))
     for logits, bias in ((x, y), (y, x)):
         if not isinstance(logits, Box) or logits.differences is None:
             continue
@@ -212,7 +268,10 @@ def _add(eqn: Equation, x: Operand, y: Operand) -> Operand:
     return result
 
 
-def _shifted(differences: Callable[[], jax.Array], bias: Operand) -> jax.Array:
+def _shifted(
+    differences: Callable[[], jax.Array],
+    bias: Operand,
+) -> jax.Array:
     """Returns upper bounds of (z + b)_j - (z + b)_c."""
     step = upper(bias)[..., :, None] - lower(bias)[..., None, :]
     total = differences() + outward(step, 1)
@@ -220,17 +279,34 @@ def _shifted(differences: Callable[[], jax.Array], bias: Operand) -> jax.Array:
 
 
 @register_rule("sub")
-def _sub(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    return Box(*rounded(lower(x) - upper(y), upper(x) - lower(y)))
+def _sub(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
+    low, high = _difference(x, y)
+    return Box(low, high)
+
+
+def _difference(x: Operand, y: Operand) -> Ends:
+    """Bounds x - y."""
+    low = lower(x) - upper(y)
+    high = upper(x) - lower(y)
+    return rounded(low, high)
 
 
 # --- Products and quotients ---------------------------------------------------------------------
 
 
 @register_rule("mul")
-def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
-    ends = rounded(*corner_products(x, y))
-    result = Box(*ends, nonnegative=is_nonnegative(x) and is_nonnegative(y))
+def _mul(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
+    low, high = corner_products(x, y)
+    low, high = rounded(low, high)
+    result = Box(low, high, nonnegative=are_nonnegative(x, y))
     for vector, factor in ((x, y), (y, x)):
         # If all entries have the same factor, their sum stays zero.
         is_scalar = np.shape(lower(factor))[-1:] in ((), (1,))
@@ -240,23 +316,41 @@ def _mul(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("polynomial")
-def _polynomial(eqn: Equation, x: Operand, *coefficients: Operand) -> Any:
+def _polynomial(
+    eqn: Equation,
+    x: Operand,
+    *coefficients: Operand,
+) -> Any:
     """Bounds c_0 + x (c_1 + x (c_2 + ...))."""
     total: Any = coefficients[-1]
     for coefficient in reversed(coefficients[:-1]):
-        total = _add(eqn, _mul(eqn, total, x), coefficient)
+        product = _mul(eqn, total, x)
+        total = _add(eqn, product, coefficient)
     return total
 
 
 @register_rule("x_plus_xy")
-def _x_plus_xy(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _x_plus_xy(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     """Bounds x (1 + y), which is never wider than x + x y."""
-    factor = Box(*widen(1 + lower(y), 1 + upper(y)), nonnegative=is_nonnegative(y))
-    return Box(*widen(*corner_products(x, factor)))
+    low = 1 + lower(y)
+    high = 1 + upper(y)
+    low, high = widen(low, high)
+    factor = Box(low, high, nonnegative=is_nonnegative(y))
+    low, high = corner_products(x, factor)
+    low, high = widen(low, high)
+    return Box(low, high)
 
 
 @register_rule("div")
-def _div(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _div(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     if not is_float(y):
         raise NoRuleError(_NO_INTEGER_DIVISION)
     if isinstance(y, Interval):
@@ -265,27 +359,39 @@ def _div(eqn: Equation, x: Operand, y: Operand) -> Operand:
         y_is_nonnegative = inverse.nonnegative
     else:
         quotients = lower(x) / y, upper(x) / y
-        low, high = least(quotients), most(quotients)
+        low = least(quotients)
+        high = most(quotients)
         y_is_nonnegative = is_nonnegative(y)
-    return Box(*widen(low, high, 2), nonnegative=is_nonnegative(x) and y_is_nonnegative)
+    low, high = widen(low, high, 2)
+    return Box(low, high, nonnegative=is_nonnegative(x) and y_is_nonnegative)
 
 
 def _reciprocal(x: Operand) -> Box:
     """Bounds 1 / x. The result is (-inf, inf) if x may be zero."""
-    low, high = lower(x), upper(x)
+    low = lower(x)
+    high = upper(x)
     if is_nonnegative(x):
-        return Box(*widen(1 / high, 1 / low, 2), nonnegative=True)
-    may_be_zero = ~((low > 0) | (high < 0))
+        below, above = widen(1 / high, 1 / low, 2)
+        return Box(below, above, nonnegative=True)
+    is_nonzero = (low > 0) | (high < 0)
+    may_be_zero = ~is_nonzero
     below, above = widen(1 / high, 1 / low, 2)
-    return Box(jnp.where(may_be_zero, -jnp.inf, below), jnp.where(may_be_zero, jnp.inf, above))
+    below = jnp.where(may_be_zero, -jnp.inf, below)
+    above = jnp.where(may_be_zero, jnp.inf, above)
+    return Box(below, above)
 
 
 @register_rule("rem")
-def _rem(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _rem(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     """Bounds the rest of a division, which has the sign of x and is smaller than x and than y."""
     if not is_float(x):
         raise NoRuleError(_NO_INTEGER_DIVISION)
-    low, high = lower(x), upper(x)
+    low = lower(x)
+    high = upper(x)
     largest_y = magnitude(y)
     smallest_y = lower(absolute(y)) if isinstance(y, Interval) else largest_y
     # The rest of a division by zero, or of infinity, is NaN.
@@ -299,8 +405,11 @@ def _rem(eqn: Equation, x: Operand, y: Operand) -> Operand:
         # than |y| apart, and their rests keep the order.
         rests = eqn.ends(x, y)
         has_one_sign = (low >= 0) | (high <= 0)
-        is_short = (high - low) * (1 + 4 * slack(low.dtype, 1)) < largest_y
+        rounding = 1 + 4 * slack(low.dtype, 1)
+        is_short = (high - low) * rounding < largest_y
         is_monotone |= has_one_sign & is_short & (rests[0] <= rests[1])
     below = jnp.where(is_monotone, rests[0], below)
     above = jnp.where(is_monotone, rests[1], above)
-    return Box(jnp.where(is_known, below, -jnp.inf), jnp.where(is_known, above, jnp.inf))
+    below = jnp.where(is_known, below, -jnp.inf)
+    above = jnp.where(is_known, above, jnp.inf)
+    return Box(below, above)

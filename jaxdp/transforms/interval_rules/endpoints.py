@@ -17,6 +17,7 @@ from jaxdp.transforms.boxes import (
     Equation,
     Interval,
     Operand,
+    are_nonnegative,
     is_float,
     is_nonnegative,
     lower,
@@ -72,20 +73,24 @@ def hull_of_cases(index: Operand, cases: Sequence[Operand]) -> Box:
     low, high = (jnp.full(shape, end, dtype) for end in empty_hull(dtype))
     for i, case in enumerate(cases):
         possible = (first <= i) & (last >= i)
-        low = jnp.where(possible, jnp.minimum(low, lower(case)), low)
-        high = jnp.where(possible, jnp.maximum(high, upper(case)), high)
-    return Box(low, high, nonnegative=all(map(is_nonnegative, cases)))
+        smaller = jnp.minimum(low, lower(case))
+        low = jnp.where(possible, smaller, low)
+        larger = jnp.maximum(high, upper(case))
+        high = jnp.where(possible, larger, high)
+    return Box(low, high, nonnegative=are_nonnegative(*cases))
 
 
 def absolute(x: Operand) -> Box:
     """Bounds |x|."""
     # The lower end is negative where x may be zero. Box raises it to 0.
-    return Box(jnp.maximum(lower(x), -upper(x)), magnitude(x), nonnegative=True)
+    low = jnp.maximum(lower(x), -upper(x))
+    return Box(low, magnitude(x), nonnegative=True)
 
 
 def without_nan(x: Operand) -> Operand:
     """Replaces NaN endpoints, where nothing is known, by infinite endpoints."""
-    low, high = lower(x), upper(x)
+    low = lower(x)
+    high = upper(x)
     if not is_float(low):
         return x
     low = jnp.where(jnp.isnan(low), -jnp.inf, low)
@@ -101,25 +106,43 @@ def rounded(low: jax.Array, high: jax.Array) -> Ends:
     return widen(low, high) if is_float(low) else (low, high)
 
 
-def narrow(eqn: Equation, low: jax.Array, high: jax.Array, *, nonnegative: bool = False) -> Box:
+def narrow(
+    eqn: Equation,
+    low: jax.Array,
+    high: jax.Array,
+    *,
+    nonnegative: bool = False,
+) -> Box:
     """Converts a result computed in float32 to the equation's dtype and rounds it outward."""
     dtype = eqn.outputs[0].dtype
     if low.dtype != dtype:
-        low, high = widen(low.astype(dtype), high.astype(dtype))
-    return Box(*without_overflow(low, high), nonnegative=nonnegative)
+        low = low.astype(dtype)
+        high = high.astype(dtype)
+        low, high = widen(low, high)
+    low, high = without_overflow(low, high)
+    return Box(low, high, nonnegative=nonnegative)
 
 
-def around(ends: Ends, scales: Ends, roundings: float) -> Box:
+def around(
+    ends: Ends,
+    scales: Ends,
+    roundings: float,
+) -> Box:
     """Moves each end outward by the error of roundings of 1 + |scale|. An infinite end stays."""
 
-    def moved_end(end: jax.Array, scale: jax.Array, sign: int) -> jax.Array:
+    def moved_end(
+        end: jax.Array,
+        scale: jax.Array,
+        sign: int,
+    ) -> jax.Array:
         is_finite = jnp.isfinite(end)
         error = sign * slack(end.dtype, roundings) * (1 + jnp.abs(scale))
         return jnp.where(is_finite, end + error, end)
 
     low = moved_end(ends[0], scales[0], -1)
     high = moved_end(ends[1], scales[1], +1)
-    return Box(*without_overflow(low, high))
+    low, high = without_overflow(low, high)
+    return Box(low, high)
 
 
 # --- Products -----------------------------------------------------------------------------------
@@ -131,24 +154,32 @@ def corner_products(x: Operand, y: Operand) -> Ends:
     A product of intervals is extreme at two of its four corners. A known sign or a point says
     which, and the other corners are not computed.
     """
-    if is_nonnegative(x) and is_nonnegative(y):
-        return lower(x) * lower(y), upper(x) * upper(y)
+    if are_nonnegative(x, y):
+        low = lower(x) * lower(y)
+        high = upper(x) * upper(y)
+        return low, high
     # The factor with more known about it becomes y if it is a point, and x if only its sign is
     # known.
     if not isinstance(x, Interval) or is_nonnegative(y):
         x, y = y, x
     if not isinstance(y, Interval):
-        low, high = lower(x) * y, upper(x) * y
+        low = lower(x) * y
+        high = upper(x) * y
         if is_nonnegative(y):
             return low, high
         return jnp.minimum(low, high), jnp.maximum(low, high)
     if is_nonnegative(x):
-        x_low, x_high = lower(x), upper(x)
+        x_low = lower(x)
+        x_high = upper(x)
         low = least([lower(y) * x_low, lower(y) * x_high])
         high = most([upper(y) * x_low, upper(y) * x_high])
         return low, high
-    corners = [lower(x) * lower(y), lower(x) * upper(y)]
-    corners += [upper(x) * lower(y), upper(x) * upper(y)]
+    corners = [
+        lower(x) * lower(y),
+        lower(x) * upper(y),
+        upper(x) * lower(y),
+        upper(x) * upper(y),
+    ]
     return least(corners), most(corners)
 
 
@@ -177,7 +208,8 @@ def sum_of_others(x: jax.Array) -> jax.Array:
     zero = jnp.zeros((*x.shape[:-1], 1), x.dtype)
     up_to_here = jnp.cumsum(x, axis=-1)
     before = jnp.concatenate([zero, up_to_here[..., :-1]], axis=-1)
-    from_here = jnp.flip(jnp.cumsum(jnp.flip(x, -1), axis=-1), -1)
+    backwards = jnp.flip(x, -1)
+    from_here = jnp.flip(jnp.cumsum(backwards, axis=-1), -1)
     behind = jnp.concatenate([from_here[..., 1:], zero], axis=-1)
     return before + behind
 
@@ -195,4 +227,5 @@ def log_sum_exp(x: jax.Array, axis: int) -> jax.Array:
     top = jnp.max(x, axis=axis, keepdims=True)
     shift = jnp.where(jnp.isfinite(top), top, 0)  # inf - inf would be NaN
     squeezed = jnp.squeeze(shift, axis)
-    return squeezed + jnp.log(jnp.sum(jnp.exp(x - shift), axis=axis))
+    total = jnp.sum(jnp.exp(x - shift), axis=axis)
+    return squeezed + jnp.log(total)

@@ -11,6 +11,7 @@ from jaxdp.transforms.boxes import (
     Box,
     Equation,
     Operand,
+    are_nonnegative,
     is_float,
     is_nonnegative,
     lower,
@@ -99,14 +100,19 @@ EXACT = {
 }
 
 
-def at_both_ends(eqn: Equation, *operands: Operand, nonnegative: bool) -> list[Box]:
+def at_both_ends(
+    eqn: Equation,
+    *operands: Operand,
+    nonnegative: bool,
+) -> list[Box]:
     """Evaluates a monotone primitive at all lower and at all upper endpoints."""
     lows = eqn.bind(*map(lower, operands))
     highs = eqn.bind(*map(upper, operands))
-    return [
-        Box(low, high, nonnegative=nonnegative and is_float(low))
-        for low, high in zip(lows, highs, strict=True)
-    ]
+    results = []
+    for low, high in zip(lows, highs, strict=True):
+        has_sign = nonnegative and is_float(low)
+        results.append(Box(low, high, nonnegative=has_sign))
+    return results
 
 
 # --- Movement and monotone selections -----------------------------------------------------------
@@ -114,18 +120,24 @@ def at_both_ends(eqn: Equation, *operands: Operand, nonnegative: bool) -> list[B
 
 @register_rule(*_MOVES)
 def _move(eqn: Equation, *operands: Operand) -> list[Box]:
-    results = at_both_ends(eqn, *operands, nonnegative=all(map(is_nonnegative, operands)))
+    results = at_both_ends(eqn, *operands, nonnegative=are_nonnegative(*operands))
     x = operands[0]
     if isinstance(x, Box) and len(results) == 1 and _keeps_last_axis(eqn, x, results[0]):
         _pass_facts(x, results[0])
     return results
 
 
-def _keeps_last_axis(eqn: Equation, x: Box, result: Box) -> bool:
+def _keeps_last_axis(
+    eqn: Equation,
+    x: Box,
+    result: Box,
+) -> bool:
     """Returns whether facts about the last axis of x hold for the last axis of the result."""
     if eqn.name in _SAME_SHAPE:
         return True
-    if eqn.name not in _KEEP_LAST_AXIS or x.ndim == 0 or x.shape[-1] == 1:
+    if eqn.name not in _KEEP_LAST_AXIS:
+        return False
+    if x.ndim == 0 or x.shape[-1] == 1:
         return False
     keeps_all_entries = math.prod(x.shape) == math.prod(result.shape)
     return keeps_all_entries and x.shape[-1:] == result.shape[-1:]
@@ -141,7 +153,7 @@ def _pass_facts(x: Box, result: Box) -> None:
 
 @register_rule(*_MONOTONE)
 def _monotone(eqn: Equation, *operands: Operand) -> list[Box]:
-    return at_both_ends(eqn, *operands, nonnegative=all(map(is_nonnegative, operands)))
+    return at_both_ends(eqn, *operands, nonnegative=are_nonnegative(*operands))
 
 
 @register_rule("max")
@@ -175,9 +187,15 @@ def _abs(eqn: Equation, x: Operand) -> Operand:
 
 
 @register_rule("xor")
-def _xor(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _xor(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     _check_boolean(x)
-    unknown = (lower(x) != upper(x)) | (lower(y) != upper(y))
+    x_is_unknown = lower(x) != upper(x)
+    y_is_unknown = lower(y) != upper(y)
+    unknown = x_is_unknown | y_is_unknown
     value = lower(x) ^ lower(y)
     return Box(value & ~unknown, value | unknown)
 
@@ -187,18 +205,31 @@ def _xor(eqn: Equation, x: Operand, y: Operand) -> Operand:
 
 
 @register_rule("gt", "ge", "lt", "le")
-def _order(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _order(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     if eqn.name in ("lt", "le"):
         x, y = y, x
     if eqn.name in ("gt", "lt"):
-        return Box(lower(x) > upper(y), ~(upper(x) <= lower(y)))
-    return Box(lower(x) >= upper(y), ~(upper(x) < lower(y)))
+        certain = lower(x) > upper(y)
+        possible = ~(upper(x) <= lower(y))
+    else:
+        certain = lower(x) >= upper(y)
+        possible = ~(upper(x) < lower(y))
+    return Box(certain, possible)
 
 
 @register_rule("eq", "ne")
-def _equality(eqn: Equation, x: Operand, y: Operand) -> Operand:
+def _equality(
+    eqn: Equation,
+    x: Operand,
+    y: Operand,
+) -> Operand:
     certain = (lower(x) == upper(y)) & (upper(x) == lower(y))
-    possible = ~((upper(x) < lower(y)) | (lower(x) > upper(y)))
+    is_different = (upper(x) < lower(y)) | (lower(x) > upper(y))
+    possible = ~is_different
     if eqn.name == "eq":
         return Box(certain, possible)
     return Box(~possible, ~certain)
@@ -219,7 +250,9 @@ def _equality_to_itself(eqn: Equation, x: Operand) -> Operand:
 
 @register_rule("is_finite")
 def _is_finite(eqn: Equation, x: Operand) -> Operand:
-    low, high = lower(x), upper(x)
+    low = lower(x)
+    high = upper(x)
     certain = jnp.isfinite(low) & jnp.isfinite(high)
     # No point is finite if the box is {inf} or {-inf}.
-    return Box(certain, ~((low == jnp.inf) | (high == -jnp.inf)))
+    is_infinite = (low == jnp.inf) | (high == -jnp.inf)
+    return Box(certain, ~is_infinite)

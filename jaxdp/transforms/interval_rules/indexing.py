@@ -13,6 +13,7 @@ from jaxdp.transforms.boxes import (
     Equation,
     Interval,
     Operand,
+    are_nonnegative,
     at_least_float32,
     inflate,
     is_float,
@@ -37,7 +38,11 @@ from jaxdp.transforms.interval_rules.exact import at_both_ends
 
 
 @register_rule("gather", "dynamic_slice")
-def _read_at(eqn: Equation, x: Operand, *positions: Operand) -> list[Box]:
+def _read_at(
+    eqn: Equation,
+    x: Operand,
+    *positions: Operand,
+) -> list[Box]:
     check_positions(positions)
     return at_both_ends(eqn, x, *positions, nonnegative=is_nonnegative(x))
 
@@ -45,12 +50,18 @@ def _read_at(eqn: Equation, x: Operand, *positions: Operand) -> list[Box]:
 @register_rule("dynamic_update_slice", "scatter")
 def _write_at(eqn: Equation, *operands: Operand) -> list[Box]:
     # scatter(x, indices, updates), but dynamic_update_slice(x, update, *starts)
-    check_positions(operands[1:2] if eqn.name == "scatter" else operands[2:])
-    return at_both_ends(eqn, *operands, nonnegative=all(map(is_nonnegative, operands)))
+    positions = operands[1:2] if eqn.name == "scatter" else operands[2:]
+    check_positions(positions)
+    return at_both_ends(eqn, *operands, nonnegative=are_nonnegative(*operands))
 
 
 @register_rule("scatter-add")
-def _scatter_add(eqn: Equation, x: Operand, indices: Operand, updates: Operand) -> Operand:
+def _scatter_add(
+    eqn: Equation,
+    x: Operand,
+    indices: Operand,
+    updates: Operand,
+) -> Operand:
     check_positions([indices])
     if not is_float(x):
         return Box(*eqn.ends(x, indices, updates))
@@ -60,14 +71,20 @@ def _scatter_add(eqn: Equation, x: Operand, indices: Operand, updates: Operand) 
     updates = inflate(at_least_float32(updates), terms + 1)
     low, high = eqn.ends(x, indices, updates)
     underflow = terms * tiny(low.dtype)
-    return narrow(eqn, low - underflow, high + underflow)
+    low = low - underflow
+    high = high + underflow
+    return narrow(eqn, low, high)
 
 
 @register_rule("select_n")
-def _select(eqn: Equation, predicate: Operand, *cases: Operand) -> list[Box]:
+def _select(
+    eqn: Equation,
+    predicate: Operand,
+    *cases: Operand,
+) -> list[Box]:
     if isinstance(predicate, Interval):
         return [hull_of_cases(predicate, cases)]
-    return at_both_ends(eqn, predicate, *cases, nonnegative=all(map(is_nonnegative, cases)))
+    return at_both_ends(eqn, predicate, *cases, nonnegative=are_nonnegative(*cases))
 
 
 # --- Order --------------------------------------------------------------------------------------
@@ -78,19 +95,28 @@ def _argmax(eqn: Equation, x: Operand) -> Operand:
     """Bounds the index by the first and the last entry that can be the largest."""
     (axis,) = eqn.params["axes"]
     if eqn.name == "argmax":
-        low, high = lower(x), upper(x)
+        low = lower(x)
+        high = upper(x)
     else:
-        low, high = -upper(x), -lower(x)
-    may_win = ~(high < jnp.max(low, axis, keepdims=True))
+        low = -upper(x)
+        high = -lower(x)
+    largest_low = jnp.max(low, axis, keepdims=True)
+    may_win = ~(high < largest_low)
     first, last = _first_and_last(may_win, axis)
     dtype = eqn.outputs[0].dtype
-    return Box(first.astype(dtype), last.astype(dtype))
+    first = first.astype(dtype)
+    last = last.astype(dtype)
+    return Box(first, last)
 
 
-def _first_and_last(flags: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+def _first_and_last(
+    flags: jax.Array,
+    axis: int,
+) -> tuple[jax.Array, jax.Array]:
     """Returns the indices of the first and of the last True along an axis."""
     first = jnp.argmax(flags, axis)
-    last = flags.shape[axis] - 1 - jnp.argmax(jnp.flip(flags, axis), axis)
+    backwards = jnp.flip(flags, axis)
+    last = flags.shape[axis] - 1 - jnp.argmax(backwards, axis)
     return first, last
 
 
@@ -101,7 +127,11 @@ def _may_stand(x: Operand, places: Any) -> jax.Array:
     the first one, and the places 1 and 2 allow the two others.
     """
 
-    def count_below(side: str, entries: jax.Array, bounds: jax.Array) -> jax.Array:
+    def count_below(
+        side: str,
+        entries: jax.Array,
+        bounds: jax.Array,
+    ) -> jax.Array:
         """Returns how many entries of a row are below each bound (side "left"), or at most it."""
         rows = jnp.sort(entries)
         size = entries.shape[-1]
@@ -113,7 +143,8 @@ def _may_stand(x: Operand, places: Any) -> jax.Array:
     # larger.
     first = count_below("left", upper(x), lower(x))
     behind = count_below("right", lower(x), upper(x))
-    place = np.asarray(places).reshape(*(1,) * (x.ndim - 1), -1, 1)
+    lead = (1,) * (x.ndim - 1)
+    place = np.asarray(places).reshape(*lead, -1, 1)
     return (first <= place) & (place < behind)
 
 
@@ -126,11 +157,13 @@ def _top_k(eqn: Equation, x: Operand) -> list[Box]:
     """Bounds the k largest entries, and the indices that each of them can have."""
     x = without_nan(x)
     axis = eqn.params.get("axis", x.ndim - 1)
-    low, high = (eqn.bind(end(x))[0] for end in (lower, upper))
+    low = eqn.bind(lower(x))[0]
+    high = eqn.bind(upper(x))[0]
     index_dtype = eqn.outputs[1].dtype
     rows = _axis_last(x, axis)
     descending = rows.shape[-1] - 1 - np.arange(low.shape[axis])
-    first, last = _first_and_last(_may_stand(rows, descending), -1)
+    may_stand = _may_stand(rows, descending)
+    first, last = _first_and_last(may_stand, -1)
     first = jnp.moveaxis(first, -1, axis).astype(index_dtype)
     last = jnp.moveaxis(last, -1, axis).astype(index_dtype)
     return [Box(low, high), Box(first, last)]
@@ -141,7 +174,8 @@ def _sort(eqn: Equation, *operands: Operand) -> list[Box]:
     """Bounds sorted entries. Others that are sorted by them may stand wherever their key can."""
     keys = operands[: eqn.params["num_keys"]]
     axis = eqn.params["dimension"]
-    if not any(isinstance(key, Interval) for key in keys):  # both ends have one order
+    is_uncertain = any(isinstance(key, Interval) for key in keys)
+    if not is_uncertain:  # both ends have one order
         return at_both_ends(eqn, *operands, nonnegative=False)
     if len(keys) > 1:
         raise NoRuleError("It does not sort by several keys of which one is an interval.")
@@ -158,4 +192,8 @@ def _sort(eqn: Equation, *operands: Operand) -> list[Box]:
         hull_low = jnp.where(may_stand, low, largest).min(-1)
         hull_high = jnp.where(may_stand, high, smallest).max(-1)
         results.append((hull_low, hull_high))
-    return [Box(jnp.moveaxis(low, -1, axis), jnp.moveaxis(high, -1, axis)) for low, high in results]
+
+    def in_place(end: jax.Array) -> jax.Array:
+        return jnp.moveaxis(end, -1, axis)
+
+    return [Box(in_place(low), in_place(high)) for low, high in results]

@@ -20,6 +20,7 @@ from jaxdp.transforms.boxes import (
     Equation,
     Interval,
     Operand,
+    are_nonnegative,
     at_least_float32,
     inflate,
     is_nonnegative,
@@ -52,12 +53,19 @@ _LONG = 256
 
 Multiply = Callable[[jax.Array, jax.Array], jax.Array]
 Dims = Any  # ((a_contract, b_contract), (a_batch, b_batch)) of lax.dot_general
+_NO_BATCH: Any = ((), ())
 
 
 # --- Any bilinear operation (T1) ----------------------------------------------------------------
 
 
-def bilinear_bounds(product: str, multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
+def bilinear_bounds(
+    product: str,
+    multiply: Multiply,
+    a: Operand,
+    b: Operand,
+    terms: int,
+) -> Ends:
     """Bounds sums of `terms` products by a few evaluations at endpoints (T1).
 
     The bounds are exact if a factor has a known sign or is a point. Otherwise a = a+ - a-, and both
@@ -65,7 +73,9 @@ def bilinear_bounds(product: str, multiply: Multiply, a: Operand, b: Operand, te
     and else at most twice too wide.
     """
     # The second factor becomes an interval, and of two intervals the one whose sign is unknown.
-    if not isinstance(b, Interval) or (is_nonnegative(b) and isinstance(a, Interval)):
+    b_is_point = not isinstance(b, Interval)
+    b_has_sign = is_nonnegative(b) and isinstance(a, Interval)
+    if b_is_point or b_has_sign:
         a, b = b, a
         multiply = _swapped(multiply)
     if product == "rump":
@@ -74,16 +84,22 @@ def bilinear_bounds(product: str, multiply: Multiply, a: Operand, b: Operand, te
         return _product_of_points(multiply, lower(a), b, terms)
     # The second factor is widened by the rounding of the sum, instead of every result.
     b = inflate(b, terms + 6)
+    a_is_nonnegative = is_nonnegative(a)
     if not isinstance(a, Interval):
-        return _point_times_interval(multiply, a, b, a_is_nonnegative=is_nonnegative(a))
-    return _interval_times_interval(multiply, a, b, a_is_nonnegative=is_nonnegative(a))
+        return _point_times_interval(multiply, a, b, a_is_nonnegative=a_is_nonnegative)
+    return _interval_times_interval(multiply, a, b, a_is_nonnegative=a_is_nonnegative)
 
 
 def _swapped(multiply: Multiply) -> Multiply:
     return lambda x, y: multiply(y, x)
 
 
-def _product_of_points(multiply: Multiply, a: jax.Array, b: jax.Array, terms: int) -> Ends:
+def _product_of_points(
+    multiply: Multiply,
+    a: jax.Array,
+    b: jax.Array,
+    terms: int,
+) -> Ends:
     """Bounds the rounding, which alone is uncertain."""
     value = multiply(a, b)
     magnitudes = multiply(jnp.abs(a), jnp.abs(b))
@@ -92,7 +108,11 @@ def _product_of_points(multiply: Multiply, a: jax.Array, b: jax.Array, terms: in
 
 
 def _point_times_interval(
-    multiply: Multiply, a: jax.Array, b: Interval, *, a_is_nonnegative: bool
+    multiply: Multiply,
+    a: jax.Array,
+    b: Interval,
+    *,
+    a_is_nonnegative: bool,
 ) -> Ends:
     positive = jnp.maximum(a, 0)
     negative = jnp.maximum(-a, 0)
@@ -100,11 +120,17 @@ def _point_times_interval(
     high = multiply(positive, b.upper)
     if a_is_nonnegative:
         return low, high
-    return low - multiply(negative, b.upper), high - multiply(negative, b.lower)
+    low = low - multiply(negative, b.upper)
+    high = high - multiply(negative, b.lower)
+    return low, high
 
 
 def _interval_times_interval(
-    multiply: Multiply, a: Interval, b: Interval, *, a_is_nonnegative: bool
+    multiply: Multiply,
+    a: Interval,
+    b: Interval,
+    *,
+    a_is_nonnegative: bool,
 ) -> Ends:
     # A product of a+ >= 0 is smallest at the lower end of a+ where b is positive, and at the upper
     # end of a+ where b is negative.
@@ -112,18 +138,29 @@ def _interval_times_interval(
     b_high_positive = jnp.maximum(b.upper, 0)
     b_low_negative = jnp.minimum(b.lower, 0)
     b_high_negative = jnp.minimum(b.upper, 0)
-    least, most = jnp.maximum(a.lower, 0), jnp.maximum(a.upper, 0)  # of a+
+    # The ends of a+.
+    least = jnp.maximum(a.lower, 0)
+    most = jnp.maximum(a.upper, 0)
     low = multiply(least, b_low_positive) + multiply(most, b_low_negative)
     high = multiply(most, b_high_positive) + multiply(least, b_high_negative)
     if a_is_nonnegative:
         return low, high
-    least, most = jnp.maximum(-a.upper, 0), jnp.maximum(-a.lower, 0)  # of a-
-    low = low - (multiply(most, b_high_positive) + multiply(least, b_high_negative))
-    high = high - (multiply(least, b_low_positive) + multiply(most, b_low_negative))
+    # The ends of a-.
+    least = jnp.maximum(-a.upper, 0)
+    most = jnp.maximum(-a.lower, 0)
+    most_negative = multiply(most, b_high_positive) + multiply(least, b_high_negative)
+    low = low - most_negative
+    least_negative = multiply(least, b_low_positive) + multiply(most, b_low_negative)
+    high = high - least_negative
     return low, high
 
 
-def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> Ends:
+def _midpoint_radius(
+    multiply: Multiply,
+    a: Operand,
+    b: Operand,
+    terms: int,
+) -> Ends:
     """Bounds |a b - a_m b_m| <= |a_m| b_r + a_r (|b_m| + b_r) (Rump 1999)."""
     b_mid = (lower(b) + upper(b)) / 2
     b_radius = jnp.maximum(upper(b) - b_mid, b_mid - lower(b))
@@ -141,10 +178,19 @@ def _midpoint_radius(multiply: Multiply, a: Operand, b: Operand, terms: int) -> 
     return mid - radius, mid + radius
 
 
-def _product_result(eqn: Equation, ends: Ends, terms: int, *, nonnegative: bool) -> Box:
+def _product_result(
+    eqn: Equation,
+    ends: Ends,
+    terms: int,
+    *,
+    nonnegative: bool,
+) -> Box:
     """Adds the underflow of up to eight sums of products to the ends."""
-    underflow = (8 * terms + 8) * tiny(ends[0].dtype)
-    return narrow(eqn, ends[0] - underflow, ends[1] + underflow, nonnegative=nonnegative)
+    low, high = ends
+    underflow = (8 * terms + 8) * tiny(low.dtype)
+    low = low - underflow
+    high = high + underflow
+    return narrow(eqn, low, high, nonnegative=nonnegative)
 
 
 # --- Convolutions -------------------------------------------------------------------------------
@@ -161,7 +207,11 @@ _GEOMETRY = (
 
 
 @register_rule("conv_general_dilated")
-def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
+def _conv(
+    eqn: Equation,
+    a: Operand,
+    b: Operand,
+) -> Operand:
     geometry = {name: eqn.params[name] for name in _GEOMETRY}
     kernel_axes = eqn.params["dimension_numbers"].rhs_spec[1:]  # all but the output channels
     terms = math.prod(b.shape[axis] for axis in kernel_axes)
@@ -169,8 +219,9 @@ def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
     def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
         return lax.conv_general_dilated(x, y, **geometry, precision=lax.Precision.HIGHEST)
 
-    nonnegative = is_nonnegative(a) and is_nonnegative(b)
-    a, b = at_least_float32(a), at_least_float32(b)
+    nonnegative = are_nonnegative(a, b)
+    a = at_least_float32(a)
+    b = at_least_float32(b)
     ends = bilinear_bounds(eqn.product, multiply, a, b, terms)
     return _product_result(eqn, ends, terms, nonnegative=nonnegative)
 
@@ -179,8 +230,13 @@ def _conv(eqn: Equation, a: Operand, b: Operand) -> Operand:
 
 
 @register_rule("dot_general")
-def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
-    a, b = at_least_float32(a), at_least_float32(b)
+def _dot_general(
+    eqn: Equation,
+    a: Operand,
+    b: Operand,
+) -> Operand:
+    a = at_least_float32(a)
+    b = at_least_float32(b)
     dims = eqn.params["dimension_numbers"]
     (a_contract, _), (a_batch, _) = dims
     terms = math.prod(a.shape[axis] for axis in a_contract)
@@ -201,14 +257,20 @@ def _dot_general(eqn: Equation, a: Operand, b: Operand) -> Operand:
 
 def _signs_are_unknown(a: Operand, b: Operand) -> bool:
     """Returns whether `bilinear_bounds` may be too wide."""
-    known = is_nonnegative(a) or is_nonnegative(b)
-    return not known and isinstance(a, Interval) and isinstance(b, Interval)
+    has_sign = is_nonnegative(a) or is_nonnegative(b)
+    are_intervals = isinstance(a, Interval) and isinstance(b, Interval)
+    return are_intervals and not has_sign
 
 
-def _general_product(eqn: Equation, a: Operand, b: Operand, terms: int) -> Box:
+def _general_product(
+    eqn: Equation,
+    a: Operand,
+    b: Operand,
+    terms: int,
+) -> Box:
     roundings, multiply = dot_product(eqn.params["dimension_numbers"], terms)
     ends = bilinear_bounds(eqn.product, multiply, a, b, roundings)
-    nonnegative = is_nonnegative(a) and is_nonnegative(b)
+    nonnegative = are_nonnegative(a, b)
     return _product_result(eqn, ends, terms, nonnegative=nonnegative)
 
 
@@ -222,24 +284,26 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Multiply]:
     if terms <= _LONG or len(a_contract) > 1 or a_batch:
         return terms, plain
     # About sqrt(terms) blocks. Their number is a power of two, so halves can be added.
-    levels = int(math.log2(math.sqrt(terms)))
+    root_of_terms = math.sqrt(terms)
+    levels = int(math.log2(root_of_terms))
     blocks = 2**levels
     size = math.ceil(terms / blocks)
+    missing = blocks * size - terms
 
     def cut(x: jax.Array, axis: int) -> jax.Array:
         """Moves the contracted axis to the end, pads it with zeros and cuts it into blocks."""
         x = jnp.moveaxis(x, axis, -1)
-        padding = [(0, 0)] * (x.ndim - 1) + [(0, blocks * size - terms)]
-        x = jnp.pad(x, padding)
+        lead_padding = [(0, 0)] * (x.ndim - 1)
+        x = jnp.pad(x, [*lead_padding, (0, missing)])
         return x.reshape(*x.shape[:-1], blocks, size)
 
     def blocked(x: jax.Array, y: jax.Array) -> jax.Array:
-        x, y = cut(x, a_contract[0]), cut(y, b_contract[0])
-        contracted = (x.ndim - 1,), (y.ndim - 1,)
-        block_axes = (x.ndim - 2,), (y.ndim - 2,)
-        block_sums = lax.dot_general(
-            x, y, (contracted, block_axes), precision=lax.Precision.HIGHEST
-        )
+        x = cut(x, a_contract[0])
+        y = cut(y, b_contract[0])
+        contracted = ((x.ndim - 1,), (y.ndim - 1,))
+        block_axes = ((x.ndim - 2,), (y.ndim - 2,))
+        block_dims = (contracted, block_axes)
+        block_sums = lax.dot_general(x, y, block_dims, precision=lax.Precision.HIGHEST)
         # XLA may merge a reduction over a batch axis into the dot product, so the blocks are added
         # one by one.
         for level in reversed(range(levels)):
@@ -252,7 +316,11 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Multiply]:
 # --- Short sums ---------------------------------------------------------------------------------
 
 
-def _short_sum(a: Operand, b: Operand, dims: Dims) -> Ends:
+def _short_sum(
+    a: Operand,
+    b: Operand,
+    dims: Dims,
+) -> Ends:
     """Bounds a short sum of exact products."""
     (a_contract, b_contract), _ = dims
     a = axes_last(a, a_contract)
@@ -260,26 +328,39 @@ def _short_sum(a: Operand, b: Operand, dims: Dims) -> Ends:
     terms = a.shape[-1]
     b = inflate(b, terms + 2)
     # Two matrices: all products in one array are slower to compute, and faster to compile.
-    if math.prod(a.shape) > terms and math.prod(b.shape) > terms:
+    are_matrices = math.prod(a.shape) > terms and math.prod(b.shape) > terms
+    if are_matrices:
         low, high = _all_products(a, b, shared=1)
-        return jnp.sum(low, axis=-1), jnp.sum(high, axis=-1)
+        low = jnp.sum(low, axis=-1)
+        high = jnp.sum(high, axis=-1)
+        return low, high
     products = [_all_products(_entry(a, i), _entry(b, i)) for i in range(terms)]
     lows = [low for low, _ in products]
     highs = [high for _, high in products]
-    return functools.reduce(jnp.add, lows), functools.reduce(jnp.add, highs)
+    low = functools.reduce(jnp.add, lows)
+    high = functools.reduce(jnp.add, highs)
+    return low, high
 
 
 def _entry(x: Operand, i: int) -> Operand:
     return moved(lambda v: v[..., i], x)
 
 
-def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
+def _all_products(
+    x: Operand,
+    y: Operand,
+    shared: int = 0,
+) -> Ends:
     """Pairs every entry of x with every entry of y, except along the last `shared` axes.
 
     x [3, 7] and y [5, 7] with one shared axis give [3, 5, 7].
     """
 
-    def with_axes(v: Operand, count: int, behind: int) -> Operand:
+    def with_axes(
+        v: Operand,
+        count: int,
+        behind: int,
+    ) -> Operand:
         """Inserts `count` axes of length 1 before the last `behind` axes."""
         place = len(v.shape) - behind
         shape = (*v.shape[:place], *(1,) * count, *v.shape[place:])
@@ -287,7 +368,9 @@ def _all_products(x: Operand, y: Operand, shared: int = 0) -> Ends:
 
     x_axes = len(x.shape) - shared
     y_axes = len(y.shape)
-    return corner_products(with_axes(x, y_axes - shared, shared), with_axes(y, x_axes, y_axes))
+    x = with_axes(x, y_axes - shared, shared)
+    y = with_axes(y, x_axes, y_axes)
+    return corner_products(x, y)
 
 
 # --- Outer products -----------------------------------------------------------------------------
@@ -297,11 +380,14 @@ def is_outer(eqn: Any) -> bool:
     """Returns whether each entry of a dot_general is one product."""
     (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
     shape = eqn.invars[0].aval.shape
-    return not batch and math.prod(shape[axis] for axis in contracted) == 1
+    terms = math.prod(shape[axis] for axis in contracted)
+    return terms == 1 and not batch
 
 
 def outer_parts(
-    eqn: Equation, a: Operand, b: Operand
+    eqn: Equation,
+    a: Operand,
+    b: Operand,
 ) -> tuple[list[jax.Array], Callable[..., Box]]:
     """Splits the rule of an outer product into arrays and a function of these arrays.
 
@@ -309,7 +395,8 @@ def outer_parts(
     computing them again for every entry.
     """
     (a_contract, b_contract), _ = eqn.params["dimension_numbers"]
-    a, b = at_least_float32(a), at_least_float32(b)
+    a = at_least_float32(a)
+    b = at_least_float32(b)
     if a_contract:
         a = _entry(axes_last(a, a_contract), 0)
         b = _entry(axes_last(b, b_contract), 0)
@@ -320,7 +407,8 @@ def outer_parts(
         b = inflate(b, 2, keep_sign=True)
     a_is_point = not isinstance(a, Interval)
     b_is_point = not isinstance(b, Interval)
-    a_sign, b_sign = is_nonnegative(a), is_nonnegative(b)
+    a_sign = is_nonnegative(a)
+    b_sign = is_nonnegative(b)
 
     def multiply(*arrays: jax.Array) -> Box:
         y_axes = (1,) * arrays[2].ndim
@@ -332,7 +420,9 @@ def outer_parts(
         elif b_is_point:
             ends = _product_of_parts(x, y)
         else:
-            ends = corner_products(Box(*x, nonnegative=a_sign), Box(*y, nonnegative=b_sign))
+            a_box = Box(*x, nonnegative=a_sign)
+            b_box = Box(*y, nonnegative=b_sign)
+            ends = corner_products(a_box, b_box)
         return _product_result(eqn, ends, 1, nonnegative=a_sign and b_sign)
 
     return [*_ends_or_parts(a), *_ends_or_parts(b)], multiply
@@ -342,21 +432,34 @@ def _ends_or_parts(x: Operand) -> list[jax.Array]:
     """Returns the ends of an interval, or the positive and the negative part of a point."""
     if isinstance(x, Interval):
         return [x.lower, x.upper]
-    return [jnp.maximum(x, 0), jnp.minimum(x, 0)]
+    positive = jnp.maximum(x, 0)
+    negative = jnp.minimum(x, 0)
+    return [positive, negative]
 
 
-def _product_of_parts(ends: Sequence[jax.Array], parts: Sequence[jax.Array]) -> Ends:
+def _product_of_parts(
+    ends: Sequence[jax.Array],
+    parts: Sequence[jax.Array],
+) -> Ends:
     """Multiplies an interval with a point that is given as its positive and negative part."""
     low, high = ends
     positive, negative = parts
     # One of two terms is zero. A minimum of two products that keeps NaN would take longer.
-    return low * positive + high * negative, high * positive + low * negative
+    smallest = low * positive + high * negative
+    largest = high * positive + low * negative
+    return smallest, largest
 
 
 # --- Facts: entries that sum to zero (T3), differences of logits (T2) ---------------------------
 
 
-def use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+def use_zero_sum(
+    eqn: Equation,
+    result: Box,
+    a: Operand,
+    b: Operand,
+    dims: Dims,
+) -> None:
     """Tightens sum_j d_j w_j by sum_j d_j (w_j - w_c) if the entries d_j sum to zero (T3).
 
     Both sums are equal for every c. All c are tried and the bounds intersected. A c that is chosen
@@ -365,7 +468,8 @@ def use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims)
     (a_contract, b_contract), _ = dims
     if len(a_contract) != 1:
         return
-    a_axis, b_axis = a_contract[0], b_contract[0]
+    a_axis = a_contract[0]
+    b_axis = b_contract[0]
     if _sums_to_zero(a, a_axis):
         rows = axes_last(b, [b_axis])
     elif _sums_to_zero(b, b_axis):
@@ -377,11 +481,15 @@ def use_zero_sum(eqn: Equation, result: Box, a: Operand, b: Operand, dims: Dims)
     for c in range(size):
         centred = _minus_entry(rows, c)
         if _sums_to_zero(a, a_axis):
-            low, high = _short_sum(a, centred, (((a_axis,), last), ((), ())))
+            contracted = ((a_axis,), last)
+            low, high = _short_sum(a, centred, (contracted, _NO_BATCH))
         else:
-            low, high = _short_sum(centred, b, ((last, (b_axis,)), ((), ())))
+            contracted = (last, (b_axis,))
+            low, high = _short_sum(centred, b, (contracted, _NO_BATCH))
         underflow = 8 * size * tiny(low.dtype)
-        bounds = narrow(eqn, low - underflow, high + underflow)
+        low = low - underflow
+        high = high + underflow
+        bounds = narrow(eqn, low, high)
         result.lower = jnp.maximum(result.lower, bounds.lower)
         result.upper = jnp.minimum(result.upper, bounds.upper)
 
@@ -400,22 +508,37 @@ def _minus_entry(rows: Operand, c: int) -> Box:
     above = upper(rows) - lower(rows)[..., entry]
     below, above = widen(below, above)
     lead = (1,) * (len(rows.shape) - 1)
-    itself = (np.arange(rows.shape[-1]) == c).reshape(*lead, -1)
-    return Box(jnp.where(itself, 0, below), jnp.where(itself, 0, above))
+    is_itself = np.arange(rows.shape[-1]) == c
+    is_itself = is_itself.reshape(*lead, -1)
+    below = jnp.where(is_itself, 0, below)
+    above = jnp.where(is_itself, 0, above)
+    return Box(below, above)
 
 
-def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
+def _note_differences(
+    result: Box,
+    a: Operand,
+    b: Operand,
+    dims: Dims,
+) -> None:
     """Stores how to bound z_j - z_c = sum_n h_n (w_nj - w_nc), for a result z = h w (T2)."""
     (a_contract, b_contract), _ = dims
-    if len(a_contract) != 1 or len(a.shape) + len(b.shape) - 2 != result.ndim:
+    is_plain = len(a.shape) + len(b.shape) - 2 == result.ndim
+    if len(a_contract) != 1 or not is_plain:
         return
-    hidden, weights = a, b
+    hidden = a
+    weights = b
     hidden_axis = a_contract[0]
     weights_axis = b_contract[0]
-    if len(b.shape) == 1 and len(a.shape) == 2:  # w^T h
-        hidden, weights = b, a
+    weights_are_first = len(b.shape) == 1 and len(a.shape) == 2
+    if weights_are_first:  # w^T h
+        hidden = b
+        weights = a
         hidden_axis, weights_axis = weights_axis, hidden_axis
-    if len(weights.shape) != 2 or not 1 < weights.shape[1 - weights_axis] <= PAIRWISE:
+    if len(weights.shape) != 2:
+        return
+    logits = weights.shape[1 - weights_axis]
+    if not 1 < logits <= PAIRWISE:
         return
     terms = hidden.shape[hidden_axis]
 
@@ -426,7 +549,8 @@ def _note_differences(result: Box, a: Operand, b: Operand, dims: Dims) -> None:
         above = high[:, :, None] - low[:, None, :]
         below, above = widen(below, above)
         gaps = Box(off_diagonal(below), off_diagonal(above))
-        roundings, multiply = dot_product((((hidden_axis,), (0,)), ((), ())), terms)
+        contracted = ((hidden_axis,), (0,))
+        roundings, multiply = dot_product((contracted, _NO_BATCH), terms)
         _, top = bilinear_bounds("tight", multiply, hidden, gaps, roundings)
         return off_diagonal(top + 8 * terms * tiny(top.dtype))
 

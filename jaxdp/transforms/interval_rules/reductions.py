@@ -48,7 +48,9 @@ def _sum(eqn: Equation, x: Operand) -> Operand:
         terms = x.shape[eqn.params["axis"]]
     low, high = eqn.ends(inflate(at_least_float32(x), terms + 2))
     underflow = (terms + 1) * tiny(low.dtype)
-    return narrow(eqn, low - underflow, high + underflow, nonnegative=is_nonnegative(x))
+    low = low - underflow
+    high = high + underflow
+    return narrow(eqn, low, high, nonnegative=is_nonnegative(x))
 
 
 def _check_float(x: Operand) -> None:
@@ -62,16 +64,19 @@ def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
     _check_float(x)
     nonnegative = is_nonnegative(x)
     factors = axes_last(at_least_float32(x), eqn.params["axes"])
-    low, high = lower(factors), upper(factors)
+    low = lower(factors)
+    high = upper(factors)
     while (half := low.shape[-1] // 2) > 0:
         first = Box(low[..., :half], high[..., :half], nonnegative=nonnegative)
         second = slice(half, 2 * half)
         others = Box(low[..., second], high[..., second], nonnegative=nonnegative)
         # Each multiplication bounds its own rounding and underflow.
-        products = widen(*corner_products(first, others))
+        below, above = widen(*corner_products(first, others))
         # An odd number of factors leaves one for the next round.
-        low = jnp.concatenate([products[0], low[..., 2 * half :]], -1)
-        high = jnp.concatenate([products[1], high[..., 2 * half :]], -1)
+        low_left = low[..., 2 * half :]
+        low = jnp.concatenate([below, low_left], -1)
+        high_left = high[..., 2 * half :]
+        high = jnp.concatenate([above, high_left], -1)
     return narrow(eqn, low[..., 0], high[..., 0], nonnegative=nonnegative)
 
 
@@ -87,17 +92,22 @@ def _cumprod(eqn: Equation, x: Operand) -> Operand:
         second = Box(*b, nonnegative=nonnegative)
         return widen(*corner_products(first, second))
 
-    ends = lax.associative_scan(
-        multiply, (lower(x), upper(x)), reverse=eqn.params["reverse"], axis=eqn.params["axis"]
-    )
-    return narrow(eqn, *ends, nonnegative=nonnegative)
+    reverse = eqn.params["reverse"]
+    axis = eqn.params["axis"]
+    ends = (lower(x), upper(x))
+    low, high = lax.associative_scan(multiply, ends, reverse=reverse, axis=axis)
+    return narrow(eqn, low, high, nonnegative=nonnegative)
 
 
 # --- The derivative of max pooling --------------------------------------------------------------
 
 
 @register_rule("select_and_scatter_add")
-def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Operand:
+def _select_and_scatter_add(
+    eqn: Equation,
+    source: Operand,
+    x: Operand,
+) -> Operand:
     """Bounds the derivative of max pooling, given the cotangents `source` of the windows.
 
     A cotangent may go to any entry that can be the largest of its window. All windows are treated
@@ -109,27 +119,41 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
     padding = [(int(a), int(b), 0) for a, b in eqn.params["padding"]]
     windows = source.shape
     places = list(np.ndindex(*eqn.params["window_dimensions"]))
-    lows, highs = (
-        lax.pad(end(x), jnp.asarray(-jnp.inf, x.dtype), padding) for end in (lower, upper)
-    )
+
+    def padded(end: jax.Array) -> jax.Array:
+        smallest = jnp.asarray(-jnp.inf, x.dtype)
+        return lax.pad(end, smallest, padding)
+
+    lows = padded(lower(x))
+    highs = padded(upper(x))
     low_entries = [_entries_at(lows, place, windows, strides) for place in places]
     high_entries = [_entries_at(highs, place, windows, strides) for place in places]
-    low, high = jnp.zeros_like(lows), jnp.zeros_like(lows)
+    low = jnp.zeros_like(lows)
+    high = jnp.zeros_like(lows)
     cotangents = inflate(source, len(places) + 1)
     nothing = jnp.full_like(low_entries[0], -jnp.inf)
-    for i, place in enumerate(places):
+    x_is_interval = isinstance(x, Interval)
+
+    def selection(i: int) -> tuple[jax.Array, jax.Array]:
+        """Returns whether windows certainly, and possibly, select their entry i."""
+        entry = low_entries[i]
         earlier = most([nothing, *low_entries[:i]])
         later = most([nothing, *low_entries[i + 1 :]])
-        if isinstance(x, Interval):
-            rivals = most([nothing, *high_entries[:i], *high_entries[i + 1 :]])
-            certain = (low_entries[i] > rivals) | jnp.isneginf(rivals)
-            possible = ~(high_entries[i] < jnp.maximum(earlier, later))
-        else:  # ties select the first entry of the window
-            certain = (low_entries[i] > earlier) & (low_entries[i] >= later)
-            possible = certain
-        if_possible = jnp.where(possible, jnp.minimum(cotangents.lower, 0), 0)
+        if not x_is_interval:  # ties select the first entry of the window
+            certain = (entry > earlier) & (entry >= later)
+            return certain, certain
+        rivals = most([nothing, *high_entries[:i], *high_entries[i + 1 :]])
+        certain = (entry > rivals) | jnp.isneginf(rivals)
+        possible = ~(high_entries[i] < jnp.maximum(earlier, later))
+        return certain, possible
+
+    for i, place in enumerate(places):
+        certain, possible = selection(i)
+        negative = jnp.minimum(cotangents.lower, 0)
+        if_possible = jnp.where(possible, negative, 0)
         share_low = jnp.where(certain, cotangents.lower, if_possible)
-        if_possible = jnp.where(possible, jnp.maximum(cotangents.upper, 0), 0)
+        positive = jnp.maximum(cotangents.upper, 0)
+        if_possible = jnp.where(possible, positive, 0)
         share_high = jnp.where(certain, cotangents.upper, if_possible)
         spread = _spread_of(place, windows, strides, low.shape)
         low = low + lax.pad(share_low, jnp.zeros((), low.dtype), spread)
@@ -137,26 +161,33 @@ def _select_and_scatter_add(eqn: Equation, source: Operand, x: Operand) -> Opera
     crop = [(-before, -behind, 0) for before, behind, _ in padding]
     low = lax.pad(low, jnp.zeros((), low.dtype), crop)
     high = lax.pad(high, jnp.zeros((), high.dtype), crop)
-    return Box(*widen(low, high))
+    low, high = widen(low, high)
+    return Box(low, high)
 
 
 def _entries_at(
-    x: jax.Array, place: tuple[int, ...], windows: Sequence[int], strides: Sequence[int]
+    x: jax.Array,
+    place: tuple[int, ...],
+    windows: Sequence[int],
+    strides: Sequence[int],
 ) -> jax.Array:
     """Returns the entry at one place of every window."""
-    limits = [
-        start + (count - 1) * stride + 1
-        for start, count, stride in zip(place, windows, strides, strict=True)
-    ]
+    limits = []
+    for start, count, stride in zip(place, windows, strides, strict=True):
+        last = start + (count - 1) * stride
+        limits.append(last + 1)
     return lax.slice(x, place, limits, strides)
 
 
 def _spread_of(
-    place: tuple[int, ...], windows: Sequence[int], strides: Sequence[int], shape: Sequence[int]
+    place: tuple[int, ...],
+    windows: Sequence[int],
+    strides: Sequence[int],
+    shape: Sequence[int],
 ) -> list[tuple[int, int, int]]:
     """Returns the padding that puts one value per window at a place of the windows of an array."""
-    axes = zip(place, windows, strides, shape, strict=True)
-    return [
-        (start, size - start - (count - 1) * stride - 1, stride - 1)
-        for start, count, stride, size in axes
-    ]
+    padding = []
+    for start, count, stride, size in zip(place, windows, strides, shape, strict=True):
+        last = start + (count - 1) * stride
+        padding.append((start, size - last - 1, stride - 1))
+    return padding

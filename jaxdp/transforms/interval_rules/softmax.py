@@ -37,16 +37,21 @@ PAIRWISE = 32
 
 def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
     """Computes upper bounds [..., j, c] of z_j - z_c, for logits z [..., K]."""
-    high, low = upper(logits), lower(logits)
+    high = upper(logits)
+    low = lower(logits)
     gaps = high[..., :, None] - low[..., None, :]
     # The difference of two logits of -inf (probability zero) is unknown. A NaN stays NaN.
-    unknown = jnp.isnan(gaps) & ~jnp.isnan(high)[..., :, None] & ~jnp.isnan(low)[..., None, :]
+    gap_is_nan = jnp.isnan(gaps)
+    high_is_known = ~jnp.isnan(high)[..., :, None]
+    unknown = gap_is_nan & high_is_known & ~jnp.isnan(low)[..., None, :]
     gaps = off_diagonal(outward(gaps, 1))
     gaps = jnp.where(unknown, jnp.inf, gaps)
     if product != "tight" or not isinstance(logits, Box) or logits.differences is None:
         return gaps
     by_weights = logits.differences()
-    return jnp.where(jnp.isnan(by_weights), gaps, jnp.minimum(gaps, by_weights))
+    is_unknown = jnp.isnan(by_weights)
+    smaller = jnp.minimum(gaps, by_weights)
+    return jnp.where(is_unknown, gaps, smaller)
 
 
 def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
@@ -61,8 +66,11 @@ def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
         is_certain = jnp.max(rivals) < lower(logits)[best]
         return jnp.where(is_certain, best, -1).astype(jnp.int32)
     gaps = pairwise_gaps(logits, product)
-    wins = jnp.all((gaps < 0) | np.eye(gaps.shape[-1], dtype=bool), axis=0)
-    return jnp.where(jnp.any(wins), jnp.argmax(wins), -1).astype(jnp.int32)
+    is_diagonal = np.eye(gaps.shape[-1], dtype=bool)
+    wins = jnp.all((gaps < 0) | is_diagonal, axis=0)
+    is_certain = jnp.any(wins)
+    winner = jnp.argmax(wins)
+    return jnp.where(is_certain, winner, -1).astype(jnp.int32)
 
 
 def probabilities(gaps: jax.Array) -> Ends:
@@ -82,16 +90,23 @@ def _softmax(eqn: Equation, x: Operand) -> Operand:
     """
     x = at_least_float32(x)
     shift = jnp.max(upper(x), axis=-1, keepdims=True)
-    low, high = widen(lower(x) - shift, upper(x) - shift)
-    low, high = widen(jnp.exp(low), jnp.exp(high), 16 + 2 * x.shape[-1])
+    low = lower(x) - shift
+    high = upper(x) - shift
+    low, high = widen(low, high)
+    low = jnp.exp(low)
+    high = jnp.exp(high)
+    low, high = widen(low, high, 16 + 2 * x.shape[-1])
     low = jnp.maximum(low, 0)
     others_low = sum_of_others(low)
     others_high = sum_of_others(high)
     # If all exponentials underflow, 0 / 0 becomes 0 or 1. A NaN logit stays NaN.
-    low = jnp.where((low == 0) & (others_high == 0), 0, low / (low + others_high))
-    high = jnp.where((high == 0) & (others_low == 0), 1, high / (high + others_low))
+    low_is_lost = (low == 0) & (others_high == 0)
+    low = jnp.where(low_is_lost, 0, low / (low + others_high))
+    high_is_lost = (high == 0) & (others_low == 0)
+    high = jnp.where(high_is_lost, 1, high / (high + others_low))
     low, high = widen(low, high, 8)
-    return narrow(eqn, low, jnp.minimum(high, 1), nonnegative=True)
+    high = jnp.minimum(high, 1)
+    return narrow(eqn, low, high, nonnegative=True)
 
 
 @register_rule("log_softmax")
@@ -100,25 +115,29 @@ def _log_softmax(eqn: Equation, x: Operand) -> Operand:
     x = at_least_float32(x)
     if x.shape[-1] <= PAIRWISE:
         gaps = pairwise_gaps(x, eqn.product)
-        ends = -log_sum_exp(gaps, -2), -log_sum_exp(-gaps, -1)
+        low = -log_sum_exp(gaps, -2)
+        high = -log_sum_exp(-gaps, -1)
+        ends = (low, high)
         scales = ends
     else:  # the entry at one end, and all others at the other end
         others_low = _log_sum_of_others(lower(x))
         others_high = _log_sum_of_others(upper(x))
         low = -jnp.logaddexp(others_high - lower(x), 0)
         high = -jnp.logaddexp(others_low - upper(x), 0)
-        ends = low, high
+        ends = (low, high)
         largest = 2 * jnp.max(magnitude(x), -1, keepdims=True)
-        scales = largest, largest
+        scales = (largest, largest)
     result = around(ends, scales, x.shape[-1] + 24)
-    return narrow(eqn, result.lower, jnp.minimum(result.upper, 0))
+    high = jnp.minimum(result.upper, 0)
+    return narrow(eqn, result.lower, high)
 
 
 def _log_sum_of_others(x: jax.Array) -> jax.Array:
     """Returns the logarithm of the sum of exponentials of the other entries of the last axis."""
     top = jnp.max(x, axis=-1, keepdims=True)
     shift = jnp.where(jnp.isfinite(top), top, 0)
-    return jnp.log(sum_of_others(jnp.exp(x - shift))) + shift
+    others = sum_of_others(jnp.exp(x - shift))
+    return jnp.log(others) + shift
 
 
 @register_rule("log_sum_exp")
@@ -129,7 +148,9 @@ def _log_sum_exp_of_last_axis(eqn: Equation, x: Operand) -> Operand:
     ends = both(lambda v: log_sum_exp(v, -1), x)
     largest = both(lambda v: jnp.max(v, -1), x)
     result = around(ends, largest, x.shape[-1] + 24)
-    return narrow(eqn, result.lower.reshape(shape), result.upper.reshape(shape))
+    low = result.lower.reshape(shape)
+    high = result.upper.reshape(shape)
+    return narrow(eqn, low, high)
 
 
 @register_rule("cumlogsumexp")
@@ -141,5 +162,8 @@ def _cumlogsumexp(eqn: Equation, x: Operand) -> Operand:
     def largest(v: jax.Array) -> jax.Array:
         return lax.cummax(v, axis=axis, reverse=eqn.params["reverse"])
 
-    result = around(eqn.ends(x), both(largest, x), 16 * x.shape[axis] + 24)
+    roundings = 16 * x.shape[axis] + 24
+    ends = eqn.ends(x)
+    scales = both(largest, x)
+    result = around(ends, scales, roundings)
     return narrow(eqn, result.lower, result.upper)

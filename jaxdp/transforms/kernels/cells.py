@@ -87,7 +87,12 @@ class Plan:
     outputs: int
 
     @classmethod
-    def of(cls, geometry: Geometry, x: Any, g: Any) -> "Plan":
+    def of(
+        cls,
+        geometry: Geometry,
+        x: Any,
+        g: Any,
+    ) -> "Plan":
         """Returns the plan of data [B, H, W, C] and cotangents [B, OH, OW, K]."""
         _, *size, channels = x.shape
         _, *out_size, outputs = g.shape
@@ -95,7 +100,9 @@ class Plan:
         for entries, stride, positions in zip(size, geometry.strides, out_size, strict=True):
             grid.append(max(_ceil(entries, stride), positions))
         height, width = grid
-        return cls((height, width), _met(geometry, 0), _met(geometry, 1), channels, outputs)
+        rows = _met(geometry, 0)
+        columns = _met(geometry, 1)
+        return cls((height, width), rows, columns, channels, outputs)
 
     @property
     def phases(self) -> tuple[list[int], list[int]]:
@@ -121,14 +128,17 @@ class Plan:
     @property
     def filled(self) -> tuple[int, int]:
         """The numbers of channels, filled up to whole tiles."""
-        return up(self.channels, ROWS), up(self.outputs, ROWS)
+        channels = up(self.channels, ROWS)
+        outputs = up(self.outputs, ROWS)
+        return channels, outputs
 
     @property
     def heights(self) -> tuple[int, int]:
         """The rows of an example in the kernel: phases and channels of x, channels of g."""
         channels, outputs = self.filled
         row_phases, column_phases = self.phases
-        return len(row_phases) * len(column_phases) * channels, outputs
+        n_phases = len(row_phases) * len(column_phases)
+        return n_phases * channels, outputs
 
     @functools.cached_property
     def sides(self) -> int:
@@ -154,7 +164,9 @@ class Plan:
 
         They are where two examples share the lanes.
         """
-        return 2 * self.cells <= LANES or self._passes_by_cells < self._passes_of_gradient
+        if 2 * self.cells <= LANES:
+            return True
+        return self._passes_by_cells < self._passes_of_gradient
 
     @property
     def passes(self) -> int:
@@ -166,7 +178,12 @@ class Plan:
         """The rows of A and of B for each phase of columns."""
         channels, outputs = self.filled
         rows = len(self.rows) * channels
-        return [(rows, len(self.columns_of(phase)) * outputs) for phase in self.phases[1]]
+        _, column_phases = self.phases
+        sizes = []
+        for phase in column_phases:
+            columns = self.columns_of(phase)
+            sizes.append((rows, len(columns) * outputs))
+        return sizes
 
     @property
     def _passes_of_gradient(self) -> int:
@@ -204,8 +221,10 @@ class Plan:
 def _met(geometry: Geometry, d: int) -> Pairs:
     """Returns (cells away, phase) of the kernel's entries along dimension d."""
     low, _ = geometry.padding[d]
-    places = (i * geometry.kernel_dilation[d] - low for i in range(geometry.window[d]))
-    return tuple(divmod(place, geometry.strides[d]) for place in places)
+    dilation = geometry.kernel_dilation[d]
+    stride = geometry.strides[d]
+    places = (i * dilation - low for i in range(geometry.window[d]))
+    return tuple(divmod(place, stride) for place in places)
 
 
 def up(n: int, multiple: int) -> int:
@@ -220,18 +239,28 @@ def _ceil(n: int, size: int) -> int:
 
 def _slot(cells: int) -> int:
     """Returns the lanes that an example takes beside others."""
-    return min(LANES, max(8, 1 << (cells - 1).bit_length()))
+    power_of_two = 1 << (cells - 1).bit_length()
+    return min(LANES, max(8, power_of_two))
 
 
-def on_grid(plan: Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
+def on_grid(
+    plan: Plan,
+    strides: tuple[int, ...],
+    y: jax.Array,
+) -> jax.Array:
     """Returns y [B, ...] with zeros behind it, so that it fills the cells of the grid."""
-    (height, width), (down, across) = plan.grid, strides
+    height, width = plan.grid
+    down, across = strides
     rows_behind = height * down - y.shape[1]
     columns_behind = width * across - y.shape[2]
     return jnp.pad(y, [(0, 0), (0, rows_behind), (0, columns_behind), (0, 0)])
 
 
-def each(example: Callable[[Any], None], size: int, unrolled: int) -> None:
+def each(
+    example: Callable[[Any], None],
+    size: int,
+    unrolled: int,
+) -> None:
     """Calls `example` for each number below `size`, several in one turn of a loop."""
     several = math.gcd(size, unrolled)
 
@@ -255,10 +284,15 @@ def packed(low: jax.Array, high: jax.Array) -> jax.Array:
     """Returns words of two float32 arrays, rounded to bfloat16."""
     from jax.experimental.pallas import tpu as pltpu
 
-    # The upper half of a float32 number that a bfloat16 number holds exactly is that number.
-    rounded = (y.astype(jnp.bfloat16).astype(jnp.float32) for y in (low, high))
-    low, high = (pltpu.bitcast(y, jnp.uint32) for y in rounded)
-    return (low >> 16) | high
+    def bits(y: jax.Array) -> jax.Array:
+        # The upper half of a float32 number that a bfloat16 number holds exactly is that number.
+        rounded = y.astype(jnp.bfloat16).astype(jnp.float32)
+        words: jax.Array = pltpu.bitcast(rounded, jnp.uint32)
+        return words
+
+    low_bits = bits(low)
+    high_bits = bits(high)
+    return (low_bits >> 16) | high_bits
 
 
 def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[Stacks]]:
@@ -272,7 +306,11 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[Stacks]]:
     row = lax.div(cell, jnp.int32(width))
     column = lax.rem(cell, jnp.int32(width))
 
-    def moved(words: jax.Array, by: int, inside: jax.Array) -> jax.Array:
+    def moved(
+        words: jax.Array,
+        by: int,
+        inside: jax.Array,
+    ) -> jax.Array:
         """Returns the bfloat16 numbers that are `by` cells behind.
 
         Numbers from places that are not `inside` are zero.
@@ -280,24 +318,35 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[Stacks]]:
         from jax.experimental.pallas import tpu as pltpu
 
         if by:
-            words = jnp.where(inside, pltpu.roll(words, -by % plan.lanes, 1), jnp.uint32(0))
+            rolled = pltpu.roll(words, -by % plan.lanes, 1)
+            words = jnp.where(inside, rolled, jnp.uint32(0))
         numbers: jax.Array = pltpu.bitcast(words, jnp.bfloat16)
         return numbers
 
-    def within(place: jax.Array, away: int, size: int) -> jax.Array:
+    def within(
+        place: jax.Array,
+        away: int,
+        size: int,
+    ) -> jax.Array:
         # Behind the last cell lie those of another example, or none.
         return (place + away >= 0) & (place + away < size) & (cell < plan.cells)
 
     def stacks(data: jax.Array, cotangents: jax.Array) -> list[Stacks]:
-        beside = {b: moved(cotangents, -b, within(column, -b, width)) for b in plan.moves}
+        beside = {}
+        for away in plan.moves:
+            inside = within(column, -away, width)
+            beside[away] = moved(cotangents, -away, inside)
         pairs = []
         for number, phase in enumerate(plan.phases[1]):
             below = []
             for away, row_phase in plan.rows:
                 words = _phase(plan, data, row_phase, number)
-                below.append(moved(words, away * width, within(row, away, height)))
+                inside = within(row, away, height)
+                below.append(moved(words, away * width, inside))
             of_columns = [beside[away] for away in plan.columns_of(phase)]
-            pairs.append((jnp.concatenate(below, 0), jnp.concatenate(of_columns, 0)))
+            a = jnp.concatenate(below, 0)
+            b = jnp.concatenate(of_columns, 0)
+            pairs.append((a, b))
         return pairs
 
     return stacks
@@ -317,7 +366,11 @@ def norm_of(plan: Plan) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
     return norm
 
 
-def _sums(plan: Plan, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+def _sums(
+    plan: Plan,
+    a: jax.Array,
+    b: jax.Array,
+) -> list[jax.Array]:
     """Returns partial sums of the squared norm of a b^T, of M and of E."""
     return _sums_by_cells(plan, a, b) if plan.by_cells else _sums_of_gradient(a, b)
 
@@ -329,36 +382,60 @@ def _sums_of_gradient(a: jax.Array, b: jax.Array) -> list[jax.Array]:
     return [squares, apart, jnp.zeros_like(apart)]
 
 
-def _product(a: jax.Array, b: jax.Array, over: int) -> jax.Array:
+def _product(
+    a: jax.Array,
+    b: jax.Array,
+    over: int,
+) -> jax.Array:
     """Contracts one dimension of two arrays in float32."""
     contracted = (((over,), (over,)), ((), ()))
     return lax.dot_general(a, b, contracted, preferred_element_type=jnp.float32)
 
 
-def _sums_by_cells(plan: Plan, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+def _sums_by_cells(
+    plan: Plan,
+    a: jax.Array,
+    b: jax.Array,
+) -> list[jax.Array]:
     # Not products with zeros: another example may hold NaN.
-    own = _same((plan.lanes, plan.lanes), plan.slot)
-    data, cotangents = (jnp.where(own, _product(y, y, over=0), 0.0) for y in (a, b))
+    lanes = (plan.lanes, plan.lanes)
+    own = _same(lanes, plan.slot)
+
+    def own_products(y: jax.Array) -> jax.Array:
+        return jnp.where(own, _product(y, y, over=0), 0.0)
+
+    data = own_products(a)
+    cotangents = own_products(b)
     squares = _folded(data * cotangents)
 
-    diagonal = _same((plan.lanes, plan.lanes), 1)
-    square_a, square_b = (
-        jnp.sum(jnp.where(diagonal, y, 0.0), 0, keepdims=True) for y in (data, cotangents)
-    )
+    diagonal = _same(lanes, 1)
+
+    def squared_lengths(y: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where(diagonal, y, 0.0), 0, keepdims=True)
+
+    square_a = squared_lengths(data)
+    square_b = squared_lengths(cotangents)
     apart = _folded(jnp.sqrt(square_a) * jnp.sqrt(square_b))
 
     # With a_t a_s at most (a_t^2 + a_s^2) / 2, E is a sum over columns, since the products are
     # symmetric.
-    data, cotangents = jnp.abs(data), jnp.abs(cotangents)
-    sum_a, sum_b = (jnp.sum(y, 0, keepdims=True) for y in (data, cotangents))
+    data = jnp.abs(data)
+    cotangents = jnp.abs(cotangents)
+    sum_a = jnp.sum(data, 0, keepdims=True)
+    sum_b = jnp.sum(cotangents, 0, keepdims=True)
     # A unit adds the rows of a product one after the other. The sum of all entries is one over
     # rows, then lanes.
-    spread = len(a) * _folded(square_a * sum_b) + len(b) * _folded(square_b * sum_a)
+    of_a = len(a) * _folded(square_a * sum_b)
+    of_b = len(b) * _folded(square_b * sum_a)
+    spread = of_a + of_b
     spread += (plan.lanes + LANES) * _folded(data * cotangents)
     # Products that underflow count at their upper bound, so tiny data cannot hide a gradient behind
     # huge cotangents.
     least = rounding.FLUSHED / rounding.eps(jnp.float32)
-    spread += least * (len(a) * _folded(sum_b) + len(b) * _folded(sum_a) + plan.lanes)
+    of_a = len(a) * _folded(sum_b)
+    of_b = len(b) * _folded(sum_a)
+    flushed = of_a + of_b + plan.lanes
+    spread += least * flushed
     return [squares, apart, rounding.eps(jnp.float32) * spread]
 
 
@@ -370,9 +447,13 @@ def _length(y: jax.Array) -> jax.Array:
 
 def _same(shape: tuple[int, ...], slot: int) -> jax.Array:
     """Returns whether the row and the column of an entry are of one slot."""
-    row, column = (
-        lax.div(lax.broadcasted_iota(jnp.int32, shape, d), jnp.int32(slot)) for d in range(2)
-    )
+
+    def slots_along(d: int) -> jax.Array:
+        numbers = lax.broadcasted_iota(jnp.int32, shape, d)
+        return lax.div(numbers, jnp.int32(slot))
+
+    row = slots_along(0)
+    column = slots_along(1)
     return row == column
 
 
@@ -391,7 +472,9 @@ def weighted_of(plan: Plan) -> Callable[..., list[jax.Array]]:
         return jnp.where(side_of_lane == side, words, jnp.uint32(0))
 
     def weighted(
-        data: jax.Array, cotangents: jax.Array, factors: list[jax.Array]
+        data: jax.Array,
+        cotangents: jax.Array,
+        factors: list[jax.Array],
     ) -> list[jax.Array]:
         sums: list[jax.Array] = []
         for side, factor in enumerate(factors):
@@ -407,7 +490,12 @@ def weighted_of(plan: Plan) -> Callable[..., list[jax.Array]]:
     return weighted
 
 
-def _phase(plan: Plan, words: jax.Array, row_phase: int, column: int) -> jax.Array:
+def _phase(
+    plan: Plan,
+    words: jax.Array,
+    row_phase: int,
+    column: int,
+) -> jax.Array:
     """Returns the words of the channels of one phase."""
     rows, columns = plan.phases
     size = plan.filled[0] // 2

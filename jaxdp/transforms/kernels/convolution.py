@@ -25,13 +25,18 @@ BLOCK_BYTES = 2**20
 PASSES = 2**15
 
 
-def suits(x: Any, g: Any, geometry: cells.Geometry) -> bool:
+def suits(
+    x: Any,
+    g: Any,
+    geometry: cells.Geometry,
+) -> bool:
     """Returns whether `norms_and_bounds` serves arrays of these shapes and types.
 
     It refuses kernels that are not of two dimensions, empty arrays, other types than bfloat16 and
     float32, and images that do not fit into the memory of a chip.
     """
-    if len(geometry.window) != 2 or not math.prod((*x.shape[1:], *g.shape[1:])):
+    entries = math.prod(x.shape[1:]) * math.prod(g.shape[1:])
+    if len(geometry.window) != 2 or not entries:
         return False
     served = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
     if not {jnp.dtype(x.dtype), jnp.dtype(g.dtype)} <= served:
@@ -39,7 +44,8 @@ def suits(x: Any, g: Any, geometry: cells.Geometry) -> bool:
     plan = cells.Plan.of(geometry, x, g)
     # Two blocks of bfloat16: one arrives while the other is computed.
     blocks = 2 * 2 * sum(plan.heights) * plan.lanes
-    return plan.passes <= PASSES and plan.stored + blocks <= lanes.KERNEL_BYTES // 4
+    stored = plan.stored + blocks
+    return plan.passes <= PASSES and stored <= lanes.KERNEL_BYTES // 4
 
 
 def norms_and_bounds(
@@ -70,41 +76,66 @@ def norms_and_bounds(
       tells.
     """
     axes = shards.varying_axes(x, g)
-    squares, apart, spread = _mapped_norms(geometry, shards.vary(x, axes), shards.vary(g, axes))
+    x = shards.vary(x, axes)
+    g = shards.vary(g, axes)
+    squares, apart, spread = _mapped_norms(geometry, x, g)
     return squares, apart, spread
 
 
-def _mapped_norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
+def _mapped_norms(
+    geometry: cells.Geometry,
+    x: jax.Array,
+    g: jax.Array,
+) -> jax.Array:
     norms = custom_vmap(functools.partial(_norms, geometry))
 
     @norms.def_vmap
     def mapped(
-        size: int, batched: Sequence[bool], x: jax.Array, g: jax.Array
+        size: int,
+        batched: Sequence[bool],
+        x: jax.Array,
+        g: jax.Array,
     ) -> tuple[jax.Array, bool]:
-        x, g = (y.reshape(-1, *y.shape[2:]) for y in _all_mapped(size, batched, (x, g)))
+        x, g = _all_mapped(size, batched, (x, g))
+        x = x.reshape(-1, *x.shape[2:])
+        g = g.reshape(-1, *g.shape[2:])
         results = _mapped_norms(geometry, x, g)
-        return results.reshape(len(results), size, -1).swapaxes(0, 1), True
+        by_map = results.reshape(len(results), size, -1)
+        return by_map.swapaxes(0, 1), True
 
     result: jax.Array = norms(x, g)
     return result
 
 
-def _all_mapped(size: int, batched: Sequence[bool], arrays: Sequence[jax.Array]) -> list[jax.Array]:
+def _all_mapped(
+    size: int,
+    batched: Sequence[bool],
+    arrays: Sequence[jax.Array],
+) -> list[jax.Array]:
     """Returns arrays that all have the mapped axis in front."""
     pairs = zip(arrays, batched, strict=True)
     return [y if own else jnp.broadcast_to(y, (size, *y.shape)) for y, own in pairs]
 
 
-def _norms(geometry: cells.Geometry, x: jax.Array, g: jax.Array) -> jax.Array:
+def _norms(
+    geometry: cells.Geometry,
+    x: jax.Array,
+    g: jax.Array,
+) -> jax.Array:
     """Returns squared norms, M and E, [3, B]."""
     if not len(x):
-        return jnp.broadcast_to(jnp.sum(x.astype(jnp.float32), (1, 2, 3)), (cells.RESULTS, 0))
+        nothing = jnp.sum(x.astype(jnp.float32), (1, 2, 3))
+        return jnp.broadcast_to(nothing, (cells.RESULTS, 0))
     plan = cells.Plan.of(geometry, x, g)
     norms = lanes.norms if lanes.batch_on_lanes(plan, len(x)) else _norms_of_blocks
     return norms(plan, geometry.strides, x, g)
 
 
-def sums_suit(x: Any, g: Any, geometry: cells.Geometry) -> bool:
+def sums_suit(
+    x: Any,
+    g: Any,
+    geometry: cells.Geometry,
+) -> bool:
     """Returns whether `weighted_sum` serves arrays of these shapes and types.
 
     It serves those whose batch is on the lanes.
@@ -117,7 +148,10 @@ def sums_suit(x: Any, g: Any, geometry: cells.Geometry) -> bool:
 
 
 def weighted_sum(
-    x: jax.Array, g: jax.Array, factors: jax.Array, geometry: cells.Geometry
+    x: jax.Array,
+    g: jax.Array,
+    factors: jax.Array,
+    geometry: cells.Geometry,
 ) -> jax.Array:
     """Returns the weighted sum of per-example gradients of a kernel, float32 [*window, C, K].
 
@@ -133,14 +167,23 @@ def weighted_sum(
     total = custom_vmap(functools.partial(_sum, geometry))
 
     @total.def_vmap
-    def mapped(size: int, batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+    def mapped(
+        size: int,
+        batched: Sequence[bool],
+        *arrays: jax.Array,
+    ) -> tuple[jax.Array, bool]:
         return lax.map(lambda own: total(*own), _all_mapped(size, batched, arrays)), True
 
     result: jax.Array = total(*(shards.vary(y, axes) for y in (x, g, factors)))
     return result
 
 
-def _sum(geometry: cells.Geometry, x: jax.Array, g: jax.Array, factors: jax.Array) -> jax.Array:
+def _sum(
+    geometry: cells.Geometry,
+    x: jax.Array,
+    g: jax.Array,
+    factors: jax.Array,
+) -> jax.Array:
     plan = cells.Plan.of(geometry, x, g)
     channels, outputs = plan.filled
     by_phase = []
@@ -151,11 +194,16 @@ def _sum(geometry: cells.Geometry, x: jax.Array, g: jax.Array, factors: jax.Arra
     # Columns of one phase are together. They go back to their places in the kernel.
     phases = [phase for _, phase in plan.columns]
     order = sorted(range(len(phases)), key=phases.__getitem__)
-    return jnp.concatenate(by_phase, 1)[:, jnp.argsort(jnp.array(order))]
+    columns = jnp.concatenate(by_phase, 1)
+    places = jnp.argsort(jnp.array(order))
+    return columns[:, places]
 
 
 def _norms_of_blocks(
-    plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    x: jax.Array,
+    g: jax.Array,
 ) -> jax.Array:
     """Returns the squared norms, M and E of examples whose cells XLA brings onto the lanes."""
     from jax.experimental import pallas as pl
@@ -169,7 +217,11 @@ def _norms_of_blocks(
     group_bytes = 2 * (data_rows + cotangent_rows) * lane_count
     size = max(1, min(groups, BLOCK_BYTES // group_bytes))
 
-    def kernel(data: jax.Array, cotangents: jax.Array, sums: jax.Array) -> None:
+    def kernel(
+        data: jax.Array,
+        cotangents: jax.Array,
+        sums: jax.Array,
+    ) -> None:
         norm = cells.norm_of(plan)
 
         def example(i: jax.Array) -> None:
@@ -179,28 +231,42 @@ def _norms_of_blocks(
 
         cells.each(example, size, plan.unrolled)
 
+    def block_of(rows: int, lane_count: int) -> Any:
+        return pl.BlockSpec((size, rows, lane_count), lambda step: (step, 0, 0))
+
+    steps = -(-groups // size)
+    sums_shape = (groups, cells.RESULTS, cells.LANES)
     sums = pl.pallas_call(
         kernel,
-        grid=(-(-groups // size),),
+        grid=(steps,),
         in_specs=[
-            pl.BlockSpec((size, data_rows, lane_count), lambda step: (step, 0, 0)),
-            pl.BlockSpec((size, cotangent_rows, lane_count), lambda step: (step, 0, 0)),
+            block_of(data_rows, lane_count),
+            block_of(cotangent_rows, lane_count),
         ],
         # The middle axis makes a block of any number of examples whole in the last two.
-        out_specs=pl.BlockSpec((size, cells.RESULTS, cells.LANES), lambda step: (step, 0, 0)),
-        out_shape=shards.shape_like(data, (groups, cells.RESULTS, cells.LANES), jnp.float32),
+        out_specs=block_of(cells.RESULTS, cells.LANES),
+        out_shape=shards.shape_like(data, sums_shape, jnp.float32),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=lanes.LIMIT_BYTES),
     )(data, cotangents)
-    by_example = jnp.sum(sums.reshape(groups, cells.RESULTS, plan.sides, -1), 3)
-    return by_example.swapaxes(0, 1).reshape(cells.RESULTS, -1)[:, :batch]
+    by_side = sums.reshape(groups, cells.RESULTS, plan.sides, -1)
+    by_group = jnp.sum(by_side, 3).swapaxes(0, 1)
+    by_example = by_group.reshape(cells.RESULTS, -1)
+    return by_example[:, :batch]
 
 
-def _phases(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array) -> jax.Array:
+def _phases(
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    x: jax.Array,
+) -> jax.Array:
     """Returns data [B, phases, rows, columns, C] of the phases that the kernel meets."""
-    batch, channels = len(x), x.shape[-1]
-    (height, width), (down, across) = plan.grid, strides
-    parts = cells.on_grid(plan, strides, x).reshape(batch, height, down, width, across, channels)
-    by_phase = [parts[:, :, p, :, q] for p, q in itertools.product(*plan.phases)]
+    batch = len(x)
+    channels = x.shape[-1]
+    height, width = plan.grid
+    down, across = strides
+    x = cells.on_grid(plan, strides, x)
+    x = x.reshape(batch, height, down, width, across, channels)
+    by_phase = [x[:, :, p, :, q] for p, q in itertools.product(*plan.phases)]
     return jnp.stack(by_phase, 1)
 
 
@@ -214,10 +280,13 @@ def _on_lanes(plan: cells.Plan, y: jax.Array) -> jax.Array:
     batch = len(y)
     channels = y.shape[-1]
     sides = plan.sides
-    y = y.astype(jnp.bfloat16).reshape(batch, -1, plan.cells, channels).swapaxes(2, 3)
+    y = y.astype(jnp.bfloat16)
+    y = y.reshape(batch, -1, plan.cells, channels).swapaxes(2, 3)
     examples_missing = cells.up(batch, sides) - batch
     channels_missing = cells.up(channels, cells.ROWS) - channels
     cells_missing = plan.slot - plan.cells
-    y = jnp.pad(y, [(0, examples_missing), (0, 0), (0, channels_missing), (0, cells_missing)])
-    y = y.reshape(len(y) // sides, sides, -1, plan.slot).swapaxes(1, 2)
+    missing = [examples_missing, 0, channels_missing, cells_missing]
+    y = jnp.pad(y, [(0, behind) for behind in missing])
+    groups = len(y) // sides
+    y = y.reshape(groups, sides, -1, plan.slot).swapaxes(1, 2)
     return y.reshape(len(y), -1, plan.lanes)

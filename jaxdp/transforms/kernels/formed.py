@@ -70,11 +70,19 @@ def _blocks(
 
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / tiles.padded(positions)
     sides = itertools.product(tiles.parts(rows), tiles.parts(cols))
-    fitting = [_Blocks(r, c, cost(r, c)) for r, c in sides if r * c <= most]
+    fitting = []
+    for block_rows, block_cols in sides:
+        if block_rows * block_cols <= most:
+            cycles = cost(block_rows, block_cols)
+            fitting.append(_Blocks(block_rows, block_cols, cycles))
     return min(fitting, key=lambda one: one.cycles, default=_NO_BLOCKS)
 
 
-def _vmem(positions: int, blocks: _Blocks, itemsize: int) -> float:
+def _vmem(
+    positions: int,
+    blocks: _Blocks,
+    itemsize: int,
+) -> float:
     """Returns the bytes that a step holds on the chip."""
     entries = tiles.padded(positions) * (blocks.rows + blocks.cols)
     read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
@@ -125,24 +133,31 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
     vmem = _vmem(positions, blocks, u.dtype.itemsize)
     tile = (tiles.SUBLANES, tiles.LANES)
     # The axes of the grid are examples (i), and blocks of columns (b) and of rows (a).
+    of_u = pl.BlockSpec((1, positions, blocks.rows), lambda i, b, a: (i, 0, a))
+    of_w = pl.BlockSpec((1, positions, blocks.cols), lambda i, b, a: (i, 0, b))
+    of_sums = pl.BlockSpec((1, *tile), lambda i, b, a: (i, 0, 0))
     sums: jax.Array = pl.pallas_call(
         _kernel,
         grid=(size, cols // blocks.cols, rows // blocks.rows),
-        in_specs=[
-            pl.BlockSpec((1, positions, blocks.rows), lambda i, b, a: (i, 0, a)),
-            pl.BlockSpec((1, positions, blocks.cols), lambda i, b, a: (i, 0, b)),
-        ],
-        out_specs=pl.BlockSpec((1, *tile), lambda i, b, a: (i, 0, 0)),
+        in_specs=[of_u, of_w],
+        out_specs=of_sums,
         out_shape=shards.shape_like(u, (size, *tile), jnp.float32),
         compiler_params=tiles.compiler_params(vmem, 1, 2),
     )(u, w)
     return sums
 
 
-def _kernel(u: Any, w: Any, sums: Any) -> None:
+def _kernel(
+    u: Any,
+    w: Any,
+    sums: Any,
+) -> None:
     from jax.experimental import pallas as pl
 
-    @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))
+    is_first_column = pl.program_id(1) == 0
+    is_first_row = pl.program_id(2) == 0
+
+    @pl.when(is_first_column & is_first_row)
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
@@ -159,9 +174,11 @@ def _kernel(u: Any, w: Any, sums: Any) -> None:
 
 def _tile_of_sums(x: jax.Array) -> jax.Array:
     """Returns sums over parts of x [p, q], as a tile [8, 128]."""
-    extra_rows = tiles.padded(x.shape[0], tiles.SUBLANES) - x.shape[0]
-    extra_cols = tiles.padded(x.shape[1], tiles.LANES) - x.shape[1]
-    x = jnp.pad(x, [(0, extra_rows), (0, extra_cols)])
-    tile_rows = x.shape[0] // tiles.SUBLANES
-    tile_cols = x.shape[1] // tiles.LANES
-    return x.reshape(tile_rows, tiles.SUBLANES, tile_cols, tiles.LANES).sum((0, 2))
+    rows, cols = x.shape
+    padded_rows = tiles.padded(rows, tiles.SUBLANES)
+    padded_cols = tiles.padded(cols, tiles.LANES)
+    x = jnp.pad(x, [(0, padded_rows - rows), (0, padded_cols - cols)])
+    tile_rows = padded_rows // tiles.SUBLANES
+    tile_cols = padded_cols // tiles.LANES
+    x = x.reshape(tile_rows, tiles.SUBLANES, tile_cols, tiles.LANES)
+    return x.sum((0, 2))

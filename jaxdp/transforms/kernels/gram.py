@@ -92,7 +92,11 @@ _NO_PARTS = _Parts(0, 0, 0)
 
 
 @functools.cache
-def _parts(positions: int, rows: int, cols: int) -> _Parts:
+def _parts(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> _Parts:
     """Returns the parts of the fewest steps, or `_NO_PARTS` if every program would be too large."""
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / _multiplied(positions)
     fitting = []
@@ -116,8 +120,10 @@ def additions(
     cols: int,
 ) -> tuple[int, int]:
     """Returns how many additions a term of U_ts, and one of W_ts, passes at most."""
-    parts = _parts(positions, rows, cols)
-    return _additions(rows, parts.rows), _additions(cols, parts.cols)
+    lengths = _parts(positions, rows, cols)
+    of_u = _additions(rows, lengths.rows)
+    of_w = _additions(cols, lengths.cols)
+    return of_u, of_w
 
 
 def _additions(size: int, length: int) -> int:
@@ -126,7 +132,11 @@ def _additions(size: int, length: int) -> int:
 
 
 @functools.cache
-def _examples(positions: int, rows: int, cols: int) -> int:
+def _examples(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> int:
     """Returns how many examples one step has. Small ones share a step."""
     if _parts(positions, rows, cols).steps != 1:
         return 1
@@ -141,9 +151,10 @@ def _vmem(
     itemsize: int,
 ) -> float:
     """Returns the bytes that a step holds on the chip."""
-    parts = _parts(positions, rows, cols)
+    lengths = _parts(positions, rows, cols)
     examples = _examples(positions, rows, cols)
-    entries = examples * tiles.padded(positions, 2 * tiles.PACKED) * (parts.rows + parts.cols)
+    positions_held = tiles.padded(positions, 2 * tiles.PACKED)
+    entries = examples * positions_held * (lengths.rows + lengths.cols)
     read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
     matrix = tiles.padded(positions) ** 2 * 4
     return read + (2 * examples + 1) * matrix  # two matrices each, and a block of products
@@ -228,10 +239,10 @@ def _sums(
 
     size, positions, rows = u.shape
     cols = w.shape[2]
-    parts = _parts(positions, rows, cols)
+    lengths = _parts(positions, rows, cols)
     examples = _examples(positions, rows, cols)
-    of_u = _Operand(rows, parts.rows, across[0])
-    of_w = _Operand(cols, parts.cols, across[1])
+    of_u = _Operand(rows, lengths.rows, across[0])
+    of_w = _Operand(cols, lengths.cols, across[1])
 
     def block(operand: _Operand) -> Any:
         def place(
@@ -240,7 +251,7 @@ def _sums(
         ) -> tuple[Any, ...]:
             # An operand of fewer parts stays at its last one, which is then not read again.
             last = operand.n_parts - 1
-            part = jnp.minimum(step, last) if operand.n_parts < parts.steps else step
+            part = jnp.minimum(step, last) if operand.n_parts < lengths.steps else step
             return (i, part, 0) if operand.on_lanes else (i, 0, part)
 
         shape = (positions, operand.part)
@@ -257,7 +268,7 @@ def _sums(
     vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
     called = pl.pallas_call(
         functools.partial(_kernel, operands=(of_u, of_w)),
-        grid=(pl.cdiv(size, examples), parts.steps),
+        grid=(pl.cdiv(size, examples), lengths.steps),
         in_specs=[block(of_u), block(of_w)],
         out_specs=[spec for spec, _ in results],
         out_shape=[shape for _, shape in results],
@@ -289,7 +300,11 @@ def _kernel(
     examples = range(u.shape[0])
     steps = max(operand.n_parts for operand in operands)
 
-    def add(x: Any, grams: Any, operand: _Operand) -> None:
+    def add(
+        x: Any,
+        grams: Any,
+        operand: _Operand,
+    ) -> None:
         axis = 0 if operand.on_lanes else 1
         for e in examples:
             part = x[e].astype(jnp.bfloat16)
@@ -334,7 +349,11 @@ def _add_gram(
         gram[:end, start:end] = product
 
 
-def _add_entries(gram_u: Any, gram_w: Any, sums: Any) -> None:
+def _add_entries(
+    gram_u: Any,
+    gram_w: Any,
+    sums: Any,
+) -> None:
     """Writes the sums over the rows of U * W, U * U and W * W."""
 
     def over_rows(
@@ -342,21 +361,23 @@ def _add_entries(gram_u: Any, gram_w: Any, sums: Any) -> None:
         end: int,
         columns: slice,
     ) -> list[jax.Array]:
-        x, y = gram_u[begin:end, columns], gram_w[begin:end, columns]
-        return [product.sum(0, keepdims=True) for product in (x * y, x * x, y * y)]
+        x = gram_u[begin:end, columns]
+        y = gram_w[begin:end, columns]
+        products = (x * y, x * x, y * y)
+        return [product.sum(0, keepdims=True) for product in products]
 
     totals = [jnp.zeros((1, tiles.LANES), jnp.float32) for _ in range(3)]
     for start, end in _columns(gram_u.shape[0]):
         columns = slice(start, end)
-        parts = over_rows(start, end, columns)
+        terms = over_rows(start, end, columns)
         if start:  # a block above the diagonal has an equal one below it
             above = over_rows(0, start, columns)
-            parts = [part + 2 * other for part, other in zip(parts, above, strict=True)]
+            terms = [own + 2 * other for own, other in zip(terms, above, strict=True)]
         n_empty = tiles.LANES - (end - start)
         if n_empty:
             empty = jnp.zeros((1, n_empty), jnp.float32)
-            parts = [jnp.concatenate([part, empty], 1) for part in parts]
-        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+            terms = [jnp.concatenate([term, empty], 1) for term in terms]
+        totals = [total + term for total, term in zip(totals, terms, strict=True)]
     for k, total in enumerate(totals):
         sums[k : k + 1, :] = total
 
@@ -368,4 +389,5 @@ def _diagonal(gram: Any, entries: Any) -> None:
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
         column = lax.broadcasted_iota(jnp.int32, shape, 1)
         block = gram[start:end, start:end]
-        entries[:, start:end] = jnp.where(row == column, block, 0).sum(0, keepdims=True)
+        diagonal = jnp.where(row == column, block, 0)
+        entries[:, start:end] = diagonal.sum(0, keepdims=True)

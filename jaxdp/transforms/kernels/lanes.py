@@ -37,7 +37,8 @@ def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
     if any(phases != list(range(len(phases))) for phases in plan.phases):
         return False
     widest = jnp.dtype(jnp.float32)
-    stored = sum(mover.stored for mover in _Mover.both(plan, [widest, widest]))
+    movers = _Mover.both(plan, [widest, widest])
+    stored = sum(mover.stored for mover in movers)
     return stored + plan.stored <= KERNEL_BYTES
 
 
@@ -53,7 +54,13 @@ def _odd_tiles(rows: int) -> int:
 class _Blocks:
     """Walks over blocks of 128 examples, or of 128 for each that shares the lanes."""
 
-    def __init__(self, plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array):
+    def __init__(
+        self,
+        plan: cells.Plan,
+        strides: tuple[int, ...],
+        x: jax.Array,
+        g: jax.Array,
+    ):
         self.number = len(x) // (cells.LANES * plan.sides)
         self.arrays = [_cells_first(plan, strides, x), _cells_first(plan, (1, 1), g)]
         self.movers = _Mover.both(plan, [x.dtype, g.dtype])
@@ -65,7 +72,10 @@ class _Blocks:
         return [*data.memory, *cotangents.memory]
 
     def walk(
-        self, sources: Sequence[Any], memory: Sequence[Any], compute: Callable[..., None]
+        self,
+        sources: Sequence[Any],
+        memory: Sequence[Any],
+        compute: Callable[..., None],
     ) -> None:
         """Calls `compute(block, words)` for each block.
 
@@ -81,15 +91,15 @@ class _Blocks:
         own = list(zip(self.movers, sources, memories, strict=True))
 
         def start(block: Any) -> None:
-            for mover, source, parts in own:
-                mover.start(source, parts, block, 0)
+            for mover, source, own_memory in own:
+                mover.start(source, own_memory, block, 0)
 
         def words(i: jax.Array) -> list[jax.Array]:
-            return [mover.words(parts.kept, i) for mover, _, parts in own]
+            return [mover.words(own_memory.kept, i) for mover, _, own_memory in own]
 
         def turn(block: jax.Array, carry: int) -> int:
-            for mover, source, parts in own:
-                mover.transpose(source, parts, block)
+            for mover, source, own_memory in own:
+                mover.transpose(source, own_memory, block)
 
             # The first part of the next block arrives while products are computed.
             @pl.when(block < self.number - 1)
@@ -104,18 +114,31 @@ class _Blocks:
         lax.fori_loop(0, self.number, turn, 0)
 
 
-def norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array) -> jax.Array:
+def norms(
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    x: jax.Array,
+    g: jax.Array,
+) -> jax.Array:
     """Returns the squared norms, M and E, [3, B], where the batch is on the lanes."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     blocks = _Blocks(plan, strides, x, g)
 
-    def kernel(data: Any, cotangents: Any, result: Any, *memory: Any) -> None:
-        *parts, sums, written = memory
+    def kernel(
+        data: Any,
+        cotangents: Any,
+        result: Any,
+        *memory: Any,
+    ) -> None:
+        *memories, sums, written = memory
         norm = cells.norm_of(plan)
 
-        def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
+        def compute(
+            block: jax.Array,
+            words: Callable[[jax.Array], list[jax.Array]],
+        ) -> None:
             def example(i: jax.Array) -> None:
                 for row, values in enumerate(norm(*words(i))):
                     sums[row, pl.ds(i, 1), :] = values
@@ -125,7 +148,7 @@ def norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array
             copy.start()
             copy.wait()
 
-        blocks.walk((data, cotangents), parts, compute)
+        blocks.walk((data, cotangents), memories, compute)
 
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
     of_block = (cells.RESULTS, cells.LANES, cells.LANES)  # results, examples, partial sums
@@ -144,7 +167,11 @@ def norms(plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array
 
 
 def weighted_sums(
-    plan: cells.Plan, strides: tuple[int, ...], x: jax.Array, g: jax.Array, factors: jax.Array
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    x: jax.Array,
+    g: jax.Array,
+    factors: jax.Array,
 ) -> list[jax.Array]:
     """Returns sums of factors times A B^T for each phase of columns.
 
@@ -156,14 +183,22 @@ def weighted_sums(
     blocks = _Blocks(plan, strides, x, g)
     sizes = plan.sizes
 
-    def kernel(factors: Any, data: Any, cotangents: Any, *memory: Any) -> None:
+    def kernel(
+        factors: Any,
+        data: Any,
+        cotangents: Any,
+        *memory: Any,
+    ) -> None:
         results = memory[: len(sizes)]
-        parts = memory[len(sizes) :]
+        memories = memory[len(sizes) :]
         for result in results:
             result[...] = jnp.zeros_like(result)
         weighted = cells.weighted_of(plan)
 
-        def compute(block: jax.Array, words: Callable[[jax.Array], list[jax.Array]]) -> None:
+        def compute(
+            block: jax.Array,
+            words: Callable[[jax.Array], list[jax.Array]],
+        ) -> None:
             def factors_of(i: jax.Array) -> list[jax.Array]:
                 return [factors[block * plan.sides + side, i] for side in range(plan.sides)]
 
@@ -177,7 +212,7 @@ def weighted_sums(
 
             lax.fori_loop(0, cells.LANES // plan.unrolled, several, 0)
 
-        blocks.walk((data, cotangents), parts, compute)
+        blocks.walk((data, cotangents), memories, compute)
 
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
     by_block = factors.astype(jnp.float32).reshape(-1, cells.LANES)
@@ -192,10 +227,16 @@ def weighted_sums(
     return sums
 
 
-def _cells_first(plan: cells.Plan, strides: tuple[int, ...], y: jax.Array) -> jax.Array:
+def _cells_first(
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    y: jax.Array,
+) -> jax.Array:
     """Returns y [B, ...] as [rows, row phases, columns, column phases, channels, B]."""
-    (height, width), (down, across) = plan.grid, strides
-    y = cells.on_grid(plan, strides, y).transpose(1, 2, 3, 0)
+    height, width = plan.grid
+    down, across = strides
+    y = cells.on_grid(plan, strides, y)
+    y = y.transpose(1, 2, 3, 0)
     channels = y.shape[2]
     missing = cells.up(channels, cells.ROWS) - channels
     y = jnp.pad(y, [(0, 0), (0, 0), (0, missing), (0, 0)])
@@ -235,7 +276,11 @@ class _Mover:
     dtype: Any
 
     @classmethod
-    def both(cls, plan: cells.Plan, dtypes: Sequence[Any]) -> tuple["_Mover", "_Mover"]:
+    def both(
+        cls,
+        plan: cells.Plan,
+        dtypes: Sequence[Any],
+    ) -> tuple["_Mover", "_Mover"]:
         """Returns those of the data and of the cotangents."""
         rows, columns = plan.phases
         channels, outputs = plan.filled
@@ -284,11 +329,15 @@ class _Mover:
         """The fields of `_Memory`."""
         from jax.experimental.pallas import tpu as pltpu
 
-        part = (2, self.plan.sides * self.rows, self.plan.grid[1], self.chunk, cells.LANES)
+        rows = self.plan.sides * self.rows
+        width = self.plan.grid[1]
+        part = (2, rows, width, self.chunk, cells.LANES)
+        words = (cells.LANES, self.space, cells.LANES)
+        block = (self.tiles, cells.LANES * self.pitch, cells.LANES)
         return [
             pltpu.VMEM(part, self.dtype),
-            pltpu.VMEM((cells.LANES, self.space, cells.LANES), jnp.uint32),
-            pltpu.VMEM((self.tiles, cells.LANES * self.pitch, cells.LANES), jnp.uint32),
+            pltpu.VMEM(words, jnp.uint32),
+            pltpu.VMEM(block, jnp.uint32),
             pltpu.SemaphoreType.DMA((2,)),
         ]
 
@@ -296,21 +345,33 @@ class _Mover:
         """Returns (tile, row phase, column phase, chunk) of a part."""
         chunks = self.channels // self.chunk
         row_phases, column_phases = self.met
-        rest, chunk = lax.div(part, chunks), lax.rem(part, chunks)
-        rest, across = lax.div(rest, column_phases), lax.rem(rest, column_phases)
-        return lax.div(rest, row_phases), lax.rem(rest, row_phases), across, chunk
+        rest = lax.div(part, chunks)
+        chunk = lax.rem(part, chunks)
+        rows = lax.div(rest, column_phases)
+        across = lax.rem(rest, column_phases)
+        tile = lax.div(rows, row_phases)
+        down = lax.rem(rows, row_phases)
+        return tile, down, across, chunk
 
-    def _copies(self, source: Any, memory: _Memory, block: Any, part: Any) -> Iterator[Any]:
+    def _copies(
+        self,
+        source: Any,
+        memory: _Memory,
+        block: Any,
+        part: Any,
+    ) -> Iterator[Any]:
         """Yields the copies that bring a part, one for each example that shares the lanes."""
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
         tile, down, across, chunk = self._place(jnp.int32(part))
         half = lax.rem(jnp.int32(part), 2)
-        channels = pl.ds(pl.multiple_of(chunk * self.chunk, self.chunk), self.chunk)
+        first_channel = pl.multiple_of(chunk * self.chunk, self.chunk)
+        channels = pl.ds(first_channel, self.chunk)
         rows = pl.ds(tile * self.rows, self.rows)
         for side in range(self.plan.sides):
-            first = pl.multiple_of((block * self.plan.sides + side) * cells.LANES, cells.LANES)
+            group = block * self.plan.sides + side
+            first = pl.multiple_of(group * cells.LANES, cells.LANES)
             examples = pl.ds(first, cells.LANES)
             own_rows = pl.ds(side * self.rows, self.rows)
             yield pltpu.make_async_copy(
@@ -319,12 +380,23 @@ class _Mover:
                 memory.arrived.at[half],
             )
 
-    def start(self, source: Any, memory: _Memory, block: Any, part: Any) -> None:
+    def start(
+        self,
+        source: Any,
+        memory: _Memory,
+        block: Any,
+        part: Any,
+    ) -> None:
         """Starts to bring a part into its half of the memory."""
         for copy in self._copies(source, memory, block, part):
             copy.start()
 
-    def transpose(self, source: Any, memory: _Memory, block: Any) -> None:
+    def transpose(
+        self,
+        source: Any,
+        memory: _Memory,
+        block: Any,
+    ) -> None:
         """Keeps all parts of a block, with cells on the lanes.
 
         The copy of the first part was started before.
@@ -362,7 +434,8 @@ class _Mover:
                 odd = flat[pl.ds(first + 1, width * size, stride=2), :]
                 words = cells.packed(even, odd)
             own = pl.ds(i * width, width)
-            memory.words[own, pl.ds(0, size), :] = words.reshape(width, size, cells.LANES)
+            by_cell = words.reshape(width, size, cells.LANES)
+            memory.words[own, pl.ds(0, size), :] = by_cell
 
         cells.each(row, self.plan.sides * self.rows, 2)
 
@@ -376,7 +449,9 @@ class _Mover:
 
         def pair(i: jax.Array) -> None:
             of_cells = words[pl.ds(i, cells.LANES, stride=self.space), :]
-            memory.kept[tile, pl.ds(first + i, cells.LANES, stride=self.pitch), :] = of_cells.T
+            transposed = of_cells.T
+            own = pl.ds(first + i, cells.LANES, stride=self.pitch)
+            memory.kept[tile, own, :] = transposed
 
         # Three units transpose at the same time.
         cells.each(pair, self.chunk // 2, 8)

@@ -26,8 +26,14 @@ VALUES_PER_STEP = TURNS * ROWS * VALUES * LANES
 XLA_ROWS = 1024
 
 
-def standard_normals(cipher_key: jax.Array, number: jax.Array, size: int) -> jax.Array:
-    """Returns at least `size` float32 normals by a kernel, in the order of `jaxdp.transforms.noise`.
+def standard_normals(
+    cipher_key: jax.Array,
+    number: jax.Array,
+    size: int,
+) -> jax.Array:
+    """Returns at least `size` float32 normals by a kernel.
+
+    Their order is that of `jaxdp.transforms.noise`.
 
     Args:
       cipher_key: uint32 [8].
@@ -42,12 +48,13 @@ def standard_normals(cipher_key: jax.Array, number: jax.Array, size: int) -> jax
     rows_per_step = VALUES_PER_STEP // LANES
     # Two axes, because a block of the last axis alone has no place in memory under `jax.vmap`.
     inputs = jnp.append(cipher_key, number)[None]
+    rows = steps * rows_per_step
     draw = pl.pallas_call(
         _kernel,
         grid=(steps,),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)],
         out_specs=pl.BlockSpec((rows_per_step, LANES), lambda step: (step, 0)),
-        out_shape=shards.shape_like(inputs, (steps * rows_per_step, LANES), jnp.float32),
+        out_shape=shards.shape_like(inputs, (rows, LANES), jnp.float32),
     )
     values: jax.Array = draw(inputs).reshape(-1)
     return values
@@ -71,7 +78,11 @@ def _kernel(inputs: jax.Array, values: jax.Array) -> None:
     lax.fori_loop(0, TURNS, turn, 0)
 
 
-def standard_normals_by_xla(cipher_key: jax.Array, number: jax.Array, size: int) -> jax.Array:
+def standard_normals_by_xla(
+    cipher_key: jax.Array,
+    number: jax.Array,
+    size: int,
+) -> jax.Array:
     """Returns what `standard_normals` returns where XLA divides the program among devices.
 
     It takes several times as long, because XLA computes the cipher once for each tile.

@@ -13,7 +13,8 @@ from jax import lax
 
 from jaxdp.transforms import shards
 
-SUBLANES, LANES = 8, 128
+SUBLANES = 8
+LANES = 128
 # Rows of bfloat16 that one instruction multiplies.
 PACKED = 16
 PRODUCTS_PER_CYCLE = 4 * LANES * LANES
@@ -36,15 +37,21 @@ def parts(size: int, most: int = 2048) -> list[int]:
 
     They are multiples of 128, and the whole axis.
     """
-    lengths = [n for n in range(LANES, min(size, most) + 1, LANES) if size % n == 0]
+    multiples = range(LANES, min(size, most) + 1, LANES)
+    lengths = [length for length in multiples if size % length == 0]
     if size <= most and size not in lengths:
         lengths.append(size)
     return lengths
 
 
-def serves(rows: int, cols: int, dtype: Any) -> bool:
+def serves(
+    rows: int,
+    cols: int,
+    dtype: Any,
+) -> bool:
     """Returns whether the kernels multiply a dtype, and layers of so many rows and columns."""
-    return jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32) and min(rows, cols) >= _LEAST
+    is_served = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32)
+    return is_served and min(rows, cols) >= _LEAST
 
 
 def fits(vmem: float) -> bool:
@@ -83,7 +90,11 @@ def varied(*arrays: jax.Array) -> list[jax.Array]:
     return [shards.vary(x, axes) for x in arrays]
 
 
-def compiler_params(vmem: float, parallel: int, sequential: int) -> Any:
+def compiler_params(
+    vmem: float,
+    parallel: int,
+    sequential: int,
+) -> Any:
     """Returns the parameters of a kernel that holds `vmem` bytes of blocks on the chip.
 
     Args:

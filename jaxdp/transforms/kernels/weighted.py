@@ -55,7 +55,11 @@ class _Blocks(NamedTuple):
 _NO_BLOCKS = _Blocks(0, 0, 0, 0, math.inf)
 
 
-def cycles(positions: int, rows: int, cols: int) -> float:
+def cycles(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> float:
     """Returns the estimated cycles of one example, whose positions are padded to 128 or more."""
     return _blocks(positions, rows, cols).cycles
 
@@ -74,11 +78,18 @@ def suits(
     if not tiles.serves(rows, cols, dtype) or positions < _SHORTEST:
         return False
     blocks = _blocks(positions, rows, cols)
-    return blocks != _NO_BLOCKS and tiles.fits(_vmem(blocks, jnp.dtype(dtype).itemsize))
+    if blocks == _NO_BLOCKS:
+        return False
+    itemsize = jnp.dtype(dtype).itemsize
+    return tiles.fits(_vmem(blocks, itemsize))
 
 
 @functools.cache
-def _blocks(positions: int, rows: int, cols: int) -> _Blocks:
+def _blocks(
+    positions: int,
+    rows: int,
+    cols: int,
+) -> _Blocks:
     """Returns the blocks of the least cost, or `_NO_BLOCKS` if none fits."""
     length = _positions_at_once(positions)
     if length == 0:
@@ -90,7 +101,9 @@ def _blocks(positions: int, rows: int, cols: int) -> _Blocks:
         examples = 1
         if length == positions:
             examples = min(_EXAMPLES, max(1, int(_LEAST_STEP / products)))
-        steps = -(-rows // block_rows) * -(-cols // block_cols) * positions // length
+        blocks_of_rows = -(-rows // block_rows)
+        blocks_of_cols = -(-cols // block_cols)
+        steps = blocks_of_rows * blocks_of_cols * positions // length
         cost = steps * max(products + _OVERHEAD / examples, read)
         return _Blocks(block_rows, block_cols, length, examples, cost)
 
@@ -116,7 +129,8 @@ def _sides(size: int) -> list[int]:
 
 def _vmem(blocks: _Blocks, itemsize: int) -> float:
     """Returns the bytes that a step holds on the chip."""
-    entries = blocks.examples * tiles.padded(blocks.positions) * (blocks.rows + blocks.cols)
+    positions = blocks.examples * tiles.padded(blocks.positions)
+    entries = positions * (blocks.rows + blocks.cols)
     read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
     return read + 3 * blocks.rows * blocks.cols * 4  # two buffers of the sum, and a product
 
@@ -182,14 +196,19 @@ def _sum(
         of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, a))
     shape = (blocks.examples, blocks.positions, blocks.cols)
     of_w = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, b))
-    sides = (pl.cdiv(rows, blocks.rows), pl.cdiv(cols, blocks.cols))
+    of_factors = pl.BlockSpec(memory_space=pltpu.SMEM)
+    of_total = pl.BlockSpec((blocks.rows, blocks.cols), lambda a, b, i, t: (a, b))
+    blocks_of_rows = pl.cdiv(rows, blocks.rows)
+    blocks_of_cols = pl.cdiv(cols, blocks.cols)
+    turns = positions // blocks.positions
+    vmem = _vmem(blocks, u.dtype.itemsize)
     total: jax.Array = pl.pallas_call(
         functools.partial(_kernel, across=across),
-        grid=(*sides, steps, positions // blocks.positions),
-        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), of_u, of_w],
-        out_specs=pl.BlockSpec((blocks.rows, blocks.cols), lambda a, b, i, t: (a, b)),
+        grid=(blocks_of_rows, blocks_of_cols, steps, turns),
+        in_specs=[of_factors, of_u, of_w],
+        out_specs=of_total,
         out_shape=shards.shape_like(u, (rows, cols), jnp.float32),
-        compiler_params=tiles.compiler_params(_vmem(blocks, u.dtype.itemsize), 2, 2),
+        compiler_params=tiles.compiler_params(vmem, 2, 2),
     )(padded, u, w)
     return total
 
@@ -210,7 +229,8 @@ def _kernel(
     own_factors = [factors[0, step * examples + k] for k in range(examples)]
 
     _clear(total, (step == 0) & (part == 0))
-    is_used = functools.reduce(jnp.logical_or, [factor != 0 for factor in own_factors])
+    are_used = [factor != 0 for factor in own_factors]
+    is_used = functools.reduce(jnp.logical_or, are_used)
 
     @pl.when(is_used)
     def _() -> None:
@@ -243,5 +263,7 @@ def _scaled(
 ) -> jax.Array:
     """Returns factor u^T w, or zeros if the factor is 0."""
     positions_of_u = 1 if across else 0
-    product = tiles.product(u.astype(jnp.bfloat16), w.astype(jnp.bfloat16), (positions_of_u, 0))
+    u = u.astype(jnp.bfloat16)
+    w = w.astype(jnp.bfloat16)
+    product = tiles.product(u, w, (positions_of_u, 0))
     return jnp.where(factor != 0, factor * product, 0)

@@ -12,7 +12,12 @@ from jaxdp.transforms.noise.words import leading_words
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def standard_cauchy(number: jax.Array, key: jax.Array, size: int, dtype: Any) -> jax.Array:
+def standard_cauchy(
+    number: jax.Array,
+    key: jax.Array,
+    size: int,
+    dtype: Any,
+) -> jax.Array:
     """Draws [size] values of density 1 / (pi (1 + x**2)), each the mean of two Cauchy draws."""
     zero_words, (high, low, choice) = leading_words(number, key, (3, 2, size))
     angle = normals.uniform(high, low, dtype) * (math.pi / 4)

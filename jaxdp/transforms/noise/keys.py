@@ -27,7 +27,12 @@ def new_seed() -> bytes:
     return secrets.token_bytes(_SEED_BYTES)
 
 
-def stream(seed: bytes, purpose: str, *, impl: str = "chacha12") -> jax.Array:
+def stream(
+    seed: bytes,
+    purpose: str,
+    *,
+    impl: str = "chacha12",
+) -> jax.Array:
     """Derives the typed key [] of one purpose from a seed.
 
     The key words are the first bytes of HMAC-SHA256(seed, domain || impl || purpose). That is one

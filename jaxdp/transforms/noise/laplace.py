@@ -11,7 +11,12 @@ from jaxdp.transforms.noise.words import LOG_WORD, leading_words
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def standard_laplace(number: jax.Array, key: jax.Array, size: int, dtype: Any) -> jax.Array:
+def standard_laplace(
+    number: jax.Array,
+    key: jax.Array,
+    size: int,
+    dtype: Any,
+) -> jax.Array:
     """Draws [size] values of density exp(-|x|) / 2."""
     zero_words, rest = _exponentials(number, key, size, dtype)
     # The zero words are subtracted as integers, so equal ones cancel without a rounding error.
@@ -22,7 +27,11 @@ def standard_laplace(number: jax.Array, key: jax.Array, size: int, dtype: Any) -
 
 @functools.partial(jax.jit, static_argnums=(3, 4))
 def discrete_values(
-    number: jax.Array, scale: float | jax.Array, key: jax.Array, size: int, dtype: Any
+    number: jax.Array,
+    scale: float | jax.Array,
+    key: jax.Array,
+    size: int,
+    dtype: Any,
 ) -> jax.Array:
     """Draws int32 [size] values k of probability proportional to exp(-|k| / scale)."""
     zero_words, rest = _exponentials(number, key, size, jnp.float32)
@@ -38,7 +47,10 @@ def discrete_values(
 
 
 def _exponentials(
-    number: jax.Array, key: jax.Array, size: int, dtype: Any
+    number: jax.Array,
+    key: jax.Array,
+    size: int,
+    dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
     """Draws two rows of exponentials `zero_words * LOG_WORD + rest`, as their two summands.
 

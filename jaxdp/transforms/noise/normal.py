@@ -25,7 +25,10 @@ BLOCKS_TOGETHER = 8
 FEW_BLOCKS = 2**8
 
 
-def pieces_of(vector: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
+def pieces_of(
+    vector: jax.Array,
+    sizes: Sequence[int],
+) -> list[jax.Array]:
     """Cuts a vector into vectors of the given sizes. What is left is dropped."""
     # Without the barrier XLA may compute the vector once for each piece.
     whole = lax.optimization_barrier(vector)
@@ -35,7 +38,10 @@ def pieces_of(vector: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def standard_normals(
-    number: jax.Array, key: jax.Array, sizes: tuple[int, ...], dtype: Any
+    number: jax.Array,
+    key: jax.Array,
+    sizes: tuple[int, ...],
+    dtype: Any,
 ) -> list[jax.Array]:
     """Draws vectors of the given sizes, which are pieces of one vector.
 
@@ -43,7 +49,10 @@ def standard_normals(
     angle.
     """
 
-    def pieces_by(form: Callable[..., jax.Array], **options: Any) -> Callable[..., list[jax.Array]]:
+    def pieces_by(
+        form: Callable[..., jax.Array],
+        **options: Any,
+    ) -> Callable[..., list[jax.Array]]:
         def pieces(cipher_key: jax.Array, number: jax.Array) -> list[jax.Array]:
             # A form may return a longer vector than it is asked for, because cutting the vector to
             # size and then to pieces would copy it once more.
@@ -64,7 +73,11 @@ def standard_normals(
 
 
 def _normals_on_cpu(
-    cipher_key: jax.Array, number: jax.Array, size: int, *, dtype: Any
+    cipher_key: jax.Array,
+    number: jax.Array,
+    size: int,
+    *,
+    dtype: Any,
 ) -> jax.Array:
     block_count = _blocks_of(size, dtype)
     if block_count > FEW_BLOCKS:
@@ -80,7 +93,12 @@ def _normals_on_cpu(
 
 
 def _normals_by_xla(
-    cipher_key: jax.Array, number: jax.Array, size: int, *, dtype: Any, on_cpu: bool = False
+    cipher_key: jax.Array,
+    number: jax.Array,
+    size: int,
+    *,
+    dtype: Any,
+    on_cpu: bool = False,
 ) -> jax.Array:
     # XLA-CPU computes the cipher once for each array that it fills. One complex128 array for the
     # four float32 normals of a block saves a third of the time.
@@ -110,12 +128,18 @@ def _blocks_of(size: int, dtype: Any) -> int:
     return BLOCKS_TOGETHER * max(1, -(-size // values_together))
 
 
-def behind_barrier(cipher_key: jax.Array, draw: Callable[[jax.Array], Any]) -> Any:
+def behind_barrier(
+    cipher_key: jax.Array,
+    draw: Callable[[jax.Array], Any],
+) -> Any:
     """Returns `draw(0)`, which XLA computes once, and not again for each of its readers."""
     return lax.optimization_barrier(draw(jnp.uint32(0)))
 
 
-def in_one_turn(cipher_key: jax.Array, draw: Callable[[jax.Array], Any]) -> Any:
+def in_one_turn(
+    cipher_key: jax.Array,
+    draw: Callable[[jax.Array], Any],
+) -> Any:
     """Returns `draw(0)`, computed once by a loop of one turn.
 
     XLA-CPU removes barriers before it fuses. It cannot know that the loop has one turn, and that

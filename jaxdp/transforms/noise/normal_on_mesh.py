@@ -41,7 +41,10 @@ def divided_normals(
     ]
     local_ends = np.cumsum([math.prod(shape) for shape in local_shapes])
 
-    def draw_part(number: jax.Array, cipher_key: jax.Array) -> tuple[jax.Array, ...]:
+    def draw_part(
+        number: jax.Array,
+        cipher_key: jax.Array,
+    ) -> tuple[jax.Array, ...]:
         """Returns this device's part of each array."""
         positions = jnp.concatenate(
             [
@@ -67,7 +70,11 @@ def divided_normals(
     return arrays
 
 
-def _positions(shape: tuple[int, ...], sharding: NamedSharding, start: int) -> jax.Array:
+def _positions(
+    shape: tuple[int, ...],
+    sharding: NamedSharding,
+    start: int,
+) -> jax.Array:
     """Returns the positions of this device's part of an array in the vector, int32 [values].
 
     The array begins at `start`. A device with rows 2 and 3 of an array [4, 5] has start + 10 to
@@ -83,7 +90,10 @@ def _positions(shape: tuple[int, ...], sharding: NamedSharding, start: int) -> j
 
 
 def _normals_at_positions(
-    cipher_key: jax.Array, number: jax.Array, positions: jax.Array, dtype: Any
+    cipher_key: jax.Array,
+    number: jax.Array,
+    positions: jax.Array,
+    dtype: Any,
 ) -> jax.Array:
     """Returns the values of a vector of normals at int32 positions [n], and a few more."""
     values_of_block = 2 * normals.PAIRS[dtype.itemsize]

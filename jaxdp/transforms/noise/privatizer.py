@@ -262,7 +262,9 @@ def _new_key(params: Any) -> jax.Array:
 
 
 def _multiplier_of(
-    noise_multiplier: float | Callable[[Any], Any], clip_norm: float, steps: int | None
+    noise_multiplier: float | Callable[[Any], Any],
+    clip_norm: float,
+    steps: int | None,
 ) -> "float | NoiseSchedule":
     """Returns a checked multiplier, or the schedule of a plan of `steps`."""
     if not callable(noise_multiplier):
@@ -277,7 +279,11 @@ def _multiplier_of(
     return schedule
 
 
-def _std_at(multiplier: "float | NoiseSchedule", clip_norm: float, step: jax.Array) -> Any:
+def _std_at(
+    multiplier: "float | NoiseSchedule",
+    clip_norm: float,
+    step: jax.Array,
+) -> Any:
     """Returns the standard deviation of a step, NaN for a traced step outside of the plan."""
     if not isinstance(multiplier, NoiseSchedule):
         return multiplier * clip_norm

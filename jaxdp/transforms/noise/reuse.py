@@ -11,7 +11,12 @@ import jax
 from jaxdp.transforms import shards
 
 
-def check_shards(key: jax.Array, leaf: Any, *, shared: bool = False) -> None:
+def check_shards(
+    key: jax.Array,
+    leaf: Any,
+    *,
+    shared: bool = False,
+) -> None:
     """Raises ValueError where devices add equal noise to values that differ.
 
     With `shared`, also where devices add different noise to one shared sum.
@@ -44,7 +49,11 @@ def check_shards(key: jax.Array, leaf: Any, *, shared: bool = False) -> None:
         )
 
 
-def check_vmap(key: jax.Array, number: jax.Array, values: list[Any]) -> jax.Array:
+def check_vmap(
+    key: jax.Array,
+    number: jax.Array,
+    values: list[Any],
+) -> jax.Array:
     """Returns the key, to be used for the noise of the values.
 
     A later `jax.vmap` raises ValueError if it maps a value and neither the key nor the number.
@@ -57,13 +66,21 @@ def check_vmap(key: jax.Array, number: jax.Array, values: list[Any]) -> jax.Arra
 
 # JAX calls the rule below when it maps this function, and so tells what an axis differs in.
 @jax.custom_batching.custom_vmap
-def _key_of(key: jax.Array, number: jax.Array, values: list[jax.Array]) -> jax.Array:
+def _key_of(
+    key: jax.Array,
+    number: jax.Array,
+    values: list[jax.Array],
+) -> jax.Array:
     return key
 
 
 @_key_of.def_vmap
 def _key_of_mapped(
-    size: int, mapped: Any, key: jax.Array, number: jax.Array, values: list[jax.Array]
+    size: int,
+    mapped: Any,
+    key: jax.Array,
+    number: jax.Array,
+    values: list[jax.Array],
 ) -> tuple[jax.Array, bool]:
     key_mapped, number_mapped, values_mapped = mapped
     if any(values_mapped) and not (key_mapped or number_mapped):

@@ -20,7 +20,11 @@ def range_of(dtype: Any) -> tuple[float, float]:
     return smallest, largest
 
 
-def check_product(name: str, noise_multiplier: float, clip_norm: float) -> None:
+def check_product(
+    name: str,
+    noise_multiplier: float,
+    clip_norm: float,
+) -> None:
     """Raises ValueError for a standard deviation that float32 noise cannot have.
 
     Zero passes: it means no noise, or a constant sum that needs none.
@@ -35,7 +39,11 @@ def check_product(name: str, noise_multiplier: float, clip_norm: float) -> None:
         )
 
 
-def check_carried(name: str, scale: float, dtype: Any) -> None:
+def check_carried(
+    name: str,
+    scale: float,
+    dtype: Any,
+) -> None:
     """Raises ValueError for a scale that is not 0 and outside of `range_of(dtype)`."""
     low, high = range_of(dtype)
     if scale and not low <= scale <= high:

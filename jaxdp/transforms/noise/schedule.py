@@ -28,7 +28,12 @@ class NoiseSchedule:
 
     """
 
-    def __init__(self, multiplier: Callable[[int], Any], clip_norm: float, steps: int | None):
+    def __init__(
+        self,
+        multiplier: Callable[[int], Any],
+        clip_norm: float,
+        steps: int | None,
+    ):
         self._multiplier = multiplier
         self._clip_norm = clip_norm
         self._steps = steps

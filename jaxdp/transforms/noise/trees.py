@@ -98,7 +98,11 @@ def gaussian(
 
 
 def laplace(
-    key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int | jax.Array = 0
+    key: jax.Array,
+    tree: Any,
+    scale: float | jax.Array,
+    *,
+    number: int | jax.Array = 0,
 ) -> Any:
     """Draws Laplace noise of density exp(-|x| / scale) / (2 scale) shaped like `tree`.
 
@@ -114,7 +118,11 @@ def laplace(
 
 
 def discrete_laplace(
-    key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int | jax.Array = 0
+    key: jax.Array,
+    tree: Any,
+    scale: float | jax.Array,
+    *,
+    number: int | jax.Array = 0,
 ) -> Any:
     """Draws int32 noise with P(k) proportional to exp(-|k| / scale), shaped like `tree`.
 
@@ -139,7 +147,11 @@ def discrete_laplace(
 
 
 def cauchy(
-    key: jax.Array, tree: Any, scale: float | jax.Array, *, number: int | jax.Array = 0
+    key: jax.Array,
+    tree: Any,
+    scale: float | jax.Array,
+    *,
+    number: int | jax.Array = 0,
 ) -> Any:
     """Draws Cauchy noise of density scale / (pi (scale**2 + x**2)) shaped like `tree`.
 
@@ -164,7 +176,12 @@ def noise_dtype(leaf: Any) -> Any:
 
 
 def _scaled(
-    key: jax.Array, number: jax.Array, tree: Any, name: str, scale: float | jax.Array, draw: _Draw
+    key: jax.Array,
+    number: jax.Array,
+    tree: Any,
+    name: str,
+    scale: float | jax.Array,
+    draw: _Draw,
 ) -> Any:
     """Returns the standard noise of `draw` times the scale, which errors call `name`."""
     check_key(key)
@@ -181,7 +198,13 @@ def _scaled(
     return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), standard_noise)
 
 
-def _drawn(key: jax.Array, number: jax.Array, tree: Any, scale: Any, draw: _Draw) -> Any:
+def _drawn(
+    key: jax.Array,
+    number: jax.Array,
+    tree: Any,
+    scale: Any,
+    draw: _Draw,
+) -> Any:
     """Returns `tree` with the noise of `draw` in place of its leaves.
 
     The scale is only checked, because noise of different scales must not be equal up to a factor.
@@ -214,7 +237,10 @@ def _sliced(draw: Callable[[jax.Array, int, Any], jax.Array]) -> _Draw:
     return draw_leaves
 
 
-def _shaped(pieces: Sequence[jax.Array], shapes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+def _shaped(
+    pieces: Sequence[jax.Array],
+    shapes: Sequence[tuple[int, ...]],
+) -> list[jax.Array]:
     return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 

@@ -26,7 +26,9 @@ def cipher_key(key: jax.Array) -> jax.Array:
 
 
 def leading_words(
-    number: jax.Array, key: jax.Array, shape: tuple[int, ...]
+    number: jax.Array,
+    key: jax.Array,
+    shape: tuple[int, ...],
 ) -> tuple[jax.Array, jax.Array]:
     """Draws words uint32 of `shape` until those of the first row are not zero.
 
