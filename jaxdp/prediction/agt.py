@@ -202,7 +202,11 @@ class _State(NamedTuple):
     lines: Any
 
 
-def _train(loss_fn: Any, plan: Plan, arrays: Arrays) -> tuple[Leaves, Leaves, Leaves]:
+def _train(
+    loss_fn: Any,
+    plan: Plan,
+    arrays: Arrays,
+) -> tuple[Leaves, Leaves, Leaves]:
     """Runs Algorithm 1 for all ks.
 
     Returns:
@@ -260,7 +264,12 @@ def _batch_step(
     """
 
     def step(
-        frozen: Leaves, data: Any, state: _State, rows: jax.Array, rate: Any, used: Any
+        frozen: Leaves,
+        data: Any,
+        state: _State,
+        rows: jax.Array,
+        rate: Any,
+        used: Any,
     ) -> _State:
         gradients = Gradients.of(loss_fn, plan, state.params, frozen, data)
         return _step(gradients, data, rows, state, rate, used)
@@ -304,7 +313,11 @@ def _step(
     return _State(params, velocity, lines)
 
 
-def _for_lines(plan: Plan, function: Callable[[Any], Line], xs: Any) -> Line:
+def _for_lines(
+    plan: Plan,
+    function: Callable[[Any], Line],
+    xs: Any,
+) -> Line:
     """Returns `function` of every line. The devices of a mesh share the lines."""
 
     def run(xs: Any) -> Line:
@@ -331,7 +344,12 @@ def _for_lines(plan: Plan, function: Callable[[Any], Line], xs: Any) -> Line:
 # --- The optimizer ------------------------------------------------------------------------------
 
 
-def _advance_box(plan: Plan, line: Line, grads: LeafBounds, rate: jax.Array) -> Line:
+def _advance_box(
+    plan: Plan,
+    line: Line,
+    grads: LeafBounds,
+    rate: jax.Array,
+) -> Line:
     """Makes one step of both ends of a box."""
     low, high, v_low, v_high = line
     # A lower parameter comes from a higher gradient, so velocities cross.
@@ -341,7 +359,12 @@ def _advance_box(plan: Plan, line: Line, grads: LeafBounds, rate: jax.Array) -> 
 
 
 def _advance(
-    plan: Plan, params: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array, sign: int = 0
+    plan: Plan,
+    params: Leaves,
+    velocity: Leaves,
+    grads: Leaves,
+    rate: jax.Array,
+    sign: int = 0,
 ) -> tuple[Leaves, Leaves]:
     """Makes one step of the nominal parameters (sign 0) or of an end of the box.
 
@@ -350,7 +373,11 @@ def _advance(
     if sign and plan.weight_decay and not plan.momentum:
         return _descend(_decayed(plan, params, rate, sign), grads, rate, sign), velocity
 
-    def plus(grads: Leaves, factor: float, xs: Leaves) -> Leaves:
+    def plus(
+        grads: Leaves,
+        factor: float,
+        xs: Leaves,
+    ) -> Leaves:
         # The terms may cancel, so the product is rounded separately.
         return [_out(g + _out(factor * x, -sign, 2), -sign) for g, x in zip(grads, xs, strict=True)]
 
@@ -367,12 +394,22 @@ def _advance(
     return _descend(params, steps, rate, sign), velocity
 
 
-def _descend(params: Leaves, steps: Leaves, rate: jax.Array, sign: int) -> Leaves:
+def _descend(
+    params: Leaves,
+    steps: Leaves,
+    rate: jax.Array,
+    sign: int,
+) -> Leaves:
     pairs = zip(params, steps, strict=True)
     return [_out(p - _out(rate * step, -sign), sign) for p, step in pairs]
 
 
-def _decayed(plan: Plan, ends: Leaves, rate: jax.Array, sign: int) -> Leaves:
+def _decayed(
+    plan: Plan,
+    ends: Leaves,
+    rate: jax.Array,
+    sign: int,
+) -> Leaves:
     """Returns ends times 1 - rate weight_decay. One factor is tighter than a sum of two terms."""
     decay = rate * plan.weight_decay
     outermost = jnp.minimum if sign < 0 else jnp.maximum
@@ -382,7 +419,11 @@ def _decayed(plan: Plan, ends: Leaves, rate: jax.Array, sign: int) -> Leaves:
     return [_out(outermost(end * least, end * most), sign, 3) for end in ends]
 
 
-def _out(x: jax.Array, sign: int, roundings: int = 1) -> jax.Array:
+def _out(
+    x: jax.Array,
+    sign: int,
+    roundings: int = 1,
+) -> jax.Array:
     """Rounds a computed value outward, down for sign -1 and up for +1."""
     return outward(x, sign, roundings) if sign else x
 
@@ -390,7 +431,12 @@ def _out(x: jax.Array, sign: int, roundings: int = 1) -> jax.Array:
 # --- One budget for all batches of an epoch (T8) ------------------------------------------------
 
 
-def _share_budget(plan: Plan, lines: Line, used: jax.Array, rate: jax.Array) -> Line:
+def _share_budget(
+    plan: Plan,
+    lines: Line,
+    used: jax.Array,
+    rate: jax.Array,
+) -> Line:
     """Widens each line by the changes that may be in this batch (T8).
 
     L^(j) = min_i (base L^(j-i) - i shift) is a running minimum over the lines of one k, where
@@ -404,7 +450,11 @@ def _share_budget(plan: Plan, lines: Line, used: jax.Array, rate: jax.Array) -> 
     def widen_line(previous: Line, current: tuple[jax.Array, Line]) -> tuple[Line, Line]:
         j, base = current
 
-        def widen(part: int, sign: int, shift: jax.Array) -> Leaves:
+        def widen(
+            part: int,
+            sign: int,
+            shift: jax.Array,
+        ) -> Leaves:
             outermost = jnp.minimum if sign < 0 else jnp.maximum
             reached = [
                 outermost(x, _out(y + sign * shift, sign, 6))

@@ -50,7 +50,11 @@ _STEPS: Mapping[tuple[str, str], int] = {
 
 
 def query_epsilon(
-    epsilon: float, delta: float, queries: int, *, adjacency: Adjacency = "add_remove"
+    epsilon: float,
+    delta: float,
+    queries: int,
+    *,
+    adjacency: Adjacency = "add_remove",
 ) -> float:
     """Returns the largest epsilon per query for a total of (epsilon, delta).
 
@@ -103,7 +107,11 @@ def _mechanism(name: str, *kinds: str) -> Mechanism:
     return METHODS[name]
 
 
-def _epsilon_each(epsilon: float | None, total: tuple[float, float] | None, count: int) -> float:
+def _epsilon_each(
+    epsilon: float | None,
+    total: tuple[float, float] | None,
+    count: int,
+) -> float:
     if (epsilon is None) == (total is None):
         raise ValueError(
             f"Give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, "
@@ -230,7 +238,11 @@ def _check_two_classes(mechanism: str, classes: int) -> None:
 
 
 def _votes(
-    members: Sequence[Any], apply_fn: ApplyFn, queries: Any, *, certified: bool
+    members: Sequence[Any],
+    apply_fn: ApplyFn,
+    queries: Any,
+    *,
+    certified: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the labels and distances of every member, [T, Q] each. Without certificates all 0."""
     if not certified:
@@ -243,7 +255,9 @@ def _votes(
 
 
 def _release_once(
-    what: Release, workdir: str | os.PathLike[str] | None, seed: bytes | None
+    what: Release,
+    workdir: str | os.PathLike[str] | None,
+    seed: bytes | None,
 ) -> np.ndarray:
     with Till(workdir, seed=seed) as till:
         answers: np.ndarray = till.once(what)["answers"]
@@ -390,7 +404,11 @@ def _facts(bounds: Any) -> list[Any]:
 
 
 def _programs(
-    apply_fn: ApplyFn, members: Sequence[Any], queries: Any, *, certified: bool
+    apply_fn: ApplyFn,
+    members: Sequence[Any],
+    queries: Any,
+    *,
+    certified: bool,
 ) -> list[str]:
     """Returns the texts of a release's programs, with one text for each kind of member."""
     kinds = _kinds(members)
@@ -409,12 +427,21 @@ def _kinds(members: Sequence[Any]) -> list[Any]:
 
 # One compiled program for each `apply_fn` and each number of queries, however many calls there are.
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(apply_fn: ApplyFn, params: Any, queries: Any) -> jax.Array:
+def _logits(
+    apply_fn: ApplyFn,
+    params: Any,
+    queries: Any,
+) -> jax.Array:
     return jax.vmap(in_full_precision(apply_fn), in_axes=(None, 0))(params, queries)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _certificates(apply_fn: ApplyFn, structure: Any, shapes: Any, member: Any) -> Any:
+def _certificates(
+    apply_fn: ApplyFn,
+    structure: Any,
+    shapes: Any,
+    member: Any,
+) -> Any:
     """Returns certificates of constant queries.
 
     Only the text of this program is used. The real queries are facts.
@@ -423,7 +450,11 @@ def _certificates(apply_fn: ApplyFn, structure: Any, shapes: Any, member: Any) -
     return certify(member, apply_fn, queries)
 
 
-def _labels(apply_fn: ApplyFn, params: Any, queries: Any) -> np.ndarray:
+def _labels(
+    apply_fn: ApplyFn,
+    params: Any,
+    queries: Any,
+) -> np.ndarray:
     """Returns the labels int64 [Q] by the rule of `certify`."""
     logits = np.asarray(_logits(apply_fn, params, queries))
     logits = logits.reshape(len(logits), -1)
@@ -435,7 +466,12 @@ def _labels(apply_fn: ApplyFn, params: Any, queries: Any) -> np.ndarray:
 # --- Which data sets the bounds cover -----------------------------------------------------------
 
 
-def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: bool) -> int:
+def _certified_steps(
+    members: Sequence[Any],
+    account: Account,
+    *,
+    fixed_parts: bool,
+) -> int:
     """Returns the number of certified steps to a neighbouring data set.
 
     Raises ValueError for bounds of another relation.

@@ -22,7 +22,11 @@ _FRAGMENT = 128
 _SALT = b"jaxdp batches"
 
 
-def rows_of_batches(data: Any, records: int, training: Any) -> np.ndarray:
+def rows_of_batches(
+    data: Any,
+    records: int,
+    training: Any,
+) -> np.ndarray:
     """Returns the rows of records of each step, [steps, batch], -1 for none.
 
     Args:
@@ -38,7 +42,11 @@ def rows_of_batches(data: Any, records: int, training: Any) -> np.ndarray:
     return np.tile(_rows_of_epoch(data, records, training), (training.epochs, 1))
 
 
-def _rows_of_epoch(data: Any, records: int, training: Any) -> np.ndarray:
+def _rows_of_epoch(
+    data: Any,
+    records: int,
+    training: Any,
+) -> np.ndarray:
     """Returns rows [batches, batch]."""
     batches, threat = training.batches, training.threat
     if threat == "replace_per_batch" and batches is None:

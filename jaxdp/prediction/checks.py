@@ -9,7 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def positive(name: str, value: Any, meaning: str = "") -> float:
+def positive(
+    name: str,
+    value: Any,
+    meaning: str = "",
+) -> float:
     """Returns `value` as a float. Raises ValueError, with `meaning`, unless finite and > 0."""
     if value is None or np.ndim(value) or not 0 < value < math.inf:
         explanation = f" It is {meaning}." if meaning else ""
@@ -53,7 +57,12 @@ def count_rows(tree: Any, name: str) -> int:
     return lengths.pop()
 
 
-def check_data(data: Any, name: str, *, may_be_empty: bool = False) -> int:
+def check_data(
+    data: Any,
+    name: str,
+    *,
+    may_be_empty: bool = False,
+) -> int:
     """Returns the number of records. Raises ValueError for none, or a value that is not finite."""
     n = count_rows(data, name)
     if n == 0 and not may_be_empty:
@@ -75,7 +84,11 @@ def one_of(data: Any) -> Any:
 
 
 def check_queries(
-    apply_fn: Callable[[Any, Any], Any], params: Any, queries: Any, *, may_be_empty: bool = False
+    apply_fn: Callable[[Any, Any], Any],
+    params: Any,
+    queries: Any,
+    *,
+    may_be_empty: bool = False,
 ) -> tuple[int, int]:
     """Returns the number of queries, and of the logits of each. Raises ValueError for others."""
     count = check_data(queries, "queries", may_be_empty=may_be_empty)

@@ -67,7 +67,14 @@ class Gradients:
     stages: Sequence[Callable[..., Any]]
 
     @classmethod
-    def of(cls, loss_fn: Any, plan: Plan, moving: Leaves, frozen: Leaves, data: Any) -> "Gradients":
+    def of(
+        cls,
+        loss_fn: Any,
+        plan: Plan,
+        moving: Leaves,
+        frozen: Leaves,
+        data: Any,
+    ) -> "Gradients":
         """Returns the gradients of `loss_fn` with respect to the trained leaves."""
 
         def gradient(moving: Leaves, record: Any) -> Leaves:
@@ -133,7 +140,11 @@ class Gradients:
         ]
 
     def total(
-        self, box: LeafBounds, batch: Batch, summands: Callable[[Any], Leaves], copies: int = 1
+        self,
+        box: LeafBounds,
+        batch: Batch,
+        summands: Callable[[Any], Leaves],
+        copies: int = 1,
     ) -> list[Total]:
         """Returns sums over the batch of `summands(factors)`, which has `copies` of all ends."""
         like = [*box[0], *box[1]] * copies
@@ -155,7 +166,11 @@ def _from_lower_ends(lows: Leaves) -> LeafBounds:
 # --- Records are added or removed (T4) ----------------------------------------------------------
 
 
-def _add_remove(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
+def _add_remove(
+    gradients: Gradients,
+    batch: Batch,
+    box: LeafBounds,
+) -> Descent:
     """Returns D_L = (sum d_L - k clip) / batch_size.
 
     The divisor is constant. So a record that comes or goes moves the sum by at most clip. Theorem
@@ -185,7 +200,11 @@ class _Point(NamedTuple):
     excess: Total
 
 
-def _replace_one(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
+def _replace_one(
+    gradients: Gradients,
+    batch: Batch,
+    box: LeafBounds,
+) -> Descent:
     """Returns D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6).
 
     The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The function is
@@ -272,14 +291,22 @@ def _minus(a: Total, b: Total) -> Total:
     return carry(a[0] - b[0], a[1] - b[1])
 
 
-def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
+def _choose(
+    condition: jax.Array,
+    yes: Any,
+    no: Any,
+) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 # --- Records of every batch are replaced (Theorem 4.6 as published) -----------------------------
 
 
-def _replace_per_batch(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
+def _replace_per_batch(
+    gradients: Gradients,
+    batch: Batch,
+    box: LeafBounds,
+) -> Descent:
     """Returns the bounds of Theorem 4.6, by sorting.
 
     D_L = (SEMin_{b-k} d_L - k clip) / b,   D_U = (SEMax_{b-k} d_U + k clip) / b

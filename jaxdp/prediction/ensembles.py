@@ -39,7 +39,11 @@ _UNREACHABLE = 2**40
 
 
 def partition_by_hash(
-    records: Any, parts: int, *, salt: bytes, ids: Sequence[int | str] | None = None
+    records: Any,
+    parts: int,
+    *,
+    salt: bytes,
+    ids: Sequence[int | str] | None = None,
 ) -> np.ndarray:
     """Assigns every record to one of `parts` disjoint parts by a keyed hash (BLAKE2b) of its bytes.
 
@@ -130,7 +134,12 @@ def _row_bytes(row: Any) -> bytes:
 # --- The certified vote -------------------------------------------------------------------------
 
 
-def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+def vote(
+    labels: Any,
+    distances: Any,
+    *,
+    num_classes: int,
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the majority label of every query and its calibrated distance: int32 [Q] each.
 
     Ties have distance 0. The distance is one less than the number of records that have to change
@@ -199,7 +208,11 @@ def _counts(votes: np.ndarray, num_classes: int) -> np.ndarray:
     return np.stack([(votes == label).sum(axis=0) for label in range(num_classes)], axis=1)
 
 
-def _check_votes(labels: Any, distances: Any, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+def _check_votes(
+    labels: Any,
+    distances: Any,
+    num_classes: int,
+) -> tuple[np.ndarray, np.ndarray]:
     votes, away = np.asarray(labels), np.asarray(distances)
     if votes.ndim != 2 or not len(votes) or votes.shape != away.shape:
         raise ValueError(
@@ -229,7 +242,12 @@ def _vote_counts(labels: Any, num_classes: int) -> np.ndarray:
 
 
 def laplace_vote(
-    key: jax.Array, labels: Any, *, epsilon: float, num_classes: int, changed_members: int = 1
+    key: jax.Array,
+    labels: Any,
+    *,
+    epsilon: float,
+    num_classes: int,
+    changed_members: int = 1,
 ) -> np.ndarray:
     """Answers the class with most votes after Laplace noise on every count.
 
@@ -250,7 +268,10 @@ def laplace_vote(
 
 
 def _noisy(
-    draw: Callable[..., Any], key: jax.Array, counts: np.ndarray, scale: float
+    draw: Callable[..., Any],
+    key: jax.Array,
+    counts: np.ndarray,
+    scale: float,
 ) -> np.ndarray:
     sample = draw(key, jax.ShapeDtypeStruct(counts.shape, jnp.float32), scale)
     return counts + np.asarray(sample, np.float64)
@@ -328,7 +349,12 @@ class ConfidentGNMax:
         )
 
     def answer(
-        self, key: jax.Array, labels: Any, *, num_classes: int, max_answers: int
+        self,
+        key: jax.Array,
+        labels: Any,
+        *,
+        num_classes: int,
+        max_answers: int,
     ) -> np.ndarray:
         """Answers the first `max_answers` queries that pass the noisy threshold.
 

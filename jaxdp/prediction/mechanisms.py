@@ -87,7 +87,12 @@ _LARGEST_CLASSES = 2**20
 # --- Flip probabilities -------------------------------------------------------------------------
 
 
-def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> np.ndarray:
+def flip_probability(
+    distance: Any,
+    *,
+    epsilon: float,
+    num_classes: int = 2,
+) -> np.ndarray:
     """Returns p(k) of randomised response, the smallest that pure DP allows. The module's text has
     the proof.
 
@@ -119,7 +124,12 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     return np.where(k < turn, before, after)
 
 
-def needed_distance(epsilon: float, *, flip: float = 1e-3, num_classes: int = 2) -> int:
+def needed_distance(
+    epsilon: float,
+    *,
+    flip: float = 1e-3,
+    num_classes: int = 2,
+) -> int:
     """Returns the largest distance that answers use, the K for `train_with_bounds(ks=K)`.
 
     It is the smallest K with flip_probability(K) <= `flip`. An answer reads the smaller of stable
@@ -182,7 +192,11 @@ def flip_probability_cauchy(
 
 
 def flip_probability_smooth_laplace(
-    distance: Any, *, epsilon: float, delta: float, calibration: LaplaceCalibration = "stable"
+    distance: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    calibration: LaplaceCalibration = "stable",
 ) -> np.ndarray:
     """Returns exp(-1 / (2 s(k))) / 2, the probability that Laplace noise of scale s(k) exceeds 1/2.
 
@@ -239,7 +253,12 @@ def _log_dilation_delta(rate: float, epsilon: float) -> float:
 
 
 def randomised_response(
-    key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int
+    key: jax.Array,
+    labels: Any,
+    distances: Any,
+    *,
+    epsilon: float,
+    num_classes: int,
 ) -> np.ndarray:
     """Answers labels by randomised response with the flip probability of their distance.
 
@@ -289,7 +308,12 @@ def smooth_cauchy(
 
 
 def global_laplace(
-    key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int = 2
+    key: jax.Array,
+    labels: Any,
+    distances: Any,
+    *,
+    epsilon: float,
+    num_classes: int = 2,
 ) -> np.ndarray:
     """Answers labels in {0, 1} by rounding label + Laplace(1 / epsilon) at 1/2.
 
@@ -303,7 +327,12 @@ def global_laplace(
 
 
 def global_response(
-    key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int
+    key: jax.Array,
+    labels: Any,
+    distances: Any,
+    *,
+    epsilon: float,
+    num_classes: int,
 ) -> np.ndarray:
     """Answers labels of any `num_classes` by k-ary randomised response. Needs no certificate."""
     nowhere = np.zeros(np.shape(labels), np.int64)
@@ -335,7 +364,11 @@ def _answer(
 
 
 def exact_thresholds(
-    floor: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int
+    floor: Sequence[float] | None,
+    last: int,
+    *,
+    epsilon: float,
+    num_classes: int,
 ) -> list[int]:
     """Returns integers r(0) >= r(1) >= ... for the distances k.
 
@@ -383,7 +416,10 @@ def _divided_up(a: int, b: int) -> int:
 
 
 def _sample(
-    key: jax.Array, labels: np.ndarray, thresholds: np.ndarray, num_classes: int
+    key: jax.Array,
+    labels: np.ndarray,
+    thresholds: np.ndarray,
+    num_classes: int,
 ) -> np.ndarray:
     """Answers each of the other labels with probability threshold / 2**64."""
     noise.check_key(key)
@@ -392,7 +428,10 @@ def _sample(
 
 
 def flip_labels(
-    draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_classes: int
+    draws: np.ndarray,
+    labels: np.ndarray,
+    thresholds: np.ndarray,
+    num_classes: int,
 ) -> np.ndarray:
     """Maps uniform 64-bit numbers to labels.
 
@@ -409,7 +448,12 @@ def flip_labels(
 
 
 def smooth_sensitivity(
-    values: Any, lower: Any, upper: Any, *, beta: float, output_range: tuple[float, float]
+    values: Any,
+    lower: Any,
+    upper: Any,
+    *,
+    beta: float,
+    output_range: tuple[float, float],
 ) -> np.ndarray:
     """Returns a beta-smooth upper bound on the move of values between neighbours.
 
@@ -526,7 +570,11 @@ def cauchy_multiplier(epsilon: float, beta: float) -> float:
 
 
 def laplace_values(
-    key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]
+    key: jax.Array,
+    values: Any,
+    *,
+    epsilon: float,
+    output_range: tuple[float, float],
 ) -> np.ndarray:
     """Answers real values with Laplace noise of scale (high - low) / epsilon. Needs no certificate.
 
@@ -551,7 +599,12 @@ def _add_noise(
     return np.clip(noisy, low, high).astype(np.float32)
 
 
-def _clip(array: Any, instead: float, low: float, high: float) -> np.ndarray:
+def _clip(
+    array: Any,
+    instead: float,
+    low: float,
+    high: float,
+) -> np.ndarray:
     """Clips to the declared range. NaN, from a bound that overflowed, becomes `instead`."""
     array = np.asarray(array, np.float64)
     return np.clip(np.where(np.isnan(array), instead, array), low, high)
@@ -585,7 +638,11 @@ def _check_distances(distances: Any) -> np.ndarray:
     return array.astype(np.int64)
 
 
-def _check_labels(labels: Any, num_classes: int, shape: tuple[int, ...]) -> np.ndarray:
+def _check_labels(
+    labels: Any,
+    num_classes: int,
+    shape: tuple[int, ...],
+) -> np.ndarray:
     array = np.asarray(labels)
     if not np.issubdtype(array.dtype, np.integer) or array.shape != shape or len(shape) != 1:
         raise ValueError(

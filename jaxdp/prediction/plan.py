@@ -290,7 +290,12 @@ def _whole_blocks(x: Any) -> jax.Array:
 # --- Checks: sizes, optimizer, parameters, loss -------------------------------------------------
 
 
-def _check_sizes(rows: np.ndarray, most_changed: int, threat: Threat, room: int) -> None:
+def _check_sizes(
+    rows: np.ndarray,
+    most_changed: int,
+    threat: Threat,
+    room: int,
+) -> None:
     """Refuses batches that an exact sum has no room for."""
     if threat == "add_remove":
         # The number of records is private. A sum of too many is clipped instead.
@@ -365,7 +370,11 @@ def _check_leaves(params: Any, trainable: Trainable | None) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-def _check_loss(loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any) -> None:
+def _check_loss(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    params: Any,
+    data: Any,
+) -> None:
     closed, out = jax.make_jaxpr(loss_fn, return_shape=True)(params, one_of(data))
     shapes = jax.tree.map(lambda x: x.shape, out)
     if shapes != () or not jnp.issubdtype(out.dtype, jnp.floating):

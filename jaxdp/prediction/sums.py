@@ -50,7 +50,14 @@ class Grid(NamedTuple):
     most: int
 
     @classmethod
-    def of(cls, dtype: Any, clip: float, divisor: int, *, clipped: bool = False) -> "Grid":
+    def of(
+        cls,
+        dtype: Any,
+        clip: float,
+        divisor: int,
+        *,
+        clipped: bool = False,
+    ) -> "Grid":
         """Returns the grid for gradients of a dtype."""
         is_double = jnp.dtype(dtype) == jnp.float64
         floats = np.float64 if is_double else np.float32
@@ -105,12 +112,20 @@ class Grid(NamedTuple):
         return outward(high * scale, -1, 3)  # `low` is not negative, so a lower end may drop it
 
 
-def carry(high: jax.Array, low: jax.Array, shift: int = SHIFT) -> Total:
+def carry(
+    high: jax.Array,
+    low: jax.Array,
+    shift: int = SHIFT,
+) -> Total:
     """Returns the same total with 0 <= low < 2**shift."""
     return high + (low >> shift), low & (2**shift - 1)
 
 
-def add_units(total: Total, count: Any, units: Any) -> Total:
+def add_units(
+    total: Total,
+    count: Any,
+    units: Any,
+) -> Total:
     """Adds `count`, of either sign, times a number of units."""
     high = total[0] + count * (units >> SHIFT)
     low = total[1] + count * (units & (2**SHIFT - 1))
