@@ -171,7 +171,10 @@ def _recognise(naming: str, tensors: Tensors) -> str:
 
 
 def _check_attributes(
-    naming: str, config: Mapping[str, Any], tensors: Tensors, model: nn.Module
+    naming: str,
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    model: nn.Module,
 ) -> None:
     """Raises ValueError if the model has other attributes than the checkpoint states.
 
@@ -258,7 +261,10 @@ def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preproce
 
 
 def _choose(
-    given: Preprocessing | None, path: Path, naming: str, tensors: Tensors
+    given: Preprocessing | None,
+    path: Path,
+    naming: str,
+    tensors: Tensors,
 ) -> Preprocessing:
     """Returns the given preprocessing, or else the one that the files state.
 

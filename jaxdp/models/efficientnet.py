@@ -68,7 +68,13 @@ class EfficientNetLite(nn.Module):
     dtype: Any = None
 
     def _conv(
-        self, name: str, width: int, size: int, x: jax.Array, stride: int = 1, groups: int = 1
+        self,
+        name: str,
+        width: int,
+        size: int,
+        x: jax.Array,
+        stride: int = 1,
+        groups: int = 1,
     ) -> jax.Array:
         """Returns a normalised convolution with the names `name` and `name`_norm."""
         padding: Any = "SAME" if self.same_padding else size // 2
@@ -87,7 +93,13 @@ class EfficientNetLite(nn.Module):
             self.norm, self.groups, self.dtype, f"{name}_norm", y, epsilon=self.norm_epsilon
         )
 
-    def _block(self, name: str, stage: _Stage, stride: int, x: jax.Array) -> jax.Array:
+    def _block(
+        self,
+        name: str,
+        stage: _Stage,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         """Returns the residual branch of an inverted residual block."""
         y = x
         if stage.expansion > 1:

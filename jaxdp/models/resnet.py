@@ -33,7 +33,14 @@ class ResNet(nn.Module):
     standardise: bool = False
     dtype: Any = None
 
-    def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
+    def _conv(
+        self,
+        name: str,
+        width: int,
+        size: int,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         # The paper pads symmetrically. "SAME" pads a strided convolution on one side only.
         common: Any = {
             "strides": (stride, stride),
@@ -49,7 +56,13 @@ class ResNet(nn.Module):
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return normalise_channels(self.norm, self.groups, self.dtype, name, x)
 
-    def _shortcut(self, name: str, width: int, stride: int, x: jax.Array) -> jax.Array:
+    def _shortcut(
+        self,
+        name: str,
+        width: int,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         if x.shape[-1] == width:
             return x
         if self.shortcut == "conv":

@@ -64,7 +64,12 @@ class _WithLoRA(Pretrained):
     def apply_fn(self, params: Params, inputs: jax.Array) -> jax.Array:
         weights = {name: subtree for name, subtree in params.items() if name != LORA}
 
-        def add(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        def add(
+            call: Callable[..., Any],
+            args: Any,
+            kwargs: Any,
+            context: Any,
+        ) -> Any:
             y = call(*args, **kwargs)
             layer = context.module
             if context.method_name != "__call__" or not layer.has_variable(LORA, "down"):
@@ -81,7 +86,11 @@ class _WithLoRA(Pretrained):
 
 
 def with_lora(
-    pretrained: Pretrained, *, rank: int, layers: str = ".*attention/(query|value)", seed: int
+    pretrained: Pretrained,
+    *,
+    rank: int,
+    layers: str = ".*attention/(query|value)",
+    seed: int,
 ) -> Pretrained:
     """Returns the model with x W + x A B in place of x W in some dense layers.
 
@@ -222,7 +231,12 @@ def head_inputs(pretrained: Pretrained, images: jax.Array) -> jax.Array:
     """
     inputs: list[jax.Array] = []
 
-    def keep(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    def keep(
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: Any,
+    ) -> Any:
         path = context.module.path
         if len(path) == 1 and path[0] in HEADS:
             inputs.append(args[0])

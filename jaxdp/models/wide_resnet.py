@@ -28,7 +28,14 @@ class WideResNet(nn.Module):
     groups: int = 16
     dtype: Any = None
 
-    def _branch(self, name: str, channels: int, size: int, stride: int, x: jax.Array) -> jax.Array:
+    def _branch(
+        self,
+        name: str,
+        channels: int,
+        size: int,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         x = normalise_channels("group", self.groups, self.dtype, f"{name}_norm", nn.relu(x))
         kernel = (size, size)
         conv = WSConv(channels, kernel, (stride, stride), dtype=self.dtype, name=f"{name}_conv")
