@@ -142,7 +142,11 @@ def _weights(present: Any, absent: Any, variances: np.ndarray) -> list[np.ndarra
 
 
 def audit_sampling(
-    trainer: PrivateTrainer, *, trials: int, confidence: float = 0.95, seed: bytes | None = None
+    trainer: PrivateTrainer,
+    *,
+    trials: int,
+    confidence: float = 0.95,
+    seed: bytes | None = None,
 ) -> bounds.Audit:
     """Audits the sampling of batches.
 
@@ -298,7 +302,11 @@ def _loss(trainer: PrivateTrainer, params: Any, example: Any) -> jax.Array:
 
 
 def _started(
-    trainer: PrivateTrainer, params: Any, seed: bytes, noise: str, views: str
+    trainer: PrivateTrainer,
+    params: Any,
+    seed: bytes,
+    noise: str,
+    views: str,
 ) -> TrainState:
     """Returns the state before the first step, with keys from the seed."""
     state = trainer.init(params)

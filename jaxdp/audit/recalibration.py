@@ -111,7 +111,12 @@ def audit_source(
         absent = (np.zeros(num_classes, np.float32), -1)  # an invalid record
     calibrator = _Transcript(method, temperature)
 
-    def answers(record: Any, epsilon: float, purpose: str, count: int) -> np.ndarray:
+    def answers(
+        record: Any,
+        epsilon: float,
+        purpose: str,
+        count: int,
+    ) -> np.ndarray:
         """Returns all answers of each of `count` conversations, float64 [count, numbers]."""
         party = Party(logits, labels)
         if record is not None:
