@@ -297,7 +297,11 @@ def plot_points(
 
 
 def plot_reliability(
-    path: str | os.PathLike[str], diagrams: Mapping[str, Any], *, title: str, subtitle: str
+    path: str | os.PathLike[str],
+    diagrams: Mapping[str, Any],
+    *,
+    title: str,
+    subtitle: str,
 ) -> Path:
     """Draws reliability diagrams side by side.
 
@@ -345,7 +349,12 @@ def plot_reliability(
     return _save(figure, path)
 
 
-def _diagram(above: "Axes", below: "Axes", name: str, diagram: Any) -> list[Label]:
+def _diagram(
+    above: "Axes",
+    below: "Axes",
+    name: str,
+    diagram: Any,
+) -> list[Label]:
     """Draws one reliability diagram, and returns the names at the height of its last bar."""
     used = np.asarray(diagram.counts) > 0
     counts = np.asarray(diagram.counts, np.float64)[used]
@@ -513,7 +522,12 @@ def _progress(axes: "Axes", points: Sequence[tuple[int, float]]) -> list[float]:
     return values
 
 
-def _curves(axes: "Axes", curves: Curves, names: Sequence[str], yscale: str) -> dict[str, Label]:
+def _curves(
+    axes: "Axes",
+    curves: Curves,
+    names: Sequence[str],
+    yscale: str,
+) -> dict[str, Label]:
     """Draws each curve in the style of its place among all names.
 
     Returns labels at the last values that can be drawn.
@@ -555,7 +569,13 @@ def _log_marks(axis: Any, low: float, high: float) -> None:
         axis.set_major_formatter("{x:g}")
 
 
-def _round_marks(axis: Any, count: int, form: str = "", *, integer: bool = False) -> None:
+def _round_marks(
+    axis: Any,
+    count: int,
+    form: str = "",
+    *,
+    integer: bool = False,
+) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(count, steps=[1, 2, 5, 10], integer=integer))
