@@ -94,7 +94,11 @@ Baseline = Callable[..., RecipeAndParams]
 
 
 def linear_probing(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+    backbone: Backbone,
+    params: Params,
+    *,
+    num_classes: int,
+    key: jax.Array,
 ) -> RecipeAndParams:
     """Trains only the head. The frozen transformer sees every image once."""
     backbone, params = backbone.with_head(key, params, num_classes)
@@ -104,7 +108,11 @@ def linear_probing(
 
 
 def full_fine_tuning(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+    backbone: Backbone,
+    params: Params,
+    *,
+    num_classes: int,
+    key: jax.Array,
 ) -> RecipeAndParams:
     """Trains all parameters."""
     backbone, params = backbone.with_head(key, params, num_classes)
@@ -112,7 +120,11 @@ def full_fine_tuning(
 
 
 def layer_norm_tuning(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+    backbone: Backbone,
+    params: Params,
+    *,
+    num_classes: int,
+    key: jax.Array,
 ) -> RecipeAndParams:
     """Trains scales and biases of all LayerNorms, and the head: LN-TUNE.
 
@@ -131,7 +143,11 @@ def layer_norm_tuning(
 
 
 def split_learning(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+    backbone: Backbone,
+    params: Params,
+    *,
+    num_classes: int,
+    key: jax.Array,
 ) -> RecipeAndParams:
     """Trains frontend and head at the client, through the server's frozen backend (section A.2).
 
@@ -285,7 +301,11 @@ def adapt(
 
 
 def accuracy(
-    adapted: Adapted, images: jax.Array, labels: jax.Array, *, batch_size: int = 128
+    adapted: Adapted,
+    images: jax.Array,
+    labels: jax.Array,
+    *,
+    batch_size: int = 128,
 ) -> float:
     """Returns the share of images [n, S, S, C] whose largest logit belongs to the label, int [n].
 
@@ -321,7 +341,12 @@ def training_loss(pieces: tuple[Piece, ...]) -> Loss:
     Equal pieces give one function, which compiles once.
     """
 
-    def loss(trained: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
+    def loss(
+        trained: Any,
+        frozen: Any,
+        batch: Any,
+        key: jax.Array,
+    ) -> jax.Array:
         inputs, labels = batch
         logits = run(pieces, unflatten_dict({**frozen, **trained}, sep="/"), inputs)
         return jax.vmap(losses.softmax_cross_entropy)(logits, labels)

@@ -213,7 +213,11 @@ def plan_copies(
 
 
 def plan_noisy(
-    account: Account, *, representations: jax.Array, laplace_scale: float, label: str
+    account: Account,
+    *,
+    representations: jax.Array,
+    laplace_scale: float,
+    label: str,
 ) -> Release[jax.Array]:
     """Returns one noisy copy of every representation, float32 [n, T, D], for a till.
 

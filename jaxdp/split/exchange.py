@@ -330,7 +330,12 @@ def _read_model(described: Any, limits: Limits) -> Any:
     return _MODELS[name](num_classes=2, **values)
 
 
-def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
+def _read_attribute(
+    name: str,
+    value: Any,
+    default: Any,
+    limits: Limits,
+) -> Any:
     """Returns the attribute for the model. Its default determines the type."""
     if name == "activation":
         if not isinstance(value, str) or value not in _ACTIVATIONS:

@@ -185,7 +185,11 @@ def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
 
 
 def randomized_response(
-    key: jax.Array, labels: Any, *, num_classes: int, epsilon: float
+    key: jax.Array,
+    labels: Any,
+    *,
+    num_classes: int,
+    epsilon: float,
 ) -> np.ndarray:
     """Applies K-ary randomised response: each label stays or becomes one of the others, uniformly.
 
@@ -215,7 +219,12 @@ def randomized_response(
     return _respond(words, labels, num_classes, threshold)
 
 
-def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -> np.ndarray:
+def _respond(
+    words: Any,
+    labels: np.ndarray,
+    num_classes: int,
+    threshold: int,
+) -> np.ndarray:
     """Returns noisy labels int32 [n] from words uint32 [2, n], in integer arithmetic."""
     if threshold == 0:
         return labels
@@ -396,7 +405,12 @@ class PrivateRelease:
         _check_labels(labels, self.num_classes)
 
     def release(
-        self, key: jax.Array, representations: Any, *, labels: Any, projection: Projection
+        self,
+        key: jax.Array,
+        representations: Any,
+        *,
+        labels: Any,
+        projection: Projection,
     ) -> Released:
         """Projects and clips rows, then adds noise, once.
 
@@ -434,7 +448,13 @@ class PrivateRelease:
         return self._draw(key, representations, labels, projection, shuffle=False)
 
     def _draw(
-        self, key: jax.Array, x: Any, labels: Any, projection: Projection, *, shuffle: bool
+        self,
+        key: jax.Array,
+        x: Any,
+        labels: Any,
+        projection: Projection,
+        *,
+        shuffle: bool,
     ) -> Released:
         features, order, words = _release(
             key, *self._arguments(x, projection), self.mechanism, shuffle

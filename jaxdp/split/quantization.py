@@ -112,7 +112,11 @@ class ScaleSearch:
 
 
 def search_scales(
-    backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array, **options: Any
+    backbone: Backbone,
+    params: Params,
+    images: jax.Array,
+    labels: jax.Array,
+    **options: Any,
 ) -> Scales:
     """Chooses the scales of all sites of a frontend on labelled PUBLIC images.
 
@@ -243,7 +247,12 @@ def quantized_front(
     # Outside the interceptor, which would intercept its calls as well.
     sites = describe_frontend(backbone).sites
 
-    def operands_quantised(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def operands_quantised(
+        next_fun: Any,
+        args: Any,
+        kwargs: Any,
+        context: Any,
+    ) -> Any:
         path = _path(context)
         if path not in scales.first or sites[path].kind == "embed":
             return next_fun(*args, **kwargs)
@@ -297,7 +306,12 @@ def describe_frontend(backbone: Backbone) -> Description:
     """Traces the frontend of a backbone once."""
     sites: dict[str, Site] = {}
 
-    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def note(
+        next_fun: Any,
+        args: Any,
+        kwargs: Any,
+        context: Any,
+    ) -> Any:
         path = _path(context)
         module = context.module
         if isinstance(module, Product):
@@ -328,7 +342,10 @@ def _path(context: Any) -> str:
 
 @functools.partial(jax.jit, static_argnums=0)
 def observe(
-    backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array
+    backbone: Backbone,
+    params: Params,
+    images: jax.Array,
+    labels: jax.Array,
 ) -> dict[str, Observation]:
     """Runs the model once forward and once backward, and returns what is at its sites.
 
@@ -346,7 +363,12 @@ def observe(
             shapes[path] = jax.ShapeDtypeStruct(y.shape, y.dtype)
             return y + taps[path]
 
-        def tap(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        def tap(
+            next_fun: Any,
+            args: Any,
+            kwargs: Any,
+            context: Any,
+        ) -> Any:
             path = _path(context)
             y = next_fun(*args, **kwargs)
             return tapped(path, args, y) if path in taps else y
@@ -466,7 +488,12 @@ class _Turn(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _search_output(bits: int, y: jax.Array, g: jax.Array, candidates: jax.Array) -> jax.Array:
+def _search_output(
+    bits: int,
+    y: jax.Array,
+    g: jax.Array,
+    candidates: jax.Array,
+) -> jax.Array:
     """Returns the scale of the representation, which has no operands."""
     base = _unit(jnp.max(jnp.abs(y)), _highest(bits))
     g = _in_units(g)
@@ -508,7 +535,11 @@ def _per_output(scale: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _grouped(
-    reduce: Callable[..., jax.Array], x: jax.Array, site: Site, *, per_channel: bool = True
+    reduce: Callable[..., jax.Array],
+    x: jax.Array,
+    site: Site,
+    *,
+    per_channel: bool = True,
 ) -> jax.Array:
     """Reduces over the entries that share a scale.
 

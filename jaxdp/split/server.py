@@ -113,7 +113,11 @@ def calibrate_frontends(
 
 
 def mixup_representations(
-    key: jax.Array, quantized: jax.Array, exact: jax.Array, *, beta: float = 0.75
+    key: jax.Array,
+    quantized: jax.Array,
+    exact: jax.Array,
+    *,
+    beta: float = 0.75,
 ) -> jax.Array:
     """Computes lambda Xhat + (1 - lambda) X with one lambda ~ Beta(beta, beta) per image (Eq. 10).
 
@@ -171,7 +175,12 @@ def tune_backend(
 def mixup_loss(backbone: Backbone, beta: float) -> Loss:
     """Returns the loss of Eq. 11 per image, for `fit_in_memory`."""
 
-    def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
+    def loss(
+        back: Any,
+        frozen: Any,
+        batch: Any,
+        key: jax.Array,
+    ) -> jax.Array:
         front, frontends = frozen
         images, labels = batch
         exact = backbone.front(front, images)
@@ -273,7 +282,12 @@ def adapt(
 def copies_loss(backbone: Backbone) -> Loss:
     """Returns the loss of Eq. 14 per copy, corrected for label noise, for `fit_in_memory`."""
 
-    def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
+    def loss(
+        back: Any,
+        frozen: Any,
+        batch: Any,
+        key: jax.Array,
+    ) -> jax.Array:
         copies, labels, label_noise = frozen
         images, numbers = batch
         log_p = jax.nn.log_softmax(backbone.back(back, copies.batch(images, numbers)))
@@ -346,7 +360,11 @@ def adapt_by_client(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _copies_logits(
-    backbone: Backbone, back: Params, copies: Uploads, images: Any, numbers: Any
+    backbone: Backbone,
+    back: Params,
+    copies: Uploads,
+    images: Any,
+    numbers: Any,
 ) -> jax.Array:
     return backbone.back(back, copies.batch(images, numbers))
 
