@@ -242,7 +242,10 @@ def _seed(key: jax.Array) -> bytes:
 
 
 def _inputs(
-    method: Method, parties: Sequence[Party], key: jax.Array, scale: Scale | None
+    method: Method,
+    parties: Sequence[Party],
+    key: jax.Array,
+    scale: Scale | None,
 ) -> tuple[Any, ...]:
     """Returns the arguments of `_play`."""
     logits = np.concatenate([party.logits for party in parties])
