@@ -134,19 +134,20 @@ def train_with_bounds(
     training = _one_training(training, options)
     check_mesh(mesh, data_axes, None)
     if group:
-        if not isinstance(data, Records):
-            raise TypeError(
-                f"data must be jaxdp.data.Records with group=True, got {type(data).__name__}."
-            )
+        _check_records(data)
         loss_fn = _MeanLoss(loss_fn)
     plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
     if mesh is not None:
         plan = dataclasses.replace(plan, mesh=mesh, data_axes=tuple(data_axes))
-        arrays = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
+        on_every_device = NamedSharding(mesh, PartitionSpec())
+        arrays = jax.device_put(arrays, on_every_device)
     nominal, low, high = _train(loss_fn, plan, arrays)
     layout = plan.layout
     frozen = layout.split(params)[1]
-    rows = [np.broadcast_to(np.asarray(leaf), (len(plan.ks), *np.shape(leaf))) for leaf in frozen]
+    rows = []
+    for leaf in frozen:
+        shape = len(plan.ks), *np.shape(leaf)
+        rows.append(np.broadcast_to(np.asarray(leaf), shape))
     return Bounds(
         params=layout.join(nominal, frozen),
         lower=layout.join(low, rows),
@@ -158,13 +159,21 @@ def train_with_bounds(
     )
 
 
+def _check_records(data: Any) -> None:
+    if not isinstance(data, Records):
+        raise TypeError(
+            f"data must be jaxdp.data.Records with group=True, got {type(data).__name__}."
+        )
+
+
 def _one_training(training: Training | None, options: dict[str, Any]) -> Training:
     """Returns the options, which are one `Training` or its fields."""
     if training is None:
         return Training(**options)
     if options:
+        names = ", ".join(sorted(options))
         raise TypeError(
-            f"training and {', '.join(sorted(options))} exclude each other. Use"
+            f"training and {names} exclude each other. Use"
             " dataclasses.replace(training, ...) to change a field."
         )
     return training
@@ -180,7 +189,8 @@ class _MeanLoss:
         losses = jax.vmap(self.loss_fn, (None, 0))(params, owned.records)
         # An unused row has no record.
         count = jnp.maximum(jnp.sum(owned.present), 1).astype(losses.dtype)
-        return jnp.sum(jnp.where(owned.present, losses, 0)) / count
+        present_losses = jnp.where(owned.present, losses, 0)
+        return jnp.sum(present_losses) / count
 
 
 # --- All batches (Algorithm 1) ------------------------------------------------------------------
@@ -213,13 +223,17 @@ def _train(
       Nominal, lower and upper leaves. The ends have a first axis [len(ks)].
     """
     ks = np.asarray(plan.ks)
-    velocity = [jnp.zeros_like(x) for x in arrays.moving] if plan.momentum else []
+    velocity = []
+    if plan.momentum:
+        velocity = [jnp.zeros_like(x) for x in arrays.moving]
     state = _State(arrays.moving, velocity, None)
     # With a shared budget, `used` is the number of changes so far of each line (T8). Otherwise
     # there is a line for each k, and every batch may have k changes.
-    results, used = np.arange(len(ks)), None  # the line of each k, at the end
+    used: np.ndarray | None = None
+    results = np.arange(len(ks))  # the line of each k, at the end
     if plan.shared_budget:
-        results, used = ks, np.arange(ks[-1] + 1)
+        used = np.arange(ks[-1] + 1)
+        results = ks
     first_steps = np.cumsum(plan.groups)  # of later groups of batches, such as epochs
     step_plan = dataclasses.replace(plan, groups=())  # any number of epochs has the same programs
     schedule = zip(arrays.order, np.asarray(arrays.rates), strict=True)
@@ -232,9 +246,8 @@ def _train(
                 state = state._replace(lines=_take(state.lines, from_last))
                 results = np.cumsum(ks + 1) - 1  # the line j = k of each k
                 used = np.concatenate([np.arange(k + 1) for k in ks])
-            state = _batch_step(
-                loss_fn, step_plan, arrays.frozen, arrays.data, state, rows, rate, used
-            )
+            inputs = arrays.frozen, arrays.data, state, rows, rate, used
+            state = _batch_step(loss_fn, step_plan, *inputs)
             state = jax.block_until_ready(state)
             bar.update()
     low, high, *_ = _take(state.lines, results)
@@ -291,14 +304,21 @@ def _step(
     params, velocity, lines = state
     # Without a shared budget k records of this batch change. With it none does at first, and
     # `_share_budget` adds the changes that may be in this batch.
-    changes = jnp.asarray(plan.ks) if used is None else jnp.zeros_like(used)
+    if used is None:
+        changes = jnp.asarray(plan.ks)
+    else:
+        changes = jnp.zeros_like(used)
     batch = gradients.batch(data, rows)
     descent_over = functools.partial(DESCENT[plan.threat], gradients, batch)
     grads = gradients.mean(params, batch)
     if lines is None:
         point = params, params, velocity, velocity
         descent = descent_over((params, params))  # once for all lines (T5)
-        lines = _for_lines(plan, lambda k: _advance_box(plan, point, descent(k), rate), changes)
+
+        def advance_point(k: jax.Array) -> Line:
+            return _advance_box(plan, point, descent(k), rate)
+
+        lines = _for_lines(plan, advance_point, changes)
     else:
 
         def advance(line_of_k: tuple[jax.Array, Line]) -> Line:
@@ -371,7 +391,8 @@ def _advance(
     Results of an end are rounded outward, down for the lower end (sign -1).
     """
     if sign and plan.weight_decay and not plan.momentum:
-        return _descend(_decayed(plan, params, rate, sign), grads, rate, sign), velocity
+        decayed = _decayed(plan, params, rate, sign)
+        return _descend(decayed, grads, rate, sign), velocity
 
     def plus(
         grads: Leaves,
@@ -379,7 +400,11 @@ def _advance(
         xs: Leaves,
     ) -> Leaves:
         # The terms may cancel, so the product is rounded separately.
-        return [_out(g + _out(factor * x, -sign, 2), -sign) for g, x in zip(grads, xs, strict=True)]
+        sums = []
+        for grad, x in zip(grads, xs, strict=True):
+            product = _out(factor * x, -sign, 2)
+            sums.append(_out(grad + product, -sign))
+        return sums
 
     if plan.weight_decay:
         # Each end decays by itself. This is exact, because no gradient's influence changes sign
@@ -400,8 +425,11 @@ def _descend(
     rate: jax.Array,
     sign: int,
 ) -> Leaves:
-    pairs = zip(params, steps, strict=True)
-    return [_out(p - _out(rate * step, -sign), sign) for p, step in pairs]
+    moved = []
+    for param, step in zip(params, steps, strict=True):
+        change = _out(rate * step, -sign)
+        moved.append(_out(param - change, sign))
+    return moved
 
 
 def _decayed(
@@ -416,7 +444,11 @@ def _decayed(
     error = slack(plan.grid.dtype, 4) * decay  # it may be large compared with 1 - decay
     least = jnp.maximum(1 - decay - error, 0)
     most = 1 - decay + error
-    return [_out(outermost(end * least, end * most), sign, 3) for end in ends]
+    decayed = []
+    for end in ends:
+        product = outermost(end * least, end * most)
+        decayed.append(_out(product, sign, 3))
+    return decayed
 
 
 def _out(
@@ -425,7 +457,9 @@ def _out(
     roundings: int = 1,
 ) -> jax.Array:
     """Rounds a computed value outward, down for sign -1 and up for +1."""
-    return outward(x, sign, roundings) if sign else x
+    if not sign:
+        return x
+    return outward(x, sign, roundings)
 
 
 # --- One budget for all batches of an epoch (T8) ------------------------------------------------
@@ -456,23 +490,23 @@ def _share_budget(
             shift: jax.Array,
         ) -> Leaves:
             outermost = jnp.minimum if sign < 0 else jnp.maximum
-            reached = [
-                outermost(x, _out(y + sign * shift, sign, 6))
-                for x, y in zip(base[part], previous[part], strict=True)
-            ]
+            reached = []
+            for x, before in zip(base[part], previous[part], strict=True):
+                shifted = _out(before + sign * shift, sign, 6)
+                reached.append(outermost(x, shifted))
             # j = 0 is the first line of a k, and no line of this k is before it.
             return [jnp.where(j == 0, x, y) for x, y in zip(base[part], reached, strict=True)]
 
-        line = (
-            widen(0, -1, of_params),
-            widen(1, +1, of_params),
-            widen(2, -1, of_velocity),
-            widen(3, +1, of_velocity),
-        )
+        low = widen(0, -1, of_params)
+        high = widen(1, +1, of_params)
+        v_low = widen(2, -1, of_velocity)
+        v_high = widen(3, +1, of_velocity)
+        line = low, high, v_low, v_high
         return line, line
 
     start = jax.tree.map(lambda x: x[0], lines)
-    return lax.scan(widen_line, start, (used, lines))[1]
+    _, widened = lax.scan(widen_line, start, (used, lines))
+    return widened
 
 
 def _shift_of_mean(plan: Plan) -> float:
