@@ -100,7 +100,9 @@ def plot_training(
 
 
 def _accuracy_panel(
-    axes: "Axes", accuracy: Sequence[tuple[int, float]], references: Mapping[str, float]
+    axes: "Axes",
+    accuracy: Sequence[tuple[int, float]],
+    references: Mapping[str, float],
 ) -> None:
     _, final = accuracy[-1]
     labels = [Label(final, f"private  {_percent(final)}", _BLUE)]
@@ -118,7 +120,11 @@ def _accuracy_panel(
     _finish(axes, "Test accuracy", labels)
 
 
-def _epsilon_panel(axes: "Axes", epsilon: Sequence[tuple[int, float]], budget: float) -> None:
+def _epsilon_panel(
+    axes: "Axes",
+    epsilon: Sequence[tuple[int, float]],
+    budget: float,
+) -> None:
     _reference_line(axes, budget, _INK)
     values = _progress(axes, epsilon)
     steps = [step for step, _ in epsilon]
@@ -503,7 +509,11 @@ def _page(
     return figure, panels
 
 
-def _reference_line(axes: "Axes", value: float, colour: str) -> None:
+def _reference_line(
+    axes: "Axes",
+    value: float,
+    colour: str,
+) -> None:
     if math.isfinite(value):
         axes.axhline(value, color=colour, **_DASHED)
 
@@ -560,7 +570,11 @@ def _drawable(y: float, yscale: str) -> float:
     return y
 
 
-def _log_marks(axis: Any, low: float, high: float) -> None:
+def _log_marks(
+    axis: Any,
+    low: float,
+    high: float,
+) -> None:
     """Writes marks between powers of ten in full if there are few powers of ten."""
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -611,7 +625,11 @@ def _save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _finish(axes: "Axes", title: str, labels: Sequence[Label] = ()) -> None:
+def _finish(
+    axes: "Axes",
+    title: str,
+    labels: Sequence[Label] = (),
+) -> None:
     """Writes a panel's title and the names at its right. The y axis must be final."""
     axes.set_title(title, loc="left", fontsize=_FONT + 0.5, color=_INK, pad=9)
     _label_right(axes, labels)
