@@ -75,7 +75,8 @@ class ImageNetResNet(nn.Module):
         for stage, depth in enumerate(self.depths):
             for block in range(depth):
                 name = f"stage_{stage}_block_{block}"
-                stride = 2 if stage > 0 and block == 0 else 1
+                is_halved = stage > 0 and block == 0
+                stride = 2 if is_halved else 1
                 y = self._branch(name, self.width * 2**stage, stride, x)
                 if y.shape != x.shape:
                     x = self._conv(f"{name}_shortcut", y.shape[-1], 1, stride, x)

@@ -85,7 +85,8 @@ class ResNet(nn.Module):
         for stage, width in enumerate((16, 32, 64)):
             for block in range((self.depth - 2) // 6):
                 name = f"stage_{stage}_block_{block}"
-                stride = 2 if stage > 0 and block == 0 else 1
+                is_halved = stage > 0 and block == 0
+                stride = 2 if is_halved else 1
                 y = self._conv(f"{name}_conv_0", width, 3, stride, x)
                 y = nn.relu(self._norm(f"{name}_norm_0", y))
                 y = self._conv(f"{name}_conv_1", width, 3, 1, y)

@@ -98,7 +98,9 @@ def robust_accuracy(
     refuse_unlabelled(int(unlabelled.max()), source)
     warn_if_not_finite(int(not_finite.sum()), len(source) * not_finite.size)
     fractions = correct / len(source)
-    return fractions if np.ndim(std) else fractions[0]
+    if np.ndim(std):
+        return fractions
+    return fractions[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -64,7 +64,8 @@ def fit_public(
     def gather(rows: np.ndarray) -> Any:
         if is_source:
             return check_batch(data.gather(rows), "data")
-        return check_batch(jax.tree.map(lambda leaf: leaf[rows], data), "data")
+        batch = jax.tree.map(lambda leaf: leaf[rows], data)
+        return check_batch(batch, "data")
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
@@ -205,7 +206,11 @@ def adam_step(
     The learning rate is an array, which can change without recompilation.
     """
     updates, state = optax.scale_by_adam().update(gradients, state)
-    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state
+
+    def moved(param: jax.Array, update: jax.Array) -> jax.Array:
+        return param - learning_rate * update
+
+    return jax.tree.map(moved, params, updates), state
 
 
 def check_positive(**values: float) -> None:

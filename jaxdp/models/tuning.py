@@ -34,11 +34,13 @@ def trainable(choice: str, params: Params) -> Callable[[str, Any], bool]:
     paths = list(flatten_dict(dict(params), sep="/"))
     norms = {path.rpartition("/")[0] for path in paths if path.endswith("/scale")}
     head = {path for path in paths if path.split("/")[0] in HEADS}
+    in_norms = {path for path in paths if path.rpartition("/")[0] in norms}
+    factors = {path for path in paths if path.startswith(f"{LORA}/")}
     groups: dict[str, set[str]] = {
         "all": set(paths),
         "head": head,
-        "norms": {path for path in paths if path.rpartition("/")[0] in norms},
-        LORA: {path for path in paths if path.startswith(f"{LORA}/")},
+        "norms": in_norms,
+        LORA: factors,
     }
     try:
         matches = {path for path in paths if re.fullmatch(choice, path)}
@@ -55,7 +57,11 @@ def trainable(choice: str, params: Params) -> Callable[[str, Any], bool]:
         )
     if choice in groups:
         matches = matches | head
-    return lambda path, leaf: path in matches
+
+    def is_trained(path: str, leaf: Any) -> bool:
+        return path in matches
+
+    return is_trained
 
 
 class _WithLoRA(Pretrained):
