@@ -268,9 +268,9 @@ def _votes(
         labels = np.stack(by_member)
         return labels, np.zeros_like(labels)
     certificates = [certify(member, apply_fn, queries) for member in members]
-    labels = [np.asarray(certificate.label) for certificate in certificates]
-    distances = [np.asarray(certificate.distance) for certificate in certificates]
-    return np.stack(labels), np.stack(distances)
+    labels = np.stack([np.asarray(certificate.label) for certificate in certificates])
+    distances = np.stack([np.asarray(certificate.distance) for certificate in certificates])
+    return labels, distances
 
 
 def _release_once(

@@ -522,12 +522,8 @@ def _release(
     # The barrier keeps the scaled coordinates identical to those whose norm was taken. XLA must not
     # recompute them.
     coordinates = jax.lax.optimization_barrier(project(projection, x))
-    if mechanism == "gaussian":
-        norm_order = 2
-        draw = noise.gaussian
-    else:
-        norm_order = 1
-        draw = noise.laplace
+    norm_order = 2 if mechanism == "gaussian" else 1
+    draw = noise.gaussian if mechanism == "gaussian" else noise.laplace
     clipped = _clip(coordinates, bound, norm_order)
     words = jax.random.bits(label_key, (2, count), jnp.uint32)
     return clipped + draw(feature_key, clipped, scale), order, words
