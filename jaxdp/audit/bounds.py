@@ -228,7 +228,11 @@ Bound = Callable[[np.ndarray, np.ndarray, Terms], float]
 
 
 def _audit(
-    bound: Bound, name: str, scores: Sequence[np.ndarray], upper: float, terms: Terms
+    bound: Bound,
+    name: str,
+    scores: Sequence[np.ndarray],
+    upper: float,
+    terms: Terms,
 ) -> Audit:
     present, absent = scores
     ceiling = _ceiling(bound, len(present), len(absent), terms)
@@ -244,7 +248,12 @@ def _audit(
 
 
 @functools.lru_cache(maxsize=64)
-def _ceiling(bound: Bound, present: int, absent: int, terms: Terms) -> float:
+def _ceiling(
+    bound: Bound,
+    present: int,
+    absent: int,
+    terms: Terms,
+) -> float:
     """Returns the bound for scores that separate the two kinds."""
     order = np.arange(1.0, present + absent + 1)
     return bound(order[absent:], order[:absent], terms)

@@ -127,7 +127,11 @@ def audit_step(
     return runs.judge(scores, present, absent)
 
 
-def _weights(present: Any, absent: Any, variances: np.ndarray) -> list[np.ndarray]:
+def _weights(
+    present: Any,
+    absent: Any,
+    variances: np.ndarray,
+) -> list[np.ndarray]:
     """Returns the direction of the attack, float32, with 1 as its largest entry.
 
     For noise of one variance the score is the likelihood ratio of the two sums. Tensors with little
@@ -142,7 +146,11 @@ def _weights(present: Any, absent: Any, variances: np.ndarray) -> list[np.ndarra
 
 
 def audit_sampling(
-    trainer: PrivateTrainer, *, trials: int, confidence: float = 0.95, seed: bytes | None = None
+    trainer: PrivateTrainer,
+    *,
+    trials: int,
+    confidence: float = 0.95,
+    seed: bytes | None = None,
 ) -> bounds.Audit:
     """Audits the sampling of batches.
 
@@ -288,7 +296,11 @@ def audit_run(
     return bounds.one_run(inside, outside, upper=upper, **dataclasses.asdict(bound))
 
 
-def _loss(trainer: PrivateTrainer, params: Any, example: Any) -> jax.Array:
+def _loss(
+    trainer: PrivateTrainer,
+    params: Any,
+    example: Any,
+) -> jax.Array:
     """Returns the loss of an example, or the mean loss of a user's records."""
     loss_fn = trainer.query.gradient.loss_fn
     if not trainer.group:
@@ -298,7 +310,11 @@ def _loss(trainer: PrivateTrainer, params: Any, example: Any) -> jax.Array:
 
 
 def _started(
-    trainer: PrivateTrainer, params: Any, seed: bytes, noise: str, views: str
+    trainer: PrivateTrainer,
+    params: Any,
+    seed: bytes,
+    noise: str,
+    views: str,
 ) -> TrainState:
     """Returns the state before the first step, with keys from the seed."""
     state = trainer.init(params)
@@ -376,7 +392,11 @@ class _Noise(NamedTuple):
     predicted: np.ndarray
 
 
-def _noise(observe: Any, base: Any, key: jax.Array) -> _Noise:
+def _noise(
+    observe: Any,
+    base: Any,
+    key: jax.Array,
+) -> _Noise:
     leaves = _leaves(base)
     no_weights = [np.zeros(leaf.shape, np.float32) for leaf in leaves]
     no_shares = np.zeros(len(leaves), np.float32)
@@ -389,7 +409,11 @@ def _noise(observe: Any, base: Any, key: jax.Array) -> _Noise:
     return _Noise(variances, predicted.astype(np.float32))
 
 
-def _distance(variances: np.ndarray, one: Any, other: Any) -> float:
+def _distance(
+    variances: np.ndarray,
+    one: Any,
+    other: Any,
+) -> float:
     """Returns the squared distance of two sums in standard deviations of the noise."""
     distance = 0.0
     for x, y, variance in zip(_leaves(one), _leaves(other), variances, strict=True):

@@ -111,12 +111,20 @@ def audit_answers(
     return runs.judge(scores, canary, neighbour)
 
 
-def _with_candidate(i: int, place: int, data: Any, candidates: Any) -> np.ndarray:
+def _with_candidate(
+    i: int,
+    place: int,
+    data: Any,
+    candidates: Any,
+) -> np.ndarray:
     return np.insert(data, place, candidates[i], axis=0)
 
 
 def _answers(
-    ask: Callable[..., np.ndarray], sets: Sequence[Any], query: Any, runs: Trials
+    ask: Callable[..., np.ndarray],
+    sets: Sequence[Any],
+    query: Any,
+    runs: Trials,
 ) -> list[np.ndarray]:
     """Returns the answers [2 trials] of the model of each data set to one query."""
 
@@ -148,7 +156,12 @@ def _cells(answers: Sequence[np.ndarray], trials: int) -> list[np.ndarray]:
     return [np.searchsorted(levels, of_model, side="right") for of_model in answers]
 
 
-def _places(seed: bytes, records: int, candidates: int, adjacency: Adjacency) -> np.ndarray:
+def _places(
+    seed: bytes,
+    records: int,
+    candidates: int,
+    adjacency: Adjacency,
+) -> np.ndarray:
     """Returns the position of each candidate among the records.
 
     A record and its replacement have one position.

@@ -39,7 +39,12 @@ class _Transcript:
     def rounds(self) -> int:
         return self.method.rounds
 
-    def sensitivity(self, k: int, adjacency: Adjacency, num_classes: int) -> float:
+    def sensitivity(
+        self,
+        k: int,
+        adjacency: Adjacency,
+        num_classes: int,
+    ) -> float:
         return self.method.sensitivity(k, adjacency, num_classes)
 
     def init(self, variance: float | jax.Array) -> tuple[jax.Array, ...]:
@@ -48,11 +53,19 @@ class _Transcript:
     def question(self, k: int, state: tuple[jax.Array, ...]) -> jax.Array:
         return jnp.float32(self.temperature)
 
-    def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+    def summand(
+        self,
+        k: int,
+        records: Records,
+        temperature: jax.Array,
+    ) -> jax.Array:
         return self.method.summand(k, records, temperature)
 
     def update(
-        self, k: int, state: tuple[jax.Array, ...], answer: jax.Array
+        self,
+        k: int,
+        state: tuple[jax.Array, ...],
+        answer: jax.Array,
     ) -> tuple[jax.Array, ...]:
         return (*state, answer)
 
@@ -111,7 +124,12 @@ def audit_source(
         absent = (np.zeros(num_classes, np.float32), -1)  # an invalid record
     calibrator = _Transcript(method, temperature)
 
-    def answers(record: Any, epsilon: float, purpose: str, count: int) -> np.ndarray:
+    def answers(
+        record: Any,
+        epsilon: float,
+        purpose: str,
+        count: int,
+    ) -> np.ndarray:
         """Returns all answers of each of `count` conversations, float64 [count, numbers]."""
         party = Party(logits, labels)
         if record is not None:

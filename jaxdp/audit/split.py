@@ -140,7 +140,11 @@ def _label_score(with_canary: _Seen, with_other: _Seen, num_classes: int) -> _Sc
 
 
 def _feature_score(
-    before: _Seen, canary: np.ndarray, other: np.ndarray, *, gaussian: bool
+    before: _Seen,
+    canary: np.ndarray,
+    other: np.ndarray,
+    *,
+    gaussian: bool,
 ) -> _Score:
     """Returns the log likelihood ratio of the noise up to its scale.
 

@@ -72,7 +72,12 @@ class Trials:
         """The terms of the bound."""
         return bounds.Terms(self.delta, self.confidence, self.claim)
 
-    def check_candidates(self, field: str, count: int, what: str) -> None:
+    def check_candidates(
+        self,
+        field: str,
+        count: int,
+        what: str,
+    ) -> None:
         """Raises ValueError for too few candidates."""
         least = 2 if self.adjacency == "replace_one" else 1
         if count < least:
@@ -89,7 +94,10 @@ class Trials:
         return jax.random.split(key, count)
 
     def farthest(
-        self, canaries: Sequence[T], absent: Sequence[T], distance: Callable[[T, T], float]
+        self,
+        canaries: Sequence[T],
+        absent: Sequence[T],
+        distance: Callable[[T, T], float],
     ) -> tuple[T, T]:
         """Returns the canary and the neighbour that are farthest apart.
 
@@ -99,7 +107,12 @@ class Trials:
         pairs = itertools.product(canaries, neighbours)
         return max(pairs, key=lambda pair: distance(*pair))
 
-    def judge(self, scores: Callable[[Any, str], Any], canary: Any, neighbour: Any) -> bounds.Audit:
+    def judge(
+        self,
+        scores: Callable[[Any, str], Any],
+        canary: Any,
+        neighbour: Any,
+    ) -> bounds.Audit:
         """Returns the `Audit` of `scores(data, purpose) -> [trials]` for the two data."""
         present = scores(canary, "with the canary")
         absent = scores(neighbour, "without the canary")

@@ -119,7 +119,12 @@ def audit_stream(
     return runs.judge(scores, canary.data, neighbour.data)
 
 
-def _updated(adapter: Adapter, batch: np.ndarray, image: Any, key: jax.Array) -> jax.Array:
+def _updated(
+    adapter: Adapter,
+    batch: np.ndarray,
+    image: Any,
+    key: jax.Array,
+) -> jax.Array:
     """Returns the adapted parameters [P] after one update from the source model.
 
     The image takes the place of the first image of the update's first batch. None leaves that place

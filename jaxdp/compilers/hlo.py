@@ -221,7 +221,10 @@ class Program:
             return sum(step.times * weigh(step.instruction) for step in steps)
 
         def walk(
-            name: str, times: float, around: tuple[str, ...], values: Mapping[int, int]
+            name: str,
+            times: float,
+            around: tuple[str, ...],
+            values: Mapping[int, int],
         ) -> list[Step]:
             steps: list[Step] = []
             constants = self._constants(name, values)

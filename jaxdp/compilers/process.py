@@ -65,7 +65,10 @@ class Estimate:
 
 
 def estimate(
-    target: str, function: Callable[..., Any], *args: Any, seconds: float | None = None
+    target: str,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float | None = None,
 ) -> Estimate:
     """Returns what the compiler of a target says about `function(*args)` on one chip.
 
@@ -162,7 +165,10 @@ def needed_memory(message: str) -> int | None:
 
 @functools.cache  # several parts of a run have the same program
 def _answer(
-    target: str, program: bytes, donated: tuple[int, ...], seconds: float | None
+    target: str,
+    program: bytes,
+    donated: tuple[int, ...],
+    seconds: float | None,
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = targets.environment(target, folder)

@@ -77,7 +77,13 @@ class Target:
     peaks: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
-def _tpu(topology_name: str, *, clock: float, bandwidth: float, memory: float) -> Target:
+def _tpu(
+    topology_name: str,
+    *,
+    clock: float,
+    bandwidth: float,
+    memory: float,
+) -> Target:
     """Returns a TPU with a clock in GHz, a bandwidth in GB/s, and GiB of memory for programs."""
     return Target(
         platform="tpu",
@@ -298,7 +304,10 @@ def _body(instruction: hlo.Instruction) -> str:
 
 
 def _kernel(
-    program: hlo.Program, step: hlo.Step, target: Target, bundles: float | None
+    program: hlo.Program,
+    step: hlo.Step,
+    target: Target,
+    bundles: float | None,
 ) -> dict[str, Any]:
     """Returns the estimate of a Pallas kernel: its bundles, or its bytes if these take longer."""
     shapes = [step.instruction.shape, *program.operands(step)]

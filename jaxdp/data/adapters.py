@@ -349,7 +349,12 @@ def _read_image_table(root: pathlib.Path, table: str, texts: Sequence[str]) -> T
     return rows
 
 
-def _class_of(table: Table, row: int, label: str, classes: Sequence[str]) -> str:
+def _class_of(
+    table: Table,
+    row: int,
+    label: str,
+    classes: Sequence[str],
+) -> str:
     """Returns the number of a label among the classes, as a cell."""
     if label not in classes:
         raise table.error(

@@ -49,7 +49,12 @@ def numpy_seeded(rng: Rng) -> Iterator[None]:
             np.random.set_state(state)
 
 
-def apply(image: Pixels, name: str, severity: int, rng: Rng) -> Pixels:
+def apply(
+    image: Pixels,
+    name: str,
+    severity: int,
+    rng: Rng,
+) -> Pixels:
     """Returns the corrupted image, uint8 [H, W, 3]. Fractions are dropped as in CIFAR-10-C."""
     corruption, constants = _TABLE[name]
     corrupted = corruption(image / 255, constants[severity - 1], rng)
@@ -146,7 +151,12 @@ def _motion_blur(x: Pixels, constants: tuple[int, float], rng: Rng) -> Pixels:
     return _blur_along(x, radius, sigma, rng.uniform(-45, 45))
 
 
-def _blur_along(x: Pixels, radius: int, sigma: float, degrees: float) -> Pixels:
+def _blur_along(
+    x: Pixels,
+    radius: int,
+    sigma: float,
+    degrees: float,
+) -> Pixels:
     """Averages 2 radius + 1 pixels ahead in one direction, with half a Gaussian as weights.
 
     x is [H, W, C] or [H, W].

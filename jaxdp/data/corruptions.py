@@ -168,7 +168,11 @@ _CIFAR10_CORRUPTED_NAMES = {"glass_blur": "frosted_glass_blur", "elastic_transfo
 
 
 def corrupted_tfds(
-    name: str, corruption: str, severity: int, *, data_dir: str | None = None
+    name: str,
+    corruption: str,
+    severity: int,
+    *,
+    data_dir: str | None = None,
 ) -> Examples:
     """Reads one configuration of a corrupted TFDS test set, by the names of `CORRUPTIONS`.
 

@@ -51,7 +51,11 @@ class Judged(NamedTuple):
 
 
 def check_logits(
-    logits: Any, *, name: str = "logits", count: int | None = None, least: int = 1
+    logits: Any,
+    *,
+    name: str = "logits",
+    count: int | None = None,
+    least: int = 1,
 ) -> None:
     """Raises ValueError or TypeError unless logits are floating point [n, K].
 
@@ -98,7 +102,11 @@ def check_labels(labels: Any, count: int, *, name: str = "labels") -> None:
 
 
 def check_labelled(
-    logits: Any, labels: Any, *, names: tuple[str, str] = ("logits", "labels"), least: int = 1
+    logits: Any,
+    labels: Any,
+    *,
+    names: tuple[str, str] = ("logits", "labels"),
+    least: int = 1,
 ) -> None:
     """Raises ValueError or TypeError unless logits are floats [n, K] and labels integers [n].
 

@@ -68,7 +68,12 @@ def check_members(source: Any, argument: str = "source") -> None:
         )
 
 
-def check_source(source: Any, *columns: str, argument: str = "source", values: bool = True) -> Any:
+def check_source(
+    source: Any,
+    *columns: str,
+    argument: str = "source",
+    values: bool = True,
+) -> Any:
     """Checks that an object is a `Source`, and reads its first and last examples.
 
     The fingerprint is not read. Errors show columns, dtypes and shapes, and no value of a record.
@@ -114,7 +119,12 @@ def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _check_columns(source: Source, batch: Any, columns: tuple[str, ...], argument: str) -> None:
+def _check_columns(
+    source: Source,
+    batch: Any,
+    columns: tuple[str, ...],
+    argument: str,
+) -> None:
     """Raises ValueError unless a batch has the columns. The message says which are text."""
     missing = [name for name in columns if not (isinstance(batch, dict) and name in batch)]
     if not missing:

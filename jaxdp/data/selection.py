@@ -69,7 +69,13 @@ def few_shots(source: Examples, shots: int, *, seed: int | None) -> dict[str, np
 # --- Units of privacy ---------------------------------------------------------------------------
 
 
-def units(records: Examples, group: str, *, max_records: int, computed: Any = None) -> Any:
+def units(
+    records: Examples,
+    group: str,
+    *,
+    max_records: int,
+    computed: Any = None,
+) -> Any:
     """Returns private records by unit of privacy.
 
     Args:

@@ -185,7 +185,12 @@ def _open_bundled(spec: DataSpec, prepare: Prepare | None) -> Examples:
 
 
 @functools.lru_cache(maxsize=8)  # decoding CIFAR-10 takes seconds, and several specs may name it
-def _split_of_tfds(name: str, split: str, data_dir: str, prepare: Prepare | None) -> Examples:
+def _split_of_tfds(
+    name: str,
+    split: str,
+    data_dir: str,
+    prepare: Prepare | None,
+) -> Examples:
     return from_tfds(name, split, data_dir=data_dir or None, prepare=prepare)
 
 

@@ -219,7 +219,12 @@ def _unreadable(name: str, split: str, info: Any) -> str:
     return f"split {split!r} of data set {name!r} cannot be read. There are {sorted(info.splits)}."
 
 
-def _prepared_builder(tfds: Any, name: str, data_dir: str | None, download: bool = False) -> Any:
+def _prepared_builder(
+    tfds: Any,
+    name: str,
+    data_dir: str | None,
+    download: bool = False,
+) -> Any:
     """Returns the builder of a data set that is prepared, or raises FileNotFoundError."""
     data_dir = data_dir or os.environ.get("TFDS_DATA_DIR") or None
     reason: Exception | None = None
@@ -263,7 +268,11 @@ def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
 
 
 def _check_features(
-    tfds: Any, name: str, features: Mapping[str, Any], *, any_shape: bool
+    tfds: Any,
+    name: str,
+    features: Mapping[str, Any],
+    *,
+    any_shape: bool,
 ) -> list[str]:
     """Returns the columns to read, or raises ValueError."""
     if isinstance(features.get("label"), tfds.features.ClassLabel):

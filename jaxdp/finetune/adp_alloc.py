@@ -158,7 +158,10 @@ def calibrate_schedule(
 
 
 def schedule_event(
-    schedule: NoiseSchedule, sigma_0: float, sampler: PoissonSampler, steps: int
+    schedule: NoiseSchedule,
+    sigma_0: float,
+    sampler: PoissonSampler,
+    steps: int,
 ) -> DpEvent:
     """Returns the event of the first `steps` steps.
 
@@ -241,10 +244,20 @@ def _epoch_steps(sampler: PoissonSampler) -> int:
     return math.ceil((1 - 1e-12) / sampler.sampling_probability)
 
 
-def _epsilon(event: DpEvent, delta: float, adjacency: Adjacency, method: Method) -> float:
+def _epsilon(
+    event: DpEvent,
+    delta: float,
+    adjacency: Adjacency,
+    method: Method,
+) -> float:
     return epsilon(event, delta=delta, adjacency=adjacency, method=method)
 
 
-def _check(name: str, value: float, is_valid: bool, rule: str) -> None:
+def _check(
+    name: str,
+    value: float,
+    is_valid: bool,
+    rule: str,
+) -> None:
     if not is_valid:
         raise ValueError(f"{name} must be {rule}, got {value}.")

@@ -77,7 +77,12 @@ class QuantileClipping(Query):
         return _Contribution(grads, jnp.float32(0))
 
     def sums(
-        self, params: Any, carried: jax.Array, batch: Any, mask: jax.Array, key: jax.Array | None
+        self,
+        params: Any,
+        carried: jax.Array,
+        batch: Any,
+        mask: jax.Array,
+        key: jax.Array | None,
     ) -> _Contribution:
         """Sums the weighted clipped gradients and the centred indicators."""
         gradient = dataclasses.replace(self.gradient, clip_norm=carried)

@@ -37,7 +37,11 @@ class PhysicalBatch(NamedTuple):
 
 
 def put(
-    layout: Layout | None, source: Source, rows: np.ndarray, mask: np.ndarray, number: int
+    layout: Layout | None,
+    source: Source,
+    rows: np.ndarray,
+    mask: np.ndarray,
+    number: int,
 ) -> PhysicalBatch:
     """Reads the examples at `rows` that the devices of this process need, and puts them there."""
     if layout is None:

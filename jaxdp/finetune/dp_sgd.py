@@ -35,7 +35,12 @@ class GradientSum(Query):
         return jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
 
     def sums(
-        self, params: Any, carried: None, batch: Any, mask: jax.Array, key: jax.Array | None
+        self,
+        params: Any,
+        carried: None,
+        batch: Any,
+        mask: jax.Array,
+        key: jax.Array | None,
     ) -> Any:
         """Sums the clipped gradients."""
         return self.gradient(params, batch, mask, key=key).grads

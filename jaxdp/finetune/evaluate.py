@@ -49,7 +49,13 @@ class Tally(NamedTuple):
     total: int
 
 
-def tally(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> Tally:
+def tally(
+    predict: Predict,
+    params: Any,
+    source: Source,
+    *,
+    batch_size: int = 500,
+) -> Tally:
     """Counts right answers, and answers with a logit that is not finite, without privacy.
 
     Arguments and errors are as in `accuracy`.
@@ -60,7 +66,13 @@ def tally(predict: Predict, params: Any, source: Source, *, batch_size: int = 50
     return Tally(counts.correct, counts.not_finite, len(source))
 
 
-def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> float:
+def accuracy(
+    predict: Predict,
+    params: Any,
+    source: Source,
+    *,
+    batch_size: int = 500,
+) -> float:
     """Returns the fraction of examples whose largest logit is at their label.
 
     Nothing is charged. `source` must be public or held out. Held-out data must not take part in
@@ -85,7 +97,12 @@ def accuracy(predict: Predict, params: Any, source: Source, *, batch_size: int =
     return answers.correct / answers.total
 
 
-def noisy_fraction(key: jax.Array, count: int, total: int, noise_multiplier: float) -> jax.Array:
+def noisy_fraction(
+    key: jax.Array,
+    count: int,
+    total: int,
+    noise_multiplier: float,
+) -> jax.Array:
     """Returns (count + noise) / total, clipped to [0, 1], float32 [].
 
     It is what `charged_accuracy` releases.
@@ -95,7 +112,13 @@ def noisy_fraction(key: jax.Array, count: int, total: int, noise_multiplier: flo
     return jnp.clip(noisy_count / total, 0.0, 1.0)
 
 
-def count_correct(predict: Predict, params: Any, source: Source, *, batch_size: int = 500) -> int:
+def count_correct(
+    predict: Predict,
+    params: Any,
+    source: Source,
+    *,
+    batch_size: int = 500,
+) -> int:
     """Returns the number of right answers, to which `charged_accuracy` adds noise.
 
     The number is private, and for audits. Arguments are as in `charged_accuracy`.
@@ -213,7 +236,12 @@ def _batch_shapes(example: Any, size: int) -> tuple[Any, jax.ShapeDtypeStruct]:
 
 
 def _counts(
-    predict: Predict, params: Any, source: Source, batch_size: int, *, each_alone: bool
+    predict: Predict,
+    params: Any,
+    source: Source,
+    batch_size: int,
+    *,
+    each_alone: bool,
 ) -> Counts:
     """Judges all examples of a source, each alone or a batch at once."""
     batches = labelled_batches(source, batch_size)
@@ -226,12 +254,21 @@ def _counts(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _batch_counts(
-    predict: Predict, each_alone: bool, params: Any, batch: Any, mask: jax.Array
+    predict: Predict,
+    each_alone: bool,
+    params: Any,
+    batch: Any,
+    mask: jax.Array,
 ) -> jax.Array:
     return jnp.stack(count(_answers(predict, each_alone, params, batch), mask))
 
 
-def _answers(predict: Predict, each_alone: bool, params: Any, batch: Any) -> Judged:
+def _answers(
+    predict: Predict,
+    each_alone: bool,
+    params: Any,
+    batch: Any,
+) -> Judged:
     """Judges a batch at once, or each example as a batch of one."""
     inputs = inputs_of(batch)
     labels = batch["label"]

@@ -143,7 +143,13 @@ class GradientEmbedding(Query):
                 )
         return self._zeros(random) if self.refresh_every > 1 else None
 
-    def refresh(self, params: Any, carried: Any, step: Any, public: Any) -> list[jax.Array]:
+    def refresh(
+        self,
+        params: Any,
+        carried: Any,
+        step: Any,
+        public: Any,
+    ) -> list[jax.Array]:
         """Returns an orthonormal basis of the subspace of the anchors' gradients."""
         basis = self._random(params, step)
         for _ in range(self.power_iterations):
@@ -161,7 +167,12 @@ class GradientEmbedding(Query):
         return _Contribution(embeddings, moving if self.residual_share else None)
 
     def sums(
-        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+        self,
+        params: Any,
+        carried: Any,
+        batch: Any,
+        mask: jax.Array,
+        key: jax.Array | None,
     ) -> _Contribution:
         """Sums the weighted clipped embeddings and residuals."""
         layout = self._layout(params)
@@ -277,7 +288,11 @@ class GradientEmbedding(Query):
         return self._layout(params).embed(self._anchor_gradients(params, anchors), basis)
 
     def _add_power(
-        self, params: Any, basis: list[jax.Array], image: list[jax.Array], anchors: Any
+        self,
+        params: Any,
+        basis: list[jax.Array],
+        image: list[jax.Array],
+        anchors: Any,
     ) -> list[jax.Array]:
         """Returns image + A^T (A L), with the rows of A of some anchors."""
         layout = self._layout(params)

@@ -110,7 +110,10 @@ def settings_text(trainer: "PrivateTrainer", state: TrainState, source: Source) 
 
 
 def lowered(
-    trainer: "PrivateTrainer", state: TrainState, source: Source, last: int
+    trainer: "PrivateTrainer",
+    state: TrainState,
+    source: Source,
+    last: int,
 ) -> Iterator[tuple[str, jax.stages.Lowered]]:
     """Yields the programs of the steps before `last` with their names.
 

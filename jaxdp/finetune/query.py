@@ -43,7 +43,13 @@ class Query(abc.ABC):
         """Returns the first `carried`, a function of released values and public data, or None."""
         return None
 
-    def refresh(self, params: Any, carried: Any, step: Any, public: Any) -> Any:
+    def refresh(
+        self,
+        params: Any,
+        carried: Any,
+        step: Any,
+        public: Any,
+    ) -> Any:
         """Returns a new `carried`."""
         return carried
 
@@ -53,7 +59,12 @@ class Query(abc.ABC):
 
     @abc.abstractmethod
     def sums(
-        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+        self,
+        params: Any,
+        carried: Any,
+        batch: Any,
+        mask: jax.Array,
+        key: jax.Array | None,
     ) -> Any:
         """Returns the sum of the contributions of the unmasked examples of a batch."""
 

@@ -142,7 +142,11 @@ class StepFunctions:
         return self._laid_out(params, layout, self.query.zeros(params))
 
     def _part_sum(
-        self, state: TrainState, examples: Any, mask: jax.Array, number: jax.Array
+        self,
+        state: TrainState,
+        examples: Any,
+        mask: jax.Array,
+        number: jax.Array,
     ) -> Any:
         """Sums the contributions of the physical batch with this number within the step."""
         # The number is folded into the key, so that no two physical batches share random views.

@@ -290,7 +290,12 @@ class PrivateTrainer(StepFunctions):
         return self._sizes[known]
 
     def load(
-        self, state: TrainState, source: Source, rows: np.ndarray, *, step: int | None = None
+        self,
+        state: TrainState,
+        source: Source,
+        rows: np.ndarray,
+        *,
+        step: int | None = None,
     ) -> list[PhysicalBatch]:
         """Cuts a batch into physical batches, and reads what this process needs of them.
 

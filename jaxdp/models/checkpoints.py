@@ -67,7 +67,9 @@ class Pretrained:
 
     def _applied(self, variables: Mapping[str, Any], inputs: jax.Array) -> jax.Array:
         """Applies the model with variables besides or instead of the constants."""
-        normalised = self.preprocessing.normalise(inputs) if self.preprocessing else inputs
+        normalised = inputs
+        if self.preprocessing:
+            normalised = self.preprocessing.normalise(inputs)
         logits: Any = self.model.apply({**self.constants, **variables}, normalised)
         return logits
 
@@ -151,7 +153,9 @@ def _read(path: Path, limits: Limits | None) -> Tensors:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    return read_json(path, remedy=_REMEDY) if path.exists() else {}
+    if not path.exists():
+        return {}
+    return read_json(path, remedy=_REMEDY)
 
 
 def _recognise(naming: str, tensors: Tensors) -> str:
@@ -171,7 +175,10 @@ def _recognise(naming: str, tensors: Tensors) -> str:
 
 
 def _check_attributes(
-    naming: str, config: Mapping[str, Any], tensors: Tensors, model: nn.Module
+    naming: str,
+    config: Mapping[str, Any],
+    tensors: Tensors,
+    model: nn.Module,
 ) -> None:
     """Raises ValueError if the model has other attributes than the checkpoint states.
 
@@ -235,7 +242,9 @@ def _rotary(config: Mapping[str, Any]) -> Mapping[str, Any]:
             f"config.json has {', '.join(unknown)}, which LanguageModel does not compute. Take "
             "another one."
         )
-    return {"rope_theta": rotary["rope_theta"]} if "rope_theta" in rotary else {}
+    if "rope_theta" not in rotary:
+        return {}
+    return {"rope_theta": rotary["rope_theta"]}
 
 
 def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preprocessing | None:
@@ -258,7 +267,10 @@ def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preproce
 
 
 def _choose(
-    given: Preprocessing | None, path: Path, naming: str, tensors: Tensors
+    given: Preprocessing | None,
+    path: Path,
+    naming: str,
+    tensors: Tensors,
 ) -> Preprocessing:
     """Returns the given preprocessing, or else the one that the files state.
 
@@ -341,7 +353,9 @@ def _translate(
         translation.add(path, leaf, new_head=new_head)
     problems = translation.problems + translation.superfluous()
     if problems:
-        size = f" at {preprocessing.size}x{preprocessing.size}" if preprocessing else ""
+        size = ""
+        if preprocessing:
+            size = f" at {preprocessing.size}x{preprocessing.size}"
         remedy = ", with its vocabulary and number of positions"
         if preprocessing:
             remedy = " at its image size"

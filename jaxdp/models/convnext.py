@@ -71,7 +71,12 @@ class ConvNeXt(nn.Module):
         def norm(name: str, x: jax.Array) -> jax.Array:
             return LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name=name)(x)
 
-        def reduce(name: str, stride: int, width: int, x: jax.Array) -> jax.Array:
+        def reduce(
+            name: str,
+            stride: int,
+            width: int,
+            x: jax.Array,
+        ) -> jax.Array:
             size = (stride, stride)
             common = {"padding": "VALID", "dtype": self.dtype, "kernel_init": _init}
             return Conv(width, size, strides=size, name=name, **common)(x)

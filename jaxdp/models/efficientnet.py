@@ -68,7 +68,13 @@ class EfficientNetLite(nn.Module):
     dtype: Any = None
 
     def _conv(
-        self, name: str, width: int, size: int, x: jax.Array, stride: int = 1, groups: int = 1
+        self,
+        name: str,
+        width: int,
+        size: int,
+        x: jax.Array,
+        stride: int = 1,
+        groups: int = 1,
     ) -> jax.Array:
         """Returns a normalised convolution with the names `name` and `name`_norm."""
         padding: Any = "SAME" if self.same_padding else size // 2
@@ -87,7 +93,13 @@ class EfficientNetLite(nn.Module):
             self.norm, self.groups, self.dtype, f"{name}_norm", y, epsilon=self.norm_epsilon
         )
 
-    def _block(self, name: str, stage: _Stage, stride: int, x: jax.Array) -> jax.Array:
+    def _block(
+        self,
+        name: str,
+        stage: _Stage,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         """Returns the residual branch of an inverted residual block."""
         y = x
         if stage.expansion > 1:
@@ -103,11 +115,16 @@ class EfficientNetLite(nn.Module):
         for number, stage in enumerate(_STAGES):
             # The first and the last stage are as deep in every size of the model.
             is_end = number in (0, len(_STAGES) - 1)
-            depth = stage.depth if is_end else math.ceil(stage.depth * self.depth)
+            depth = stage.depth
+            if not is_end:
+                depth = math.ceil(stage.depth * self.depth)
             for block in range(depth):
-                stride = stage.stride if block == 0 else 1
+                stride = 1
+                if block == 0:
+                    stride = stage.stride
                 y = self._block(f"stage_{number}_block_{block}", stage, stride, x)
-                x = x + y if stride == 1 and x.shape == y.shape else y
+                has_skip = stride == 1 and x.shape == y.shape
+                x = x + y if has_skip else y
         x = nn.relu6(self._conv("conv_last", 1280, 1, x))
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
         return Dense(self.num_classes, dtype=jnp.float32, name="head")(x)
@@ -116,4 +133,6 @@ class EfficientNetLite(nn.Module):
 def _rounded(width: float) -> int:
     """Rounds to a multiple of 8, at least 8 and at least 90 % of `width`."""
     near = max(8, int(width + 4) // 8 * 8)
-    return near if near >= 0.9 * width else near + 8
+    if near >= 0.9 * width:
+        return near
+    return near + 8

@@ -33,7 +33,14 @@ class ImageNetResNet(nn.Module):
     width: int = 64
     dtype: Any = None
 
-    def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
+    def _conv(
+        self,
+        name: str,
+        width: int,
+        size: int,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         """Returns a normalised convolution with the names `name` and `name`_norm."""
         init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
         common: Any = {
@@ -45,7 +52,13 @@ class ImageNetResNet(nn.Module):
         y = Conv(width, (size, size), strides=(stride, stride), name=name, **common)(x)
         return normalise_channels(self.norm, self.groups, self.dtype, f"{name}_norm", y)
 
-    def _branch(self, name: str, width: int, stride: int, x: jax.Array) -> jax.Array:
+    def _branch(
+        self,
+        name: str,
+        width: int,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         """Returns the residual branch of a block."""
         if not self.bottleneck:
             y = nn.relu(self._conv(f"{name}_conv_0", width, 3, stride, x))
@@ -62,7 +75,8 @@ class ImageNetResNet(nn.Module):
         for stage, depth in enumerate(self.depths):
             for block in range(depth):
                 name = f"stage_{stage}_block_{block}"
-                stride = 2 if stage > 0 and block == 0 else 1
+                is_halved = stage > 0 and block == 0
+                stride = 2 if is_halved else 1
                 y = self._branch(name, self.width * 2**stage, stride, x)
                 if y.shape != x.shape:
                     x = self._conv(f"{name}_shortcut", y.shape[-1], 1, stride, x)

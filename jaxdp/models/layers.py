@@ -26,7 +26,13 @@ class GivenShapes(nn.Module):
     """
 
     @nn.nowrap
-    def param(self, name: str, init_fn: Any, *init_args: Any, **options: Any) -> Any:
+    def param(
+        self,
+        name: str,
+        init_fn: Any,
+        *init_args: Any,
+        **options: Any,
+    ) -> Any:
         """Returns a parameter as `flax.linen.Module.param`, for an initializer of (key, shape).
 
         Raises:
@@ -136,7 +142,12 @@ class GroupNorm(GivenShapes):
 
 
 def max_pool(
-    x: jax.Array, size: int, stride: int, *, padding: int = 0, ceil: bool = False
+    x: jax.Array,
+    size: int,
+    stride: int,
+    *,
+    padding: int = 0,
+    ceil: bool = False,
 ) -> jax.Array:
     """Returns the maxima of the windows of [B, H, W, C].
 
@@ -162,7 +173,13 @@ def max_pool(
 
 
 def normalise_channels(
-    norm: Norm, groups: int, dtype: Any, name: str, x: jax.Array, *, epsilon: float = 1e-5
+    norm: Norm,
+    groups: int,
+    dtype: Any,
+    name: str,
+    x: jax.Array,
+    *,
+    epsilon: float = 1e-5,
 ) -> jax.Array:
     """Normalises x [B, ..., C] inside a compact module. "group" is GroupNorm, None the identity.
 

@@ -27,12 +27,16 @@ Table = tuple[str, str, Names]
 
 def _from_torch(path: str, array: np.ndarray) -> np.ndarray:
     """Moves PyTorch's axes (out, in, *spatial) to ours, (*spatial, in, out)."""
-    return np.moveaxis(array, (0, 1), (-1, -2)) if path.endswith("/kernel") else array
+    if not path.endswith("/kernel"):
+        return array
+    return np.moveaxis(array, (0, 1), (-1, -2))
 
 
 def _from_convolution(path: str, array: np.ndarray) -> np.ndarray:
     """Converts as `_from_torch`. The head, a 1x1 convolution in the file, is a matrix."""
-    return array[:, :, 0, 0].T if path == "head/kernel" else _from_torch(path, array)
+    if path == "head/kernel":
+        return array[:, :, 0, 0].T
+    return _from_torch(path, array)
 
 
 def _from_caffe(path: str, array: np.ndarray) -> np.ndarray:
@@ -57,7 +61,9 @@ def _from_flax(path: str, array: np.ndarray) -> np.ndarray:
     if path.endswith("attention/out/kernel"):
         return array.reshape(-1, array.shape[-1])
     if re.search("attention/(query|key|value)/", path):
-        return array.reshape(len(array), -1) if path.endswith("/kernel") else array.ravel()
+        if path.endswith("/kernel"):
+            return array.reshape(len(array), -1)
+        return array.ravel()
     return array
 
 

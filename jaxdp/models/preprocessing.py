@@ -126,7 +126,9 @@ class Preprocessing:
         """Returns height and width before the crop."""
         if isinstance(self.resize, tuple):
             return self.resize
-        short = self.size if self.resize is None else self.resize
+        short = self.resize
+        if short is None:
+            short = self.size
         return short * height // min(height, width), short * width // min(height, width)
 
 

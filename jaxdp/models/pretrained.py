@@ -25,7 +25,9 @@ def _flatten(params: Any) -> dict[str, Any]:
         is_key = _is_key(leaf)
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
         if is_key or not is_array:
-            content = "a random key" if is_key else type(leaf).__name__
+            content = type(leaf).__name__
+            if is_key:
+                content = "a random key"
             raise TypeError(
                 f"params must be a pytree of arrays, got {content} at {path!r}. Keep what is no "
                 "parameter apart (NNX: nnx.split(model, nnx.Param, ...), Equinox: "
@@ -64,7 +66,9 @@ def save_params(path: str | os.PathLike[str], params: Any) -> None:
     from safetensors.flax import save
 
     flat = {key: jax.numpy.asarray(value) for key, value in _flatten(params).items()}
-    metadata = None if _is_nested_dicts(params) else {_STRUCTURE: type(params).__name__}
+    metadata = None
+    if not _is_nested_dicts(params):
+        metadata = {_STRUCTURE: type(params).__name__}
     write_durably(pathlib.Path(path), save(flat, metadata))
 
 

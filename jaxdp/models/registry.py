@@ -22,7 +22,13 @@ from jaxdp.models.wide_resnet import WideResNet
 _Entry = tuple[Callable[..., nn.Module], Mapping[str, Any]]
 
 
-def _vit(patch_size: int, width: int, depth: int, num_heads: int, **attributes: Any) -> _Entry:
+def _vit(
+    patch_size: int,
+    width: int,
+    depth: int,
+    num_heads: int,
+    **attributes: Any,
+) -> _Entry:
     sizes = {
         "patch_size": patch_size,
         "width": width,
@@ -54,7 +60,13 @@ def _gpt2(width: int, depth: int) -> _Entry:
     return LanguageModel, {"positions": 1024, **sizes}
 
 
-def _llama(width: int, depth: int, num_heads: int, mlp_width: int, **attributes: Any) -> _Entry:
+def _llama(
+    width: int,
+    depth: int,
+    num_heads: int,
+    mlp_width: int,
+    **attributes: Any,
+) -> _Entry:
     sizes = {"width": width, "depth": depth, "num_heads": num_heads, "mlp_width": mlp_width}
     return LanguageModel, {"form": "llama", "positions": 2048, **sizes, **attributes}
 

@@ -33,7 +33,14 @@ class ResNet(nn.Module):
     standardise: bool = False
     dtype: Any = None
 
-    def _conv(self, name: str, width: int, size: int, stride: int, x: jax.Array) -> jax.Array:
+    def _conv(
+        self,
+        name: str,
+        width: int,
+        size: int,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         # The paper pads symmetrically. "SAME" pads a strided convolution on one side only.
         common: Any = {
             "strides": (stride, stride),
@@ -49,7 +56,13 @@ class ResNet(nn.Module):
     def _norm(self, name: str, x: jax.Array) -> jax.Array:
         return normalise_channels(self.norm, self.groups, self.dtype, name, x)
 
-    def _shortcut(self, name: str, width: int, stride: int, x: jax.Array) -> jax.Array:
+    def _shortcut(
+        self,
+        name: str,
+        width: int,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         if x.shape[-1] == width:
             return x
         if self.shortcut == "conv":
@@ -72,7 +85,8 @@ class ResNet(nn.Module):
         for stage, width in enumerate((16, 32, 64)):
             for block in range((self.depth - 2) // 6):
                 name = f"stage_{stage}_block_{block}"
-                stride = 2 if stage > 0 and block == 0 else 1
+                is_halved = stage > 0 and block == 0
+                stride = 2 if is_halved else 1
                 y = self._conv(f"{name}_conv_0", width, 3, stride, x)
                 y = nn.relu(self._norm(f"{name}_norm_0", y))
                 y = self._conv(f"{name}_conv_1", width, 3, 1, y)

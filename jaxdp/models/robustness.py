@@ -98,7 +98,9 @@ def robust_accuracy(
     refuse_unlabelled(int(unlabelled.max()), source)
     warn_if_not_finite(int(not_finite.sum()), len(source) * not_finite.size)
     fractions = correct / len(source)
-    return fractions if np.ndim(std) else fractions[0]
+    if np.ndim(std):
+        return fractions
+    return fractions[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -123,7 +125,12 @@ def _counts(
     return jax.vmap(one, out_axes=1)(draws)
 
 
-def _moved(key: jax.Array, params: Any, std: jax.Array, relative: bool = False) -> Any:
+def _moved(
+    key: jax.Array,
+    params: Any,
+    std: jax.Array,
+    relative: bool = False,
+) -> Any:
     """Returns params plus Gaussian noise of standard deviation std.
 
     With `relative`, it is std times the root mean square of each array.
@@ -215,7 +222,11 @@ def parameter_robustness(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _ratio(
-    predict: Predict, params: Any, inputs: jax.Array, key: jax.Array, std: jax.Array
+    predict: Predict,
+    params: Any,
+    inputs: jax.Array,
+    key: jax.Array,
+    std: jax.Array,
 ) -> jax.Array:
     """Returns the largest change of the logits over the length of one random Delta."""
 
@@ -231,7 +242,10 @@ def _ratio(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _power_step(
-    predict: Predict, params: Any, inputs: jax.Array, directions: jax.Array
+    predict: Predict,
+    params: Any,
+    inputs: jax.Array,
+    directions: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns J J^T u for each input, and the largest ||J^T u||.
 

@@ -16,7 +16,13 @@ import numpy as np
 from jaxdp.models.layers import Dense
 
 
-def morlet(size: int, *, scale: int, angle: float, angles: int) -> np.ndarray:
+def morlet(
+    size: int,
+    *,
+    scale: int,
+    angle: float,
+    angles: int,
+) -> np.ndarray:
     """Returns the wavelet g(u) (exp(i k.u) - beta) on a torus, complex128 [size, size], with sum 0.
 
     The Gaussian g has the standard deviation 0.8 * 2**scale along the wave and angles / 4 times
@@ -111,7 +117,12 @@ def scattering(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Ar
     return jnp.moveaxis(coefficients, (1, 2), (3, 4))
 
 
-def _modulus(signal: jax.Array, sampled: int, scale: int, angles: int) -> jax.Array:
+def _modulus(
+    signal: jax.Array,
+    sampled: int,
+    scale: int,
+    angles: int,
+) -> jax.Array:
     """Returns |signal * psi| at every 2**scale pixels, for each path and angle.
 
     The signal has every 2**sampled pixels.
@@ -131,7 +142,12 @@ def _modulus(signal: jax.Array, sampled: int, scale: int, angles: int) -> jax.Ar
     return moduli.reshape(*moduli.shape[:2], -1, new_size, new_size)
 
 
-def _average(paths: jax.Array, side: int, padding: int, scales: int) -> jax.Array:
+def _average(
+    paths: jax.Array,
+    side: int,
+    padding: int,
+    scales: int,
+) -> jax.Array:
     """Returns Gaussian averages of sampled paths at every 2**scales pixels of the image."""
     step = (side + 2 * padding) // paths.shape[-1]
     matrix = jnp.asarray(step * _averages(side, padding, scales)[:, ::step], jnp.float32)

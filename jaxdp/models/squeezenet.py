@@ -43,7 +43,13 @@ class SqueezeNet(nn.Module):
             )
         width, size, pooled = _VERSIONS[self.version]
 
-        def conv(name: str, width: int, size: int, x: jax.Array, **options: Any) -> jax.Array:
+        def conv(
+            name: str,
+            width: int,
+            size: int,
+            x: jax.Array,
+            **options: Any,
+        ) -> jax.Array:
             options |= {
                 "dtype": self.dtype,
                 "kernel_init": nn.initializers.he_normal(),

@@ -64,13 +64,19 @@ def fit_public(
     def gather(rows: np.ndarray) -> Any:
         if is_source:
             return check_batch(data.gather(rows), "data")
-        return check_batch(jax.tree.map(lambda leaf: leaf[rows], data), "data")
+        batch = jax.tree.map(lambda leaf: leaf[rows], data)
+        return check_batch(batch, "data")
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
 
     @jax.jit
-    def update(params: Any, opt_state: Any, batch: Any, key: jax.Array) -> tuple[Any, Any]:
+    def update(
+        params: Any,
+        opt_state: Any,
+        batch: Any,
+        key: jax.Array,
+    ) -> tuple[Any, Any]:
         if augment is not None:
             view_keys = jax.random.split(key, sampler.batch_size)
             batch = jax.vmap(augment)(view_keys, batch)
@@ -152,7 +158,12 @@ def _epoch(
     batches: Any,
     learning_rate: jax.Array,
 ) -> tuple[Any, Any]:
-    def mean_loss(params: Any, rows: jax.Array, weight: jax.Array, key: jax.Array) -> jax.Array:
+    def mean_loss(
+        params: Any,
+        rows: jax.Array,
+        weight: jax.Array,
+        key: jax.Array,
+    ) -> jax.Array:
         batch = jax.tree.map(lambda column: column[rows], data)
         losses = loss_fn(params, frozen, batch, key)
         return (losses * weight).sum() / weight.sum()
@@ -184,13 +195,22 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
     return rows, weights, jax.random.split(key, steps)
 
 
-def adam_step(params: Any, state: Any, gradients: Any, learning_rate: jax.Array) -> tuple[Any, Any]:
+def adam_step(
+    params: Any,
+    state: Any,
+    gradients: Any,
+    learning_rate: jax.Array,
+) -> tuple[Any, Any]:
     """Returns parameters and state after one step of Adam.
 
     The learning rate is an array, which can change without recompilation.
     """
     updates, state = optax.scale_by_adam().update(gradients, state)
-    return jax.tree.map(lambda p, u: p - learning_rate * u, params, updates), state
+
+    def moved(param: jax.Array, update: jax.Array) -> jax.Array:
+        return param - learning_rate * update
+
+    return jax.tree.map(moved, params, updates), state
 
 
 def check_positive(**values: float) -> None:

@@ -34,11 +34,13 @@ def trainable(choice: str, params: Params) -> Callable[[str, Any], bool]:
     paths = list(flatten_dict(dict(params), sep="/"))
     norms = {path.rpartition("/")[0] for path in paths if path.endswith("/scale")}
     head = {path for path in paths if path.split("/")[0] in HEADS}
+    in_norms = {path for path in paths if path.rpartition("/")[0] in norms}
+    factors = {path for path in paths if path.startswith(f"{LORA}/")}
     groups: dict[str, set[str]] = {
         "all": set(paths),
         "head": head,
-        "norms": {path for path in paths if path.rpartition("/")[0] in norms},
-        LORA: {path for path in paths if path.startswith(f"{LORA}/")},
+        "norms": in_norms,
+        LORA: factors,
     }
     try:
         matches = {path for path in paths if re.fullmatch(choice, path)}
@@ -55,7 +57,11 @@ def trainable(choice: str, params: Params) -> Callable[[str, Any], bool]:
         )
     if choice in groups:
         matches = matches | head
-    return lambda path, leaf: path in matches
+
+    def is_trained(path: str, leaf: Any) -> bool:
+        return path in matches
+
+    return is_trained
 
 
 class _WithLoRA(Pretrained):
@@ -64,7 +70,12 @@ class _WithLoRA(Pretrained):
     def apply_fn(self, params: Params, inputs: jax.Array) -> jax.Array:
         weights = {name: subtree for name, subtree in params.items() if name != LORA}
 
-        def add(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        def add(
+            call: Callable[..., Any],
+            args: Any,
+            kwargs: Any,
+            context: Any,
+        ) -> Any:
             y = call(*args, **kwargs)
             layer = context.module
             if context.method_name != "__call__" or not layer.has_variable(LORA, "down"):
@@ -81,7 +92,11 @@ class _WithLoRA(Pretrained):
 
 
 def with_lora(
-    pretrained: Pretrained, *, rank: int, layers: str = ".*attention/(query|value)", seed: int
+    pretrained: Pretrained,
+    *,
+    rank: int,
+    layers: str = ".*attention/(query|value)",
+    seed: int,
 ) -> Pretrained:
     """Returns the model with x W + x A B in place of x W in some dense layers.
 
@@ -222,7 +237,12 @@ def head_inputs(pretrained: Pretrained, images: jax.Array) -> jax.Array:
     """
     inputs: list[jax.Array] = []
 
-    def keep(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    def keep(
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: Any,
+    ) -> Any:
         path = context.module.path
         if len(path) == 1 and path[0] in HEADS:
             inputs.append(args[0])

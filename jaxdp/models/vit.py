@@ -209,7 +209,10 @@ class ViT(GivenShapes):
         if stop is not None:
             return x
         x = LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
-        y = x[:, 0] if self.pool == "token" else jnp.mean(x, axis=1)
+        if self.pool == "token":
+            y = x[:, 0]
+        else:
+            y = jnp.mean(x, axis=1)
         if self.head_hidden:
             hidden = Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")
             y = self.activation(hidden(y))

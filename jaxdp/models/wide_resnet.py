@@ -28,7 +28,14 @@ class WideResNet(nn.Module):
     groups: int = 16
     dtype: Any = None
 
-    def _branch(self, name: str, channels: int, size: int, stride: int, x: jax.Array) -> jax.Array:
+    def _branch(
+        self,
+        name: str,
+        channels: int,
+        size: int,
+        stride: int,
+        x: jax.Array,
+    ) -> jax.Array:
         x = normalise_channels("group", self.groups, self.dtype, f"{name}_norm", nn.relu(x))
         kernel = (size, size)
         conv = WSConv(channels, kernel, (stride, stride), dtype=self.dtype, name=f"{name}_conv")
@@ -44,7 +51,8 @@ class WideResNet(nn.Module):
             channels = 16 * self.width * 2**stage
             for block in range((self.depth - 4) // 6):
                 name = f"stage_{stage}_block_{block}"
-                stride = 2 if stage > 0 and block == 0 else 1
+                is_halved = stage > 0 and block == 0
+                stride = 2 if is_halved else 1
                 skip = x if block else self._branch(f"{name}_skip", channels, 1, stride, x)
                 x = self._branch(f"{name}_0", channels, 3, stride, x)
                 x = skip + self._branch(f"{name}_1", channels, 3, 1, x)

@@ -134,19 +134,20 @@ def train_with_bounds(
     training = _one_training(training, options)
     check_mesh(mesh, data_axes, None)
     if group:
-        if not isinstance(data, Records):
-            raise TypeError(
-                f"data must be jaxdp.data.Records with group=True, got {type(data).__name__}."
-            )
+        _check_records(data)
         loss_fn = _MeanLoss(loss_fn)
     plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
     if mesh is not None:
         plan = dataclasses.replace(plan, mesh=mesh, data_axes=tuple(data_axes))
-        arrays = jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
+        on_every_device = NamedSharding(mesh, PartitionSpec())
+        arrays = jax.device_put(arrays, on_every_device)
     nominal, low, high = _train(loss_fn, plan, arrays)
     layout = plan.layout
     frozen = layout.split(params)[1]
-    rows = [np.broadcast_to(np.asarray(leaf), (len(plan.ks), *np.shape(leaf))) for leaf in frozen]
+    rows = []
+    for leaf in frozen:
+        shape = len(plan.ks), *np.shape(leaf)
+        rows.append(np.broadcast_to(np.asarray(leaf), shape))
     return Bounds(
         params=layout.join(nominal, frozen),
         lower=layout.join(low, rows),
@@ -158,13 +159,21 @@ def train_with_bounds(
     )
 
 
+def _check_records(data: Any) -> None:
+    if not isinstance(data, Records):
+        raise TypeError(
+            f"data must be jaxdp.data.Records with group=True, got {type(data).__name__}."
+        )
+
+
 def _one_training(training: Training | None, options: dict[str, Any]) -> Training:
     """Returns the options, which are one `Training` or its fields."""
     if training is None:
         return Training(**options)
     if options:
+        names = ", ".join(sorted(options))
         raise TypeError(
-            f"training and {', '.join(sorted(options))} exclude each other. Use"
+            f"training and {names} exclude each other. Use"
             " dataclasses.replace(training, ...) to change a field."
         )
     return training
@@ -180,7 +189,8 @@ class _MeanLoss:
         losses = jax.vmap(self.loss_fn, (None, 0))(params, owned.records)
         # An unused row has no record.
         count = jnp.maximum(jnp.sum(owned.present), 1).astype(losses.dtype)
-        return jnp.sum(jnp.where(owned.present, losses, 0)) / count
+        present_losses = jnp.where(owned.present, losses, 0)
+        return jnp.sum(present_losses) / count
 
 
 # --- All batches (Algorithm 1) ------------------------------------------------------------------
@@ -202,20 +212,28 @@ class _State(NamedTuple):
     lines: Any
 
 
-def _train(loss_fn: Any, plan: Plan, arrays: Arrays) -> tuple[Leaves, Leaves, Leaves]:
+def _train(
+    loss_fn: Any,
+    plan: Plan,
+    arrays: Arrays,
+) -> tuple[Leaves, Leaves, Leaves]:
     """Runs Algorithm 1 for all ks.
 
     Returns:
       Nominal, lower and upper leaves. The ends have a first axis [len(ks)].
     """
     ks = np.asarray(plan.ks)
-    velocity = [jnp.zeros_like(x) for x in arrays.moving] if plan.momentum else []
+    velocity = []
+    if plan.momentum:
+        velocity = [jnp.zeros_like(x) for x in arrays.moving]
     state = _State(arrays.moving, velocity, None)
     # With a shared budget, `used` is the number of changes so far of each line (T8). Otherwise
     # there is a line for each k, and every batch may have k changes.
-    results, used = np.arange(len(ks)), None  # the line of each k, at the end
+    used: np.ndarray | None = None
+    results = np.arange(len(ks))  # the line of each k, at the end
     if plan.shared_budget:
-        results, used = ks, np.arange(ks[-1] + 1)
+        used = np.arange(ks[-1] + 1)
+        results = ks
     first_steps = np.cumsum(plan.groups)  # of later groups of batches, such as epochs
     step_plan = dataclasses.replace(plan, groups=())  # any number of epochs has the same programs
     schedule = zip(arrays.order, np.asarray(arrays.rates), strict=True)
@@ -228,9 +246,8 @@ def _train(loss_fn: Any, plan: Plan, arrays: Arrays) -> tuple[Leaves, Leaves, Le
                 state = state._replace(lines=_take(state.lines, from_last))
                 results = np.cumsum(ks + 1) - 1  # the line j = k of each k
                 used = np.concatenate([np.arange(k + 1) for k in ks])
-            state = _batch_step(
-                loss_fn, step_plan, arrays.frozen, arrays.data, state, rows, rate, used
-            )
+            inputs = arrays.frozen, arrays.data, state, rows, rate, used
+            state = _batch_step(loss_fn, step_plan, *inputs)
             state = jax.block_until_ready(state)
             bar.update()
     low, high, *_ = _take(state.lines, results)
@@ -260,7 +277,12 @@ def _batch_step(
     """
 
     def step(
-        frozen: Leaves, data: Any, state: _State, rows: jax.Array, rate: Any, used: Any
+        frozen: Leaves,
+        data: Any,
+        state: _State,
+        rows: jax.Array,
+        rate: Any,
+        used: Any,
     ) -> _State:
         gradients = Gradients.of(loss_fn, plan, state.params, frozen, data)
         return _step(gradients, data, rows, state, rate, used)
@@ -282,14 +304,21 @@ def _step(
     params, velocity, lines = state
     # Without a shared budget k records of this batch change. With it none does at first, and
     # `_share_budget` adds the changes that may be in this batch.
-    changes = jnp.asarray(plan.ks) if used is None else jnp.zeros_like(used)
+    if used is None:
+        changes = jnp.asarray(plan.ks)
+    else:
+        changes = jnp.zeros_like(used)
     batch = gradients.batch(data, rows)
     descent_over = functools.partial(DESCENT[plan.threat], gradients, batch)
     grads = gradients.mean(params, batch)
     if lines is None:
         point = params, params, velocity, velocity
         descent = descent_over((params, params))  # once for all lines (T5)
-        lines = _for_lines(plan, lambda k: _advance_box(plan, point, descent(k), rate), changes)
+
+        def advance_point(k: jax.Array) -> Line:
+            return _advance_box(plan, point, descent(k), rate)
+
+        lines = _for_lines(plan, advance_point, changes)
     else:
 
         def advance(line_of_k: tuple[jax.Array, Line]) -> Line:
@@ -304,7 +333,11 @@ def _step(
     return _State(params, velocity, lines)
 
 
-def _for_lines(plan: Plan, function: Callable[[Any], Line], xs: Any) -> Line:
+def _for_lines(
+    plan: Plan,
+    function: Callable[[Any], Line],
+    xs: Any,
+) -> Line:
     """Returns `function` of every line. The devices of a mesh share the lines."""
 
     def run(xs: Any) -> Line:
@@ -331,7 +364,12 @@ def _for_lines(plan: Plan, function: Callable[[Any], Line], xs: Any) -> Line:
 # --- The optimizer ------------------------------------------------------------------------------
 
 
-def _advance_box(plan: Plan, line: Line, grads: LeafBounds, rate: jax.Array) -> Line:
+def _advance_box(
+    plan: Plan,
+    line: Line,
+    grads: LeafBounds,
+    rate: jax.Array,
+) -> Line:
     """Makes one step of both ends of a box."""
     low, high, v_low, v_high = line
     # A lower parameter comes from a higher gradient, so velocities cross.
@@ -341,18 +379,32 @@ def _advance_box(plan: Plan, line: Line, grads: LeafBounds, rate: jax.Array) -> 
 
 
 def _advance(
-    plan: Plan, params: Leaves, velocity: Leaves, grads: Leaves, rate: jax.Array, sign: int = 0
+    plan: Plan,
+    params: Leaves,
+    velocity: Leaves,
+    grads: Leaves,
+    rate: jax.Array,
+    sign: int = 0,
 ) -> tuple[Leaves, Leaves]:
     """Makes one step of the nominal parameters (sign 0) or of an end of the box.
 
     Results of an end are rounded outward, down for the lower end (sign -1).
     """
     if sign and plan.weight_decay and not plan.momentum:
-        return _descend(_decayed(plan, params, rate, sign), grads, rate, sign), velocity
+        decayed = _decayed(plan, params, rate, sign)
+        return _descend(decayed, grads, rate, sign), velocity
 
-    def plus(grads: Leaves, factor: float, xs: Leaves) -> Leaves:
+    def plus(
+        grads: Leaves,
+        factor: float,
+        xs: Leaves,
+    ) -> Leaves:
         # The terms may cancel, so the product is rounded separately.
-        return [_out(g + _out(factor * x, -sign, 2), -sign) for g, x in zip(grads, xs, strict=True)]
+        sums = []
+        for grad, x in zip(grads, xs, strict=True):
+            product = _out(factor * x, -sign, 2)
+            sums.append(_out(grad + product, -sign))
+        return sums
 
     if plan.weight_decay:
         # Each end decays by itself. This is exact, because no gradient's influence changes sign
@@ -367,30 +419,58 @@ def _advance(
     return _descend(params, steps, rate, sign), velocity
 
 
-def _descend(params: Leaves, steps: Leaves, rate: jax.Array, sign: int) -> Leaves:
-    pairs = zip(params, steps, strict=True)
-    return [_out(p - _out(rate * step, -sign), sign) for p, step in pairs]
+def _descend(
+    params: Leaves,
+    steps: Leaves,
+    rate: jax.Array,
+    sign: int,
+) -> Leaves:
+    moved = []
+    for param, step in zip(params, steps, strict=True):
+        change = _out(rate * step, -sign)
+        moved.append(_out(param - change, sign))
+    return moved
 
 
-def _decayed(plan: Plan, ends: Leaves, rate: jax.Array, sign: int) -> Leaves:
+def _decayed(
+    plan: Plan,
+    ends: Leaves,
+    rate: jax.Array,
+    sign: int,
+) -> Leaves:
     """Returns ends times 1 - rate weight_decay. One factor is tighter than a sum of two terms."""
     decay = rate * plan.weight_decay
     outermost = jnp.minimum if sign < 0 else jnp.maximum
     error = slack(plan.grid.dtype, 4) * decay  # it may be large compared with 1 - decay
     least = jnp.maximum(1 - decay - error, 0)
     most = 1 - decay + error
-    return [_out(outermost(end * least, end * most), sign, 3) for end in ends]
+    decayed = []
+    for end in ends:
+        product = outermost(end * least, end * most)
+        decayed.append(_out(product, sign, 3))
+    return decayed
 
 
-def _out(x: jax.Array, sign: int, roundings: int = 1) -> jax.Array:
+def _out(
+    x: jax.Array,
+    sign: int,
+    roundings: int = 1,
+) -> jax.Array:
     """Rounds a computed value outward, down for sign -1 and up for +1."""
-    return outward(x, sign, roundings) if sign else x
+    if not sign:
+        return x
+    return outward(x, sign, roundings)
 
 
 # --- One budget for all batches of an epoch (T8) ------------------------------------------------
 
 
-def _share_budget(plan: Plan, lines: Line, used: jax.Array, rate: jax.Array) -> Line:
+def _share_budget(
+    plan: Plan,
+    lines: Line,
+    used: jax.Array,
+    rate: jax.Array,
+) -> Line:
     """Widens each line by the changes that may be in this batch (T8).
 
     L^(j) = min_i (base L^(j-i) - i shift) is a running minimum over the lines of one k, where
@@ -404,25 +484,29 @@ def _share_budget(plan: Plan, lines: Line, used: jax.Array, rate: jax.Array) -> 
     def widen_line(previous: Line, current: tuple[jax.Array, Line]) -> tuple[Line, Line]:
         j, base = current
 
-        def widen(part: int, sign: int, shift: jax.Array) -> Leaves:
+        def widen(
+            part: int,
+            sign: int,
+            shift: jax.Array,
+        ) -> Leaves:
             outermost = jnp.minimum if sign < 0 else jnp.maximum
-            reached = [
-                outermost(x, _out(y + sign * shift, sign, 6))
-                for x, y in zip(base[part], previous[part], strict=True)
-            ]
+            reached = []
+            for x, before in zip(base[part], previous[part], strict=True):
+                shifted = _out(before + sign * shift, sign, 6)
+                reached.append(outermost(x, shifted))
             # j = 0 is the first line of a k, and no line of this k is before it.
             return [jnp.where(j == 0, x, y) for x, y in zip(base[part], reached, strict=True)]
 
-        line = (
-            widen(0, -1, of_params),
-            widen(1, +1, of_params),
-            widen(2, -1, of_velocity),
-            widen(3, +1, of_velocity),
-        )
+        low = widen(0, -1, of_params)
+        high = widen(1, +1, of_params)
+        v_low = widen(2, -1, of_velocity)
+        v_high = widen(3, +1, of_velocity)
+        line = low, high, v_low, v_high
         return line, line
 
     start = jax.tree.map(lambda x: x[0], lines)
-    return lax.scan(widen_line, start, (used, lines))[1]
+    _, widened = lax.scan(widen_line, start, (used, lines))
+    return widened
 
 
 def _shift_of_mean(plan: Plan) -> float:

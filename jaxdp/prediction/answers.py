@@ -25,8 +25,9 @@ import optax
 from jaxdp.models.training import fit_public
 from jaxdp.prediction import ensembles
 from jaxdp.prediction.agt import certify
+from jaxdp.prediction.answer_checks import check_range
 from jaxdp.prediction.checks import check_queries, count_rows, positive, whole
-from jaxdp.prediction.mechanisms import METHODS, Mechanism, check_range
+from jaxdp.prediction.mechanisms import METHODS, Mechanism
 from jaxdp.privacy import Account, DpEvent, PureDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import Release, Till, program, stream
@@ -34,6 +35,7 @@ from jaxdp.report import counting
 from jaxdp.transforms.precision import in_full_precision
 
 ApplyFn = Callable[[Any, Any], jax.Array]
+Folder = str | os.PathLike[str]
 
 # (threat of the bounds, adjacency of the data set): certified steps per neighbouring data set.
 # Divisors are constant, so a zeroed record is equivalent to a removed one. A replaced record is one
@@ -50,7 +52,11 @@ _STEPS: Mapping[tuple[str, str], int] = {
 
 
 def query_epsilon(
-    epsilon: float, delta: float, queries: int, *, adjacency: Adjacency = "add_remove"
+    epsilon: float,
+    delta: float,
+    queries: int,
+    *,
+    adjacency: Adjacency = "add_remove",
 ) -> float:
     """Returns the largest epsilon per query for a total of (epsilon, delta).
 
@@ -92,8 +98,10 @@ def event(
     `ConfidentGNMax.event` returns the charge of `pate_predict`.
     """
     row = _mechanism(mechanism, "labels", "values")
-    epsilon_each = _epsilon_each(epsilon, total, whole("count", count))
-    return SelfComposedDpEvent(row.event(epsilon_each), int(count))
+    count = whole("count", count)
+    epsilon_each = _epsilon_each(epsilon, total, count)
+    event_of_answer = row.event(epsilon_each)
+    return SelfComposedDpEvent(event_of_answer, count)
 
 
 def _mechanism(name: str, *kinds: str) -> Mechanism:
@@ -103,13 +111,19 @@ def _mechanism(name: str, *kinds: str) -> Mechanism:
     return METHODS[name]
 
 
-def _epsilon_each(epsilon: float | None, total: tuple[float, float] | None, count: int) -> float:
+def _epsilon_each(
+    epsilon: float | None,
+    total: tuple[float, float] | None,
+    count: int,
+) -> float:
     if (epsilon is None) == (total is None):
         raise ValueError(
             f"Give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, "
             f"{total=}."
         )
-    return positive("epsilon", epsilon) if total is None else query_epsilon(*total, count)
+    if total is None:
+        return positive("epsilon", epsilon)
+    return query_epsilon(*total, count)
 
 
 # --- Answers ------------------------------------------------------------------------------------
@@ -127,7 +141,7 @@ def private_predict(
     total: tuple[float, float] | None = None,
     mechanism: str = "randomised_response",
     fixed_parts: bool = False,
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Folder | None = None,
     seed: bytes | None = None,
 ) -> np.ndarray:
     """Answers queries with noisy labels, after spending for all of them on the ledger.
@@ -180,11 +194,16 @@ def private_predict(
         looking at the data.
     """
     row = _mechanism(mechanism, "labels")
-    members = [bounds] if hasattr(bounds, "params") else list(bounds)
+    if hasattr(bounds, "params"):
+        members = [bounds]
+    else:
+        members = list(bounds)
     steps = _certified_steps(members, account, fixed_parts=fixed_parts)
     count, outputs = check_queries(apply_fn, members[0].params, queries, may_be_empty=True)
     classes = max(outputs, 2)
-    noisy_vote = row.vote if len(members) > 1 else None
+    noisy_vote = None
+    if len(members) > 1:
+        noisy_vote = row.vote
     if row.binary and noisy_vote is None:
         _check_two_classes(mechanism, classes)
     if count == 0:
@@ -196,23 +215,30 @@ def private_predict(
         options = {"epsilon": epsilon_each, "num_classes": classes}
         votes, distances = _votes(members, apply_fn, queries, certified=row.certified)
         if noisy_vote is not None:
-            return {"answers": noisy_vote(key, votes, changed_members=steps, **options)}
+            answers = noisy_vote(key, votes, changed_members=steps, **options)
+            return {"answers": answers}
         if len(members) > 1:
             label, distance = ensembles.vote(votes, distances, num_classes=classes)
         else:
-            label, distance = votes[0], distances[0]
+            label = votes[0]
+            distance = distances[0]
         # A neighbouring data set is `steps` certified steps away, which change k by as much.
-        return {"answers": row.answer(key, label, distance // steps, **options)}
+        neighbours = distance // steps
+        return {"answers": row.answer(key, label, neighbours, **options)}
 
     def facts() -> list[Any]:
         models = [_facts(member) for member in members]
         return [models, queries, epsilon_each, mechanism, steps, classes]
 
+    def programs() -> list[str]:
+        return _programs(apply_fn, members, queries, certified=row.certified)
+
+    charge = SelfComposedDpEvent(row.event(epsilon_each), count)
     what = Release(
         label="private prediction",
-        charges=[(account, SelfComposedDpEvent(row.event(epsilon_each), count))],
+        charges=[(account, charge)],
         facts=facts,
-        programs=lambda: _programs(apply_fn, members, queries, certified=row.certified),
+        programs=programs,
         compute=compute,
     )
     return _release_once(what, workdir, seed)
@@ -230,11 +256,16 @@ def _check_two_classes(mechanism: str, classes: int) -> None:
 
 
 def _votes(
-    members: Sequence[Any], apply_fn: ApplyFn, queries: Any, *, certified: bool
+    members: Sequence[Any],
+    apply_fn: ApplyFn,
+    queries: Any,
+    *,
+    certified: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the labels and distances of every member, [T, Q] each. Without certificates all 0."""
     if not certified:
-        labels = np.stack([_labels(apply_fn, member.params, queries) for member in members])
+        by_member = [_labels(apply_fn, member.params, queries) for member in members]
+        labels = np.stack(by_member)
         return labels, np.zeros_like(labels)
     certificates = [certify(member, apply_fn, queries) for member in members]
     labels = np.stack([np.asarray(certificate.label) for certificate in certificates])
@@ -243,7 +274,9 @@ def _votes(
 
 
 def _release_once(
-    what: Release, workdir: str | os.PathLike[str] | None, seed: bytes | None
+    what: Release,
+    workdir: Folder | None,
+    seed: bytes | None,
 ) -> np.ndarray:
     with Till(workdir, seed=seed) as till:
         answers: np.ndarray = till.once(what)["answers"]
@@ -261,7 +294,7 @@ def private_values(
     epsilon: float | None = None,
     total: tuple[float, float] | None = None,
     mechanism: str = "cauchy_values",
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Folder | None = None,
     seed: bytes | None = None,
 ) -> np.ndarray:
     """Answers queries of a regression model with noisy values, after spending on the ledger.
@@ -298,7 +331,8 @@ def private_values(
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private regression")
         options = {"epsilon": epsilon_each, "output_range": ends}
-        values = np.asarray(_logits(apply_fn, bounds.params, queries)).reshape(count)
+        outputs = _logits(apply_fn, bounds.params, queries)
+        values = np.asarray(outputs).reshape(count)
         if not row.certified:
             return {"answers": row.answer(key, values, **options)}
         logits = certify(bounds, apply_fn, queries).logits
@@ -306,14 +340,23 @@ def private_values(
         upper = np.asarray(logits.upper).reshape(-1, count)
         values = np.clip(values, lower[0], upper[0])  # rounding may put them outside
         # Box j of the mechanism is certified at j neighbours, which are j * steps distances.
-        rows = [i for i, k in enumerate(bounds.ks) if k > 0][steps - 1 :: steps]
-        return {"answers": row.answer(key, values, lower[rows], upper[rows], **options)}
+        rows_of_changes = [i for i, k in enumerate(bounds.ks) if k > 0]
+        rows = rows_of_changes[steps - 1 :: steps]
+        answers = row.answer(key, values, lower[rows], upper[rows], **options)
+        return {"answers": answers}
 
+    def facts() -> list[Any]:
+        return [_facts(bounds), queries, epsilon_each, mechanism, steps, list(ends)]
+
+    def programs() -> list[str]:
+        return _programs(apply_fn, [bounds], queries, certified=row.certified)
+
+    charge = SelfComposedDpEvent(row.event(epsilon_each), count)
     what = Release(
         label="private regression",
-        charges=[(account, SelfComposedDpEvent(row.event(epsilon_each), count))],
-        facts=lambda: [_facts(bounds), queries, epsilon_each, mechanism, steps, list(ends)],
-        programs=lambda: _programs(apply_fn, [bounds], queries, certified=row.certified),
+        charges=[(account, charge)],
+        facts=facts,
+        programs=programs,
         compute=compute,
     )
     return _release_once(what, workdir, seed)
@@ -327,7 +370,7 @@ def pate_predict(
     account: Account,
     mechanism: ensembles.ConfidentGNMax,
     max_answers: int,
-    workdir: str | os.PathLike[str] | None = None,
+    workdir: Folder | None = None,
     seed: bytes | None = None,
 ) -> np.ndarray:
     """Answers the queries on which an ensemble agrees, by PATE's Confident-GNMax.
@@ -364,18 +407,25 @@ def pate_predict(
     classes = max(outputs, 2)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
-        votes = np.stack([_labels(apply_fn, params, queries) for params in members])
+        by_member = [_labels(apply_fn, params, queries) for params in members]
+        votes = np.stack(by_member)
         key = stream(secret, "PATE")
         answers = mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)
         return {"answers": answers}
 
+    def facts() -> list[Any]:
+        return [list(members), queries, repr(mechanism), max_answers, classes]
+
+    def programs() -> list[str]:
+        kinds = _kinds(members)
+        return [program(_logits, apply_fn, params, queries) for params in kinds]
+
+    charge = mechanism.event(count, max_answers=max_answers)
     what = Release(
         label="PATE",
-        charges=[(account, mechanism.event(count, max_answers=max_answers))],
-        facts=lambda: [list(members), queries, repr(mechanism), max_answers, classes],
-        programs=lambda: [
-            program(_logits, apply_fn, params, queries) for params in _kinds(members)
-        ],
+        charges=[(account, charge)],
+        facts=facts,
+        programs=programs,
         compute=compute,
     )
     return _release_once(what, workdir, seed)
@@ -390,7 +440,11 @@ def _facts(bounds: Any) -> list[Any]:
 
 
 def _programs(
-    apply_fn: ApplyFn, members: Sequence[Any], queries: Any, *, certified: bool
+    apply_fn: ApplyFn,
+    members: Sequence[Any],
+    queries: Any,
+    *,
+    certified: bool,
 ) -> list[str]:
     """Returns the texts of a release's programs, with one text for each kind of member."""
     kinds = _kinds(members)
@@ -398,23 +452,37 @@ def _programs(
     if certified:
         leaves, structure = jax.tree.flatten(queries)
         shapes = tuple((np.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
-        texts += [program(_certificates, apply_fn, structure, shapes, member) for member in kinds]
+        for member in kinds:
+            texts.append(program(_certificates, apply_fn, structure, shapes, member))
     return texts
 
 
 def _kinds(members: Sequence[Any]) -> list[Any]:
     """Returns one member for each structure, shapes and static fields, which share a program."""
-    return list({str(jax.tree.map(jax.typeof, member)): member for member in members}.values())
+    by_type = {}
+    for member in members:
+        types = str(jax.tree.map(jax.typeof, member))
+        by_type[types] = member
+    return list(by_type.values())
 
 
 # One compiled program for each `apply_fn` and each number of queries, however many calls there are.
 @functools.partial(jax.jit, static_argnums=0)
-def _logits(apply_fn: ApplyFn, params: Any, queries: Any) -> jax.Array:
+def _logits(
+    apply_fn: ApplyFn,
+    params: Any,
+    queries: Any,
+) -> jax.Array:
     return jax.vmap(in_full_precision(apply_fn), in_axes=(None, 0))(params, queries)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _certificates(apply_fn: ApplyFn, structure: Any, shapes: Any, member: Any) -> Any:
+def _certificates(
+    apply_fn: ApplyFn,
+    structure: Any,
+    shapes: Any,
+    member: Any,
+) -> Any:
     """Returns certificates of constant queries.
 
     Only the text of this program is used. The real queries are facts.
@@ -423,7 +491,11 @@ def _certificates(apply_fn: ApplyFn, structure: Any, shapes: Any, member: Any) -
     return certify(member, apply_fn, queries)
 
 
-def _labels(apply_fn: ApplyFn, params: Any, queries: Any) -> np.ndarray:
+def _labels(
+    apply_fn: ApplyFn,
+    params: Any,
+    queries: Any,
+) -> np.ndarray:
     """Returns the labels int64 [Q] by the rule of `certify`."""
     logits = np.asarray(_logits(apply_fn, params, queries))
     logits = logits.reshape(len(logits), -1)
@@ -435,7 +507,12 @@ def _labels(apply_fn: ApplyFn, params: Any, queries: Any) -> np.ndarray:
 # --- Which data sets the bounds cover -----------------------------------------------------------
 
 
-def _certified_steps(members: Sequence[Any], account: Account, *, fixed_parts: bool) -> int:
+def _certified_steps(
+    members: Sequence[Any],
+    account: Account,
+    *,
+    fixed_parts: bool,
+) -> int:
     """Returns the number of certified steps to a neighbouring data set.
 
     Raises ValueError for bounds of another relation.

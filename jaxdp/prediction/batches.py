@@ -22,7 +22,11 @@ _FRAGMENT = 128
 _SALT = b"jaxdp batches"
 
 
-def rows_of_batches(data: Any, records: int, training: Any) -> np.ndarray:
+def rows_of_batches(
+    data: Any,
+    records: int,
+    training: Any,
+) -> np.ndarray:
     """Returns the rows of records of each step, [steps, batch], -1 for none.
 
     Args:
@@ -35,21 +39,30 @@ def rows_of_batches(data: Any, records: int, training: Any) -> np.ndarray:
     """
     if training.order is not None:
         return _check_order(training.order, records)
-    return np.tile(_rows_of_epoch(data, records, training), (training.epochs, 1))
+    rows = _rows_of_epoch(data, records, training)
+    return np.tile(rows, (training.epochs, 1))
 
 
-def _rows_of_epoch(data: Any, records: int, training: Any) -> np.ndarray:
+def _rows_of_epoch(
+    data: Any,
+    records: int,
+    training: Any,
+) -> np.ndarray:
     """Returns rows [batches, batch]."""
-    batches, threat = training.batches, training.threat
+    batches = training.batches
+    threat = training.threat
     if threat == "replace_per_batch" and batches is None:
         # Consecutive full batches, as published. The rest of the records is left out.
         size = min(training.batch_size, records)
-        return np.arange(records - records % size).reshape(-1, size)
+        full = records - records % size
+        return np.arange(full).reshape(-1, size)
     if batches is None:
         # The number of records is private under "add_remove", so one batch is the only number that
         # does not depend on it. With round(n / batch_size) batches a neighbour of n = 150 in
         # batches of 100 lay outside of its box.
-        batches = 1 if threat == "add_remove" else max(1, round(records / training.batch_size))
+        batches = 1
+        if threat != "add_remove":
+            batches = max(1, round(records / training.batch_size))
     if threat != "add_remove" and batches > records:
         raise ValueError(
             f"batches={batches} must be at most {records}, the number of records. No batch may be "
@@ -61,7 +74,8 @@ def _rows_of_epoch(data: Any, records: int, training: Any) -> np.ndarray:
     else:
         batch_of_record = np.arange(records) % batches  # a replacement keeps its position
     members = [np.flatnonzero(batch_of_record == batch) for batch in range(batches)]
-    rows = np.full((batches, max(1, *map(len, members))), -1)
+    places = max(1, *map(len, members))
+    rows = np.full((batches, places), -1)
     for row, member in zip(rows, members, strict=True):
         row[: len(member)] = member
     return rows

@@ -111,7 +111,9 @@ def certify(
     check_queries(apply_fn, bounds.params, queries)
     layout = bounds.layout
     moving, frozen = layout.split(bounds.params)
-    box = layout.split(bounds.lower)[0], layout.split(bounds.upper)[0]
+    low, _ = layout.split(bounds.lower)
+    high, _ = layout.split(bounds.upper)
+    box = low, high
     queries = jax.tree.map(jnp.asarray, queries)
     rows = []
     for k in progress_bar(range(len(bounds.ks)), label="certificates", unit="distance"):
@@ -136,11 +138,15 @@ def _certain(
 
     def certify_one(query: Any) -> tuple[jax.Array, Ends]:
         (logits,), _ = bound(apply_fn, (params, query), product=product)
-        low, high = (jnp.asarray(end).reshape(-1) for end in (lower(logits), upper(logits)))
+        low = jnp.asarray(lower(logits)).reshape(-1)
+        high = jnp.asarray(upper(logits)).reshape(-1)
+        ends = low, high
         if low.size > 1:
-            return certain_argmax(logits, product), (low, high)
-        label = jnp.where(low[0] > 0, 1, jnp.where(high[0] <= 0, 0, -1))
-        return label.astype(jnp.int32), (low, high)
+            return certain_argmax(logits, product), ends
+        is_one = low[0] > 0
+        zero_or_unknown = jnp.where(high[0] <= 0, 0, -1)
+        label = jnp.where(is_one, 1, zero_or_unknown)
+        return label.astype(jnp.int32), ends
 
     return lax.map(certify_one, queries, batch_size=_QUERIES)
 
@@ -163,14 +169,19 @@ def _certificates(
 
     def nominal_label(query: Any) -> jax.Array:
         logits = in_full_precision(apply_fn)(params, query).reshape(-1)
-        label = logits[0] > 0 if logits.size == 1 else jnp.argmax(logits)
+        if logits.size == 1:
+            label = logits[0] > 0
+        else:
+            label = jnp.argmax(logits)
         return label.astype(jnp.int32)
 
     # Rounding may order nominal logits differently from all logits in the box.
-    labels = jnp.where(
-        certain[0] >= 0, certain[0], lax.map(nominal_label, queries, batch_size=_QUERIES)
-    )
+    is_certain = certain[0] >= 0
+    certain_labels = certain[0]
+    nominal_labels = lax.map(nominal_label, queries, batch_size=_QUERIES)
+    labels = jnp.where(is_certain, certain_labels, nominal_labels)
     # A gap ends the count: row i counts if all rows up to it are certain.
     is_stable = jnp.cumprod(certain == labels[None], axis=0)
-    distance = jnp.sum(is_stable[np.asarray(ks) > 0], axis=0, dtype=jnp.int32)
+    is_distance = np.asarray(ks) > 0
+    distance = jnp.sum(is_stable[is_distance], axis=0, dtype=jnp.int32)
     return Certificates(labels, distance, unchecked(low, high))

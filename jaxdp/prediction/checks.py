@@ -9,10 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def positive(name: str, value: Any, meaning: str = "") -> float:
+def positive(
+    name: str,
+    value: Any,
+    meaning: str = "",
+) -> float:
     """Returns `value` as a float. Raises ValueError, with `meaning`, unless finite and > 0."""
     if value is None or np.ndim(value) or not 0 < value < math.inf:
-        explanation = f" It is {meaning}." if meaning else ""
+        explanation = ""
+        if meaning:
+            explanation = f" It is {meaning}."
         raise ValueError(f"{name} must be finite and > 0, got {value!r}.{explanation}")
     return float(value)
 
@@ -32,7 +38,9 @@ def distances(ks: int | Sequence[int]) -> tuple[int, ...]:
     """Returns the distances to certify: all of 0..ks for an int."""
     if _is_integer(ks) and ks >= 0:
         ks = range(ks + 1)
-    values = [*ks] if isinstance(ks, Iterable) else [ks]
+    values: list[Any] = [ks]
+    if isinstance(ks, Iterable):
+        values = [*ks]
     if not all(map(_is_integer, values)):
         raise TypeError(f"ks={values} must be integers.")
     if not values or min(values) < 0:
@@ -44,7 +52,12 @@ def distances(ks: int | Sequence[int]) -> tuple[int, ...]:
 
 def count_rows(tree: Any, name: str) -> int:
     """Returns n of a pytree of arrays [n, ...]. Raises ValueError for lengths that differ."""
-    lengths = {np.shape(leaf)[0] if np.ndim(leaf) else -1 for leaf in jax.tree.leaves(tree)}
+    lengths = set()
+    for leaf in jax.tree.leaves(tree):
+        if np.ndim(leaf):
+            lengths.add(np.shape(leaf)[0])
+        else:
+            lengths.add(-1)  # a number has no first axis
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
             f"{name} must be a pytree of arrays with one first axis, found leaves of different "
@@ -53,7 +66,12 @@ def count_rows(tree: Any, name: str) -> int:
     return lengths.pop()
 
 
-def check_data(data: Any, name: str, *, may_be_empty: bool = False) -> int:
+def check_data(
+    data: Any,
+    name: str,
+    *,
+    may_be_empty: bool = False,
+) -> int:
     """Returns the number of records. Raises ValueError for none, or a value that is not finite."""
     n = count_rows(data, name)
     if n == 0 and not may_be_empty:
@@ -71,11 +89,19 @@ def check_data(data: Any, name: str, *, may_be_empty: bool = False) -> int:
 
 def one_of(data: Any) -> Any:
     """Returns the shapes and dtypes of one record."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x)), data)
+
+    def first_row(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(x)[1:], jnp.result_type(x))
+
+    return jax.tree.map(first_row, data)
 
 
 def check_queries(
-    apply_fn: Callable[[Any, Any], Any], params: Any, queries: Any, *, may_be_empty: bool = False
+    apply_fn: Callable[[Any, Any], Any],
+    params: Any,
+    queries: Any,
+    *,
+    may_be_empty: bool = False,
 ) -> tuple[int, int]:
     """Returns the number of queries, and of the logits of each. Raises ValueError for others."""
     count = check_data(queries, "queries", may_be_empty=may_be_empty)
@@ -87,4 +113,6 @@ def check_queries(
             f"apply_fn must return the logits [] or [C] of ONE query, got {shapes}."
             " For a model of batches pass lambda params, x: model(params, x[None])[0]."
         )
-    return count, shape[0] if shape else 1
+    if not shape:
+        return count, 1
+    return count, shape[0]

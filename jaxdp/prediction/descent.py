@@ -67,7 +67,14 @@ class Gradients:
     stages: Sequence[Callable[..., Any]]
 
     @classmethod
-    def of(cls, loss_fn: Any, plan: Plan, moving: Leaves, frozen: Leaves, data: Any) -> "Gradients":
+    def of(
+        cls,
+        loss_fn: Any,
+        plan: Plan,
+        moving: Leaves,
+        frozen: Leaves,
+        data: Any,
+    ) -> "Gradients":
         """Returns the gradients of `loss_fn` with respect to the trained leaves."""
 
         def gradient(moving: Leaves, record: Any) -> Leaves:
@@ -100,7 +107,11 @@ class Gradients:
 
         def summands(records: Any) -> Leaves:
             grads = jax.vmap(lambda record: self.gradient(params, record))(records)
-            return [grid.sum(grid.bits(g, nearest=True), nearest=True) for g in grads]
+            sums = []
+            for grad in grads:
+                bits = grid.bits(grad, nearest=True)
+                sums.append(grid.sum(bits, nearest=True))
+            return sums
 
         totals = add_up(grid, self.plan.blocks, params, batch.records, lambda x: x, summands)
         grads = [grid.mean(total, nearest=True) for total in totals]
@@ -113,7 +124,11 @@ class Gradients:
         """Computes lines 6 and 7 of Algorithm 1 up to outer products, for a block of records."""
         boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
         values, weights = fixed
-        return jax.vmap(lambda one: self.stages[1](boxes, one))(values), weights
+
+        def of_record(value: Any) -> Any:
+            return self.stages[1](boxes, value)
+
+        return jax.vmap(of_record)(values), weights
 
     def bounds(self, factors: Any) -> Leaves:
         """Returns lower bounds of each record's gradient, then of its negative.
@@ -121,19 +136,30 @@ class Gradients:
         The leaves are [records, ...].
         """
         ends = jax.vmap(self.stages[2])(factors[0])
-        return [low for low, _ in ends] + [-high for _, high in ends]
+        lows = []
+        negated_highs = []
+        for low, high in ends:
+            lows.append(low)
+            negated_highs.append(-high)
+        return lows + negated_highs
 
     def bits(self, factors: Any) -> Leaves:
         """Returns `bounds`, clipped and rounded down to the grid."""
-        grid, weights = self.plan.grid, factors[1]
-        # A place without a record adds neither a unit of rounding nor the NaN of 0 * inf.
-        return [
-            jnp.where(_per_record(weights, x) > 0, grid.bits(x), grid.bias())
-            for x in self.bounds(factors)
-        ]
+        grid = self.plan.grid
+        weights = factors[1]
+        bits = []
+        for x in self.bounds(factors):
+            # A place without a record adds neither a unit of rounding nor the NaN of 0 * inf.
+            is_record = _per_record(weights, x) > 0
+            bits.append(jnp.where(is_record, grid.bits(x), grid.bias()))
+        return bits
 
     def total(
-        self, box: LeafBounds, batch: Batch, summands: Callable[[Any], Leaves], copies: int = 1
+        self,
+        box: LeafBounds,
+        batch: Batch,
+        summands: Callable[[Any], Leaves],
+        copies: int = 1,
     ) -> list[Total]:
         """Returns sums over the batch of `summands(factors)`, which has `copies` of all ends."""
         like = [*box[0], *box[1]] * copies
@@ -143,7 +169,8 @@ class Gradients:
 
 def _per_record(weights: jax.Array, x: jax.Array) -> jax.Array:
     """Reshapes weights [records] so that they broadcast to x [records, ...]."""
-    return weights.reshape(-1, *(1,) * (x.ndim - 1))
+    ones = (1,) * (x.ndim - 1)
+    return weights.reshape(-1, *ones)
 
 
 def _from_lower_ends(lows: Leaves) -> LeafBounds:
@@ -155,7 +182,11 @@ def _from_lower_ends(lows: Leaves) -> LeafBounds:
 # --- Records are added or removed (T4) ----------------------------------------------------------
 
 
-def _add_remove(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
+def _add_remove(
+    gradients: Gradients,
+    batch: Batch,
+    box: LeafBounds,
+) -> Descent:
     """Returns D_L = (sum d_L - k clip) / batch_size.
 
     The divisor is constant. So a record that comes or goes moves the sum by at most clip. Theorem
@@ -170,7 +201,11 @@ def _add_remove(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
     totals = gradients.total(box, batch, summands)
 
     def descent(k: jax.Array) -> LeafBounds:
-        return _from_lower_ends([grid.mean(add_units(total, -k, grid.charge)) for total in totals])
+        lows = []
+        for total in totals:
+            least = add_units(total, -k, grid.charge)
+            lows.append(grid.mean(least))
+        return _from_lower_ends(lows)
 
     return descent
 
@@ -185,7 +220,11 @@ class _Point(NamedTuple):
     excess: Total
 
 
-def _replace_one(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
+def _replace_one(
+    gradients: Gradients,
+    batch: Batch,
+    box: LeafBounds,
+) -> Descent:
     """Returns D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6).
 
     The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The function is
@@ -196,25 +235,34 @@ def _replace_one(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent
     charge = gradients.plan.grid.charge
     places = math.prod(gradients.plan.blocks)
     absent = places - batch.size.astype(grid.ints)
-    sums = gradients.total(box, batch, lambda f: _add_records(grid, _entries(gradients, f)))
+
+    def sums_of_entries(factors: Any) -> Leaves:
+        return _add_records(grid, _entries(gradients, factors))
+
+    sums = gradients.total(box, batch, sums_of_entries)
     # A place without a record has the least entry, which is taken off again.
     sums = [add_units(total, absent, charge) for total in sums]
 
     def descent(k: jax.Array) -> LeafBounds:
         # At one end of the search all entries exceed tau, at the other end none does.
-        left = [
-            _Point(0 * total[0] - charge, add_units(total, places - absent, charge))
-            for total in sums
-        ]
-        right = [_Point(-p.tau, jax.tree.map(lambda x: 0 * x, p.excess)) for p in left]
+        left = []
+        for total in sums:
+            least_tau = 0 * total[0] - charge
+            left.append(_Point(least_tau, add_units(total, places - absent, charge)))
+        right = []
+        for point in left:
+            largest_tau = -point.tau
+            right.append(_Point(largest_tau, jax.tree.map(lambda x: 0 * x, point.excess)))
         halve = functools.partial(_halve, gradients, batch, box, k)
         left, right = lax.fori_loop(0, _HALVINGS, halve, (left, right))
         lows = []
         for total, a, b in zip(sums, left, right, strict=True):
             at_left = add_units(a.excess, k, a.tau)
             at_right = add_units(b.excess, k, b.tau)
-            rest = _minus(total, _smaller(at_left, at_right))  # without the k largest
-            lows.append(grid.mean(add_units(rest, -k, charge)))
+            largest = _smaller(at_left, at_right)
+            rest = _minus(total, largest)
+            least = add_units(rest, -k, charge)
+            lows.append(grid.mean(least))
         return _from_lower_ends(lows)
 
     return descent
@@ -224,10 +272,11 @@ def _entries(gradients: Gradients, factors: Any) -> Leaves:
     """Returns the integers of which the k largest leave."""
     grid = gradients.plan.grid
     weights = factors[1]
-    return [
-        jnp.where(_per_record(weights, x) > 0, x - grid.bias(), -grid.charge)
-        for x in gradients.bits(factors)
-    ]
+    entries = []
+    for bits in gradients.bits(factors):
+        is_record = _per_record(weights, bits) > 0
+        entries.append(jnp.where(is_record, bits - grid.bias(), -grid.charge))
+    return entries
 
 
 def _add_records(grid: Any, xs: Leaves) -> Leaves:
@@ -250,20 +299,33 @@ def _halve(
     def excesses_and_counts(factors: Any) -> Leaves:
         entries = _entries(gradients, factors)
         gaps = [e - tau[None] for e, tau in zip(entries, taus, strict=True)]
-        excesses = _add_records(grid, [jnp.maximum(g, 0) for g in gaps])
-        return excesses + _add_records(grid, [(g > 0).astype(grid.ints) for g in gaps])
+        positive = [jnp.maximum(gap, 0) for gap in gaps]
+        excesses = _add_records(grid, positive)
+        exceeds = [(gap > 0).astype(grid.ints) for gap in gaps]
+        counts = _add_records(grid, exceeds)
+        return excesses + counts
 
     totals = gradients.total(box, batch, excesses_and_counts, copies=2)
-    middle = [_Point(*pair) for pair in zip(taus, totals[: len(taus)], strict=True)]
-    # If at most k entries exceed tau, the minimum is not above it.
-    is_rising = [(high << SHIFT) + low <= k for high, low in totals[len(taus) :]]
+    excesses = totals[: len(taus)]
+    counts = totals[len(taus) :]
+    middle = [_Point(*pair) for pair in zip(taus, excesses, strict=True)]
+    is_rising = []
+    for high, low in counts:
+        count = (high << SHIFT) + low
+        # If at most k entries exceed tau, the minimum is not above it.
+        is_rising.append(count <= k)
     next_left = [_choose(*x) for x in zip(is_rising, left, middle, strict=True)]
     next_right = [_choose(*x) for x in zip(is_rising, middle, right, strict=True)]
     return next_left, next_right
 
 
 def _smaller(a: Total, b: Total) -> Total:
-    is_smaller = (a[0] < b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+    a_high, a_low = a
+    b_high, b_low = b
+    high_is_smaller = a_high < b_high
+    low_decides = a_high == b_high
+    low_is_smaller = a_low < b_low
+    is_smaller = high_is_smaller | (low_decides & low_is_smaller)
     smaller: Total = _choose(is_smaller, a, b)
     return smaller
 
@@ -272,40 +334,55 @@ def _minus(a: Total, b: Total) -> Total:
     return carry(a[0] - b[0], a[1] - b[1])
 
 
-def _choose(condition: jax.Array, yes: Any, no: Any) -> Any:
+def _choose(
+    condition: jax.Array,
+    yes: Any,
+    no: Any,
+) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 # --- Records of every batch are replaced (Theorem 4.6 as published) -----------------------------
 
 
-def _replace_per_batch(gradients: Gradients, batch: Batch, box: LeafBounds) -> Descent:
+def _replace_per_batch(
+    gradients: Gradients,
+    batch: Batch,
+    box: LeafBounds,
+) -> Descent:
     """Returns the bounds of Theorem 4.6, by sorting.
 
     D_L = (SEMin_{b-k} d_L - k clip) / b,   D_U = (SEMax_{b-k} d_U + k clip) / b
     """
     plan = gradients.plan
-    clip, most = plan.grid.clip, plan.ks[-1]
+    clip = plan.grid.clip
+    most = plan.ks[-1]
     fixed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.fixed)
     weights = fixed[1]
     is_record = weights[None] > 0
     places = weights.size
 
     def descent(k: jax.Array) -> LeafBounds:
-        error = slack(plan.grid.dtype, places + most + 8) * clip * (1 + 2 * k / batch.size)
+        relative_error = slack(plan.grid.dtype, places + most + 8)
+        error = relative_error * clip * (1 + 2 * k / batch.size)
 
         def smallest_mean(x: jax.Array) -> jax.Array:
             # A NaN may be any gradient, so its lower bound is -clip.
-            clipped = jnp.clip(jnp.where(jnp.isnan(x), -clip, x), -clip, clip)
+            numbers = jnp.where(jnp.isnan(x), -clip, x)
+            clipped = jnp.clip(numbers, -clip, clip)
             columns = clipped.reshape(places, -1).T
-            total = jnp.sum(jnp.where(is_record, columns, 0), axis=1)
-            largest = lax.top_k(jnp.where(is_record, columns, -jnp.inf), most)[0]
+            present = jnp.where(is_record, columns, 0)
+            total = jnp.sum(present, axis=1)
+            candidates = jnp.where(is_record, columns, -jnp.inf)
+            largest = lax.top_k(candidates, most)[0]
             # Column j is the sum of the j largest, which leave.
             leaving = jnp.pad(jnp.cumsum(largest, axis=1), ((0, 0), (1, 0)))
-            mean = (total - jnp.take(leaving, k, axis=1) - k * clip) / batch.size - error
+            remaining = total - jnp.take(leaving, k, axis=1)
+            mean = (remaining - k * clip) / batch.size - error
             return mean.reshape(x.shape[1:])
 
-        lows = gradients.bounds(gradients.factors(box, fixed))
+        factors = gradients.factors(box, fixed)
+        lows = gradients.bounds(factors)
         return _from_lower_ends([smallest_mean(x) for x in lows])
 
     return descent

@@ -39,7 +39,11 @@ _UNREACHABLE = 2**40
 
 
 def partition_by_hash(
-    records: Any, parts: int, *, salt: bytes, ids: Sequence[int | str] | None = None
+    records: Any,
+    parts: int,
+    *,
+    salt: bytes,
+    ids: Sequence[int | str] | None = None,
 ) -> np.ndarray:
     """Assigns every record to one of `parts` disjoint parts by a keyed hash (BLAKE2b) of its bytes.
 
@@ -66,7 +70,7 @@ def partition_by_hash(
         from the records. The longest text of a leaf counts as no part of its dtype. Adding or
         removing a record changes one part, by that record. Equal records go to the same part.
     """
-    parts = whole("parts", parts)
+    num_parts = whole("parts", parts)
     if not isinstance(salt, bytes) or not 1 <= len(salt) <= 64:
         raise ValueError("salt must be 1 to 64 public bytes, for example b'my experiment v1'.")
     count = count_rows(records, "records")
@@ -80,7 +84,8 @@ def partition_by_hash(
     for i, content in enumerate(contents):
         digest = keyed.copy()
         digest.update(content)
-        part_of_record[i] = int.from_bytes(digest.digest(), "little") % parts
+        number = int.from_bytes(digest.digest(), "little")
+        part_of_record[i] = number % num_parts
     return part_of_record
 
 
@@ -88,7 +93,8 @@ def _contents(records: Any, count: int) -> tuple[str, Iterable[bytes]]:
     """Returns the layout of the records as text, and the bytes of each record."""
     arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(records)]
     kinds = [(_kind(array), array.shape[1:]) for array in arrays]
-    layout = repr((str(jax.tree.structure(records)), kinds))
+    structure = str(jax.tree.structure(records))
+    layout = repr((structure, kinds))
 
     def bytes_of(record: int) -> bytes:
         return b"".join(_row_bytes(array[record]) for array in arrays)
@@ -112,7 +118,9 @@ def _kind(array: np.ndarray) -> str:
             f"records must have leaves of numbers or texts, got dtype {array.dtype}."
             " Convert objects to such arrays, and pass each field as a leaf."
         )
-    return array.dtype.kind if array.dtype.kind in "US" else array.dtype.str
+    if array.dtype.kind in "US":
+        return array.dtype.kind
+    return array.dtype.str
 
 
 def _row_bytes(row: Any) -> bytes:
@@ -130,7 +138,12 @@ def _row_bytes(row: Any) -> bytes:
 # --- The certified vote -------------------------------------------------------------------------
 
 
-def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
+def vote(
+    labels: Any,
+    distances: Any,
+    *,
+    num_classes: int,
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the majority label of every query and its calibrated distance: int32 [Q] each.
 
     Ties have distance 0. The distance is one less than the number of records that have to change
@@ -175,13 +188,16 @@ def vote(labels: Any, distances: Any, *, num_classes: int) -> tuple[np.ndarray, 
     leaving = _cheapest(costs, votes == winner)  # A(a)
     least = np.full(winner.shape, _UNREACHABLE)
     for rival in range(num_classes):
-        joining = _cheapest(costs, (votes != winner) & (votes != rival))  # B_c(b)
+        is_neither = (votes != winner) & (votes != rival)
+        joining = _cheapest(costs, is_neither)  # B_c(b)
         gap = counts.max(axis=1) - counts[:, rival]
         # The gap is at most T, and each member that leaves w for c closes it by two.
         for a in range(math.ceil(len(votes) / 2) + 1):
             b = np.maximum(gap - 2 * a, 0)
-            cost = leaving[a] + np.take_along_axis(joining, b[None], axis=0)[0]
-            least = np.minimum(least, np.where(winner == rival, _UNREACHABLE, cost))
+            (cost_of_b,) = np.take_along_axis(joining, b[None], axis=0)
+            cost = leaving[a] + cost_of_b
+            reachable = np.where(winner == rival, _UNREACHABLE, cost)
+            least = np.minimum(least, reachable)
     distance = np.clip(least - 1, 0, np.iinfo(np.int32).max)
     return winner.astype(np.int32), distance.astype(np.int32)
 
@@ -191,31 +207,46 @@ def _cheapest(costs: np.ndarray, allowed: np.ndarray) -> np.ndarray:
 
     It is `_UNREACHABLE` or more if fewer than a exist.
     """
-    ordered = np.sort(np.where(allowed, costs, _UNREACHABLE), axis=0)
-    return np.vstack([np.zeros_like(ordered[:1]), np.cumsum(ordered, axis=0)])
+    allowed_costs = np.where(allowed, costs, _UNREACHABLE)
+    ordered = np.sort(allowed_costs, axis=0)
+    nothing = np.zeros_like(ordered[:1])
+    sums = np.cumsum(ordered, axis=0)
+    return np.vstack([nothing, sums])
 
 
 def _counts(votes: np.ndarray, num_classes: int) -> np.ndarray:
-    return np.stack([(votes == label).sum(axis=0) for label in range(num_classes)], axis=1)
+    counts = []
+    for label in range(num_classes):
+        counts.append((votes == label).sum(axis=0))
+    return np.stack(counts, axis=1)
 
 
-def _check_votes(labels: Any, distances: Any, num_classes: int) -> tuple[np.ndarray, np.ndarray]:
-    votes, away = np.asarray(labels), np.asarray(distances)
+def _check_votes(
+    labels: Any,
+    distances: Any,
+    num_classes: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    votes = np.asarray(labels)
+    away = np.asarray(distances)
     if votes.ndim != 2 or not len(votes) or votes.shape != away.shape:
         raise ValueError(
             f"labels and distances must be [T, Q] with T >= 1, got {votes.shape} and {away.shape}."
         )
-    if not (np.issubdtype(votes.dtype, np.integer) and np.issubdtype(away.dtype, np.integer)):
+    has_labels = np.issubdtype(votes.dtype, np.integer)
+    has_distances = np.issubdtype(away.dtype, np.integer)
+    if not (has_labels and has_distances):
         raise ValueError(
             f"labels and distances must be integers, got {votes.dtype} and {away.dtype}."
         )
-    if num_classes < 2 or (votes < 0).any() or (votes >= num_classes).any():
+    is_outside = (votes < 0) | (votes >= num_classes)
+    if num_classes < 2 or is_outside.any():
         raise ValueError(
             f"labels must lie in [0, num_classes={num_classes}), and num_classes must be >= 2."
         )
     if (away < 0).any():
         raise ValueError("distances must be >= 0. Clip them at 0.")
-    return votes.astype(np.int64), np.minimum(away.astype(np.int64), np.iinfo(np.int32).max)
+    largest = np.iinfo(np.int32).max
+    return votes.astype(np.int64), np.minimum(away.astype(np.int64), largest)
 
 
 def _vote_counts(labels: Any, num_classes: int) -> np.ndarray:
@@ -229,7 +260,12 @@ def _vote_counts(labels: Any, num_classes: int) -> np.ndarray:
 
 
 def laplace_vote(
-    key: jax.Array, labels: Any, *, epsilon: float, num_classes: int, changed_members: int = 1
+    key: jax.Array,
+    labels: Any,
+    *,
+    epsilon: float,
+    num_classes: int,
+    changed_members: int = 1,
 ) -> np.ndarray:
     """Answers the class with most votes after Laplace noise on every count.
 
@@ -245,14 +281,19 @@ def laplace_vote(
     scale = 2 * changed_members / positive("epsilon", epsilon)
     if changed_members not in (1, 2):
         raise ValueError(f"changed_members must be 1 or 2, got {changed_members!r}.")
-    noisy_counts = _noisy(noise.laplace, key, _vote_counts(labels, num_classes), scale)
+    counts = _vote_counts(labels, num_classes)
+    noisy_counts = _noisy(noise.laplace, key, counts, scale)
     return noisy_counts.argmax(axis=1).astype(np.int32)
 
 
 def _noisy(
-    draw: Callable[..., Any], key: jax.Array, counts: np.ndarray, scale: float
+    draw: Callable[..., Any],
+    key: jax.Array,
+    counts: np.ndarray,
+    scale: float,
 ) -> np.ndarray:
-    sample = draw(key, jax.ShapeDtypeStruct(counts.shape, jnp.float32), scale)
+    like = jax.ShapeDtypeStruct(counts.shape, jnp.float32)
+    sample = draw(key, like, scale)
     return counts + np.asarray(sample, np.float64)
 
 
@@ -308,9 +349,8 @@ class ConfidentGNMax:
         ratio = positive("ratio", ratio)
 
         def event(sigma_votes: float) -> DpEvent:
-            return cls(threshold, ratio * sigma_votes, sigma_votes).event(
-                queries, max_answers=max_answers
-            )
+            candidate = cls(threshold, ratio * sigma_votes, sigma_votes)
+            return candidate.event(queries, max_answers=max_answers)
 
         with counting(event, label="noise", unit="trial") as tried:
             sigma_votes = calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency=adjacency)
@@ -323,12 +363,17 @@ class ConfidentGNMax:
         check = GaussianDpEvent(self.sigma_threshold)
         # A changed vote moves two counts by one each.
         answer = GaussianDpEvent(self.sigma_votes / math.sqrt(2))
-        return ComposedDpEvent(
-            [SelfComposedDpEvent(check, queries), SelfComposedDpEvent(answer, max_answers)]
-        )
+        checks = SelfComposedDpEvent(check, queries)
+        answers = SelfComposedDpEvent(answer, max_answers)
+        return ComposedDpEvent([checks, answers])
 
     def answer(
-        self, key: jax.Array, labels: Any, *, num_classes: int, max_answers: int
+        self,
+        key: jax.Array,
+        labels: Any,
+        *,
+        num_classes: int,
+        max_answers: int,
     ) -> np.ndarray:
         """Answers the first `max_answers` queries that pass the noisy threshold.
 
@@ -347,8 +392,10 @@ class ConfidentGNMax:
         counts = _vote_counts(labels, num_classes)
         self.event(len(counts), max_answers=max_answers)  # checks max_answers
         key_threshold, key_votes = jax.random.split(key)
-        largest = _noisy(noise.gaussian, key_threshold, counts.max(axis=1), self.sigma_threshold)
-        passed = largest >= self.threshold
+        largest = counts.max(axis=1)
+        noisy_largest = _noisy(noise.gaussian, key_threshold, largest, self.sigma_threshold)
+        passed = noisy_largest >= self.threshold
         is_answered = passed & (np.cumsum(passed) <= max_answers)
         noisy_counts = _noisy(noise.gaussian, key_votes, counts, self.sigma_votes)
-        return np.where(is_answered, noisy_counts.argmax(axis=1), -1).astype(np.int32)
+        labels_with_noise = noisy_counts.argmax(axis=1)
+        return np.where(is_answered, labels_with_noise, -1).astype(np.int32)

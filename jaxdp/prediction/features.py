@@ -68,13 +68,18 @@ class FeatureMap:
                 f"dimensions={dimensions} exceeds the {available} that the public vectors span."
             )
         leading = dimensions or available
-        return cls(mean, axes[:, :leading] / deviations[:leading] ** whiten, radius)
+        scales = deviations[:leading] ** whiten
+        matrix = axes[:, :leading] / scales
+        return cls(mean, matrix, radius)
 
     def __call__(self, vectors: np.ndarray) -> np.ndarray:
         """Maps [n, d] to float32 [n, r]. A vector equal to the mean becomes zero."""
-        mapped = (np.asarray(vectors, np.float64) - self.mean) @ self.matrix
+        centred = np.asarray(vectors, np.float64) - self.mean
+        mapped = centred @ self.matrix
         lengths = np.linalg.norm(mapped, axis=1, keepdims=True)
-        return (self.radius * mapped / np.where(lengths > 0, lengths, 1.0)).astype(np.float32)
+        divisors = np.where(lengths > 0, lengths, 1.0)
+        features = self.radius * mapped / divisors
+        return features.astype(np.float32)
 
 
 def _principal_axes(centred: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -84,6 +89,7 @@ def _principal_axes(centred: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray
         weighted = centred * np.sqrt(shares)[:, None]
         _, deviations, rows = np.linalg.svd(weighted, full_matrices=False)
         return deviations, rows.T
-    variances, axes = np.linalg.eigh((centred * shares[:, None]).T @ centred)
+    weighted = centred * shares[:, None]
+    variances, axes = np.linalg.eigh(weighted.T @ centred)
     deviations = np.sqrt(np.maximum(variances[::-1], 0))  # rounding may make them negative
     return deviations, axes[:, ::-1]

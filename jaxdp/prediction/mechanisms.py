@@ -72,6 +72,13 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import optimize
 
+from jaxdp.prediction.answer_checks import (
+    check_binary,
+    check_classes,
+    check_distances,
+    check_labels,
+    check_range,
+)
 from jaxdp.prediction.checks import positive
 from jaxdp.prediction.ensembles import laplace_vote
 from jaxdp.privacy.events import DpEvent, PureDpEvent
@@ -81,7 +88,6 @@ CauchyCalibration = Literal["stable", "smooth", "paper"]
 LaplaceCalibration = Literal["stable", "paper"]
 
 _BITS = 64  # of the draw for each label
-_LARGEST_CLASSES = 2**20
 
 
 # --- Flip probabilities -------------------------------------------------------------------------
@@ -103,19 +109,23 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     an argument out of range.
     """
     epsilon = positive("epsilon", epsilon)
-    classes = _check_classes(num_classes)
-    k = _check_distances(distance).astype(np.float64)
+    classes = check_classes(num_classes)
+    k = check_distances(distance).astype(np.float64)
     log_others = math.log(classes - 1)
     log_total = float(np.logaddexp(epsilon, log_others))  # of e^epsilon + C - 1
     # The first distance at which p <= e^epsilon / (1 + e^epsilon).
-    turn = max(0, math.ceil((log_total - float(np.logaddexp(0.0, epsilon))) / epsilon) - 1)
+    log_turn = float(np.logaddexp(0.0, epsilon))
+    steps_to_turn = math.ceil((log_total - log_turn) / epsilon)
+    turn = max(0, steps_to_turn - 1)
     if turn == 0:
         at_turn = math.exp(log_others - log_total)
     else:
         at_turn = -math.expm1((turn + 1) * epsilon - log_total)
     with np.errstate(under="ignore"):
-        before = -np.expm1(np.minimum((k + 1) * epsilon - log_total, 0.0))
-        after = at_turn * np.exp(-epsilon * np.maximum(k - turn, 0.0))
+        exponent = np.minimum((k + 1) * epsilon - log_total, 0.0)
+        before = -np.expm1(exponent)
+        steps_after_turn = np.maximum(k - turn, 0.0)
+        after = at_turn * np.exp(-epsilon * steps_after_turn)
     return np.where(k < turn, before, after)
 
 
@@ -137,13 +147,15 @@ def needed_distance(epsilon: float, *, flip: float = 1e-3, num_classes: int = 2)
     largest = 1
     while flips(largest) > flip:
         largest *= 2
-    return int(np.argmax(flips(np.arange(largest + 1)) <= flip))
+    is_rare = flips(np.arange(largest + 1)) <= flip
+    return int(np.argmax(is_rare))
 
 
 def flip_probability_global_laplace(distance: Any, *, epsilon: float) -> np.ndarray:
     """Returns P(noise > 1/2) for Laplace noise of scale 1 / epsilon. Else as `flip_probability`."""
-    shape = _check_distances(distance).shape
-    return np.full(shape, math.exp(-positive("epsilon", epsilon) / 2) / 2)
+    shape = check_distances(distance).shape
+    epsilon = positive("epsilon", epsilon)
+    return np.full(shape, math.exp(-epsilon / 2) / 2)
 
 
 def flip_probability_cauchy(
@@ -161,7 +173,7 @@ def flip_probability_cauchy(
     Otherwise as `flip_probability`.
     """
     epsilon = positive("epsilon", epsilon)
-    k = _check_distances(distance)
+    k = check_distances(distance)
     if calibration not in ("stable", "smooth", "paper"):
         raise ValueError(f"calibration must be 'stable', 'smooth' or 'paper', got {calibration!r}.")
     if beta is not None and (calibration != "smooth" or not 0 < beta < epsilon):
@@ -178,11 +190,16 @@ def flip_probability_cauchy(
         rate = epsilon / 6
         twice_scale = 12 / epsilon
     with np.errstate(under="ignore"):
-        return np.arctan(twice_scale * np.exp(-rate * k)) / math.pi
+        shrinking = np.exp(-rate * k)
+        return np.arctan(twice_scale * shrinking) / math.pi
 
 
 def flip_probability_smooth_laplace(
-    distance: Any, *, epsilon: float, delta: float, calibration: LaplaceCalibration = "stable"
+    distance: Any,
+    *,
+    epsilon: float,
+    delta: float,
+    calibration: LaplaceCalibration = "stable",
 ) -> np.ndarray:
     """Returns exp(-1 / (2 s(k))) / 2, the probability that Laplace noise of scale s(k) exceeds 1/2.
 
@@ -190,7 +207,7 @@ def flip_probability_smooth_laplace(
     s(k) = 2 exp(-b k) / epsilon with b = epsilon / (2 log(2 / delta)). "paper" is refused if
     epsilon is so large that this b does not give delta. Otherwise as `flip_probability`.
     """
-    k = _check_distances(distance)
+    k = check_distances(distance)
     rate = dilation_rate(epsilon, delta)
     inverse_scale = epsilon
     if calibration not in ("stable", "paper"):
@@ -204,7 +221,8 @@ def flip_probability_smooth_laplace(
                 f"delta={delta:g}. Use calibration='stable'."
             )
     with np.errstate(under="ignore", over="ignore"):
-        return np.exp(-inverse_scale * np.exp(rate * k) / 2) / 2
+        growing = np.exp(rate * k)
+        return np.exp(-inverse_scale * growing / 2) / 2
 
 
 def dilation_rate(epsilon: float, delta: float) -> float:
@@ -220,10 +238,12 @@ def dilation_rate(epsilon: float, delta: float) -> float:
     if _log_dilation_delta(epsilon, epsilon) <= math.log(delta):
         return epsilon
     # The exponent at the start is below -3 log(2 / delta).
-    start = min(epsilon, 1.0) / (4 * math.log(2 / delta) + 4)
+    bound = 4 * math.log(2 / delta) + 4
+    start = min(epsilon, 1.0) / bound
+    log_delta = math.log(delta)
 
     def excess(b: float) -> float:
-        return _log_dilation_delta(b, epsilon) - math.log(delta)
+        return _log_dilation_delta(b, epsilon) - log_delta
 
     root = optimize.brentq(excess, start, epsilon, rtol=1e-13)
     return root * (1 - 1e-12)  # the side where delta holds
@@ -232,14 +252,20 @@ def dilation_rate(epsilon: float, delta: float) -> float:
 def _log_dilation_delta(rate: float, epsilon: float) -> float:
     """Returns log delta of changing a Laplace scale by exp(+-rate), at `epsilon` >= rate."""
     rate = min(rate, 700.0)  # larger rates do not change the value
-    return math.log(-math.expm1(-rate)) - (epsilon + rate) / math.expm1(rate)
+    exponent = (epsilon + rate) / math.expm1(rate)
+    return math.log(-math.expm1(-rate)) - exponent
 
 
 # --- Labels -------------------------------------------------------------------------------------
 
 
 def randomised_response(
-    key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int
+    key: jax.Array,
+    labels: Any,
+    distances: Any,
+    *,
+    epsilon: float,
+    num_classes: int,
 ) -> np.ndarray:
     """Answers labels by randomised response with the flip probability of their distance.
 
@@ -281,7 +307,7 @@ def smooth_cauchy(
     Arguments, result, errors and guarantee are as in `randomised_response` and
     `flip_probability_cauchy`: every calibration is (epsilon, 0)-DP. `num_classes` must be 2.
     """
-    _check_binary("smooth_cauchy", num_classes)
+    check_binary("smooth_cauchy", num_classes)
     flips = functools.partial(
         flip_probability_cauchy, epsilon=epsilon, calibration=calibration, beta=beta
     )
@@ -289,21 +315,31 @@ def smooth_cauchy(
 
 
 def global_laplace(
-    key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int = 2
+    key: jax.Array,
+    labels: Any,
+    distances: Any,
+    *,
+    epsilon: float,
+    num_classes: int = 2,
 ) -> np.ndarray:
     """Answers labels in {0, 1} by rounding label + Laplace(1 / epsilon) at 1/2.
 
     It needs no certificate. It works as `randomised_response` with `num_classes` 2, but does not
     use the distances. Answers are (epsilon, 0)-DP for every model and every neighbouring relation.
     """
-    _check_binary("global_laplace", num_classes)
+    check_binary("global_laplace", num_classes)
     flips = functools.partial(flip_probability_global_laplace, epsilon=epsilon)
     nowhere = np.zeros(np.shape(labels), np.int64)
     return _answer(key, labels, nowhere, flips, epsilon=epsilon, num_classes=2)
 
 
 def global_response(
-    key: jax.Array, labels: Any, distances: Any, *, epsilon: float, num_classes: int
+    key: jax.Array,
+    labels: Any,
+    distances: Any,
+    *,
+    epsilon: float,
+    num_classes: int,
 ) -> np.ndarray:
     """Answers labels of any `num_classes` by k-ary randomised response. Needs no certificate."""
     nowhere = np.zeros(np.shape(labels), np.int64)
@@ -324,18 +360,25 @@ def _answer(
     With None for `flips` they are the smallest of all.
     """
     epsilon = positive("epsilon", epsilon)
-    classes = _check_classes(num_classes)
-    k = _check_distances(distances)
-    labels = _check_labels(labels, classes, k.shape)
+    classes = check_classes(num_classes)
+    k = check_distances(distances)
+    labels = check_labels(labels, classes, k.shape)
     last = int(k.max(initial=0))
-    floor = None if flips is None else flips(np.arange(last + 1)).tolist()
+    floor = None
+    if flips is not None:
+        floor = flips(np.arange(last + 1)).tolist()
     table = exact_thresholds(floor, last, epsilon=epsilon, num_classes=classes)
-    thresholds = np.array(table, np.uint64)[np.minimum(k, len(table) - 1)]
+    rows = np.minimum(k, len(table) - 1)
+    thresholds = np.array(table, np.uint64)[rows]
     return _sample(key, labels, thresholds, classes)
 
 
 def exact_thresholds(
-    floor: Sequence[float] | None, last: int, *, epsilon: float, num_classes: int
+    floor: Sequence[float] | None,
+    last: int,
+    *,
+    epsilon: float,
+    num_classes: int,
 ) -> list[int]:
     """Returns integers r(0) >= r(1) >= ... for the distances k.
 
@@ -350,16 +393,20 @@ def exact_thresholds(
     unit = 1 << _BITS
     others = num_classes - 1
     # exp has an error of at most one ulp (2**-52). A factor above 2**80 changes no threshold.
-    factor = fractions.Fraction(math.exp(min(epsilon, 55.0))) * (1 - fractions.Fraction(1, 1 << 50))
+    computed = fractions.Fraction(math.exp(min(epsilon, 55.0)))
+    factor = computed * (1 - fractions.Fraction(1, 1 << 50))
     numerator = factor.numerator
     denominator = factor.denominator
 
     def at_least(k: int) -> int:
         if floor is None:
             return 0
-        return _divided_up(math.ceil(math.ldexp(floor[k], _BITS)), others)
+        draws = math.ceil(math.ldexp(floor[k], _BITS))
+        return _divided_up(draws, others)
 
-    rare = max(at_least(0), _divided_up(unit * denominator, numerator + others * denominator))
+    # own(0) <= E r(0)
+    by_response = _divided_up(unit * denominator, numerator + others * denominator)
+    rare = max(at_least(0), by_response)
     own = unit - others * rare
     if factor <= 1 or rare * denominator > own * numerator:
         raise ValueError(
@@ -370,8 +417,9 @@ def exact_thresholds(
         by_others = _divided_up(rare * denominator, numerator)  # r(k) <= E r(k + 1)
         # own(k + 1) <= E own(k)
         by_own = _divided_up(unit * denominator - numerator * own, others * denominator)
+        least = max(by_others, by_own, at_least(len(table)))
         # Rounding may make `floor` rise by an ulp.
-        rare = min(rare, max(by_others, by_own, at_least(len(table))))
+        rare = min(rare, least)
         own = unit - others * rare
         table.append(rare)
     return table
@@ -383,33 +431,48 @@ def _divided_up(a: int, b: int) -> int:
 
 
 def _sample(
-    key: jax.Array, labels: np.ndarray, thresholds: np.ndarray, num_classes: int
+    key: jax.Array,
+    labels: np.ndarray,
+    thresholds: np.ndarray,
+    num_classes: int,
 ) -> np.ndarray:
     """Answers each of the other labels with probability threshold / 2**64."""
     noise.check_key(key)
-    words = np.asarray(jax.random.bits(key, (2, *labels.shape), jnp.uint32)).astype(np.uint64)
-    return flip_labels(words[0] << np.uint64(32) | words[1], labels, thresholds, num_classes)
+    random_bits = jax.random.bits(key, (2, *labels.shape), jnp.uint32)
+    high, low = np.asarray(random_bits).astype(np.uint64)
+    draws = high << np.uint64(32) | low
+    return flip_labels(draws, labels, thresholds, num_classes)
 
 
 def flip_labels(
-    draws: np.ndarray, labels: np.ndarray, thresholds: np.ndarray, num_classes: int
+    draws: np.ndarray,
+    labels: np.ndarray,
+    thresholds: np.ndarray,
+    num_classes: int,
 ) -> np.ndarray:
     """Maps uniform 64-bit numbers to labels.
 
     Each other label gets `threshold` numbers. The rest keep the label.
     """
     # The numbers below (C - 1) r form C - 1 runs of r, one for each other label.
-    runs = draws // np.maximum(thresholds, np.uint64(1))
-    flipped = (runs < num_classes - 1) & (thresholds > 0)
-    shift = np.where(flipped, runs + np.uint64(1), np.uint64(0)).astype(np.int64)
-    return ((labels + shift) % num_classes).astype(np.int32)
+    run_length = np.maximum(thresholds, np.uint64(1))
+    runs = draws // run_length
+    is_flipped = (runs < num_classes - 1) & (thresholds > 0)
+    shift = np.where(is_flipped, runs + np.uint64(1), np.uint64(0))
+    answers = (labels + shift.astype(np.int64)) % num_classes
+    return answers.astype(np.int32)
 
 
 # --- Values -------------------------------------------------------------------------------------
 
 
 def smooth_sensitivity(
-    values: Any, lower: Any, upper: Any, *, beta: float, output_range: tuple[float, float]
+    values: Any,
+    lower: Any,
+    upper: Any,
+    *,
+    beta: float,
+    output_range: tuple[float, float],
 ) -> np.ndarray:
     """Returns a beta-smooth upper bound on the move of values between neighbours.
 
@@ -441,7 +504,8 @@ def smooth_sensitivity(
     """
     beta = positive("beta", beta)
     low, high = check_range(output_range)
-    values = _clip(values, (low + high) / 2, low, high)
+    middle = (low + high) / 2
+    values = _clip(values, middle, low, high)
     lower = _clip(lower, low, low, high)
     upper = _clip(upper, high, low, high)
     is_matrix = lower.ndim == 2 and lower.shape == upper.shape
@@ -455,9 +519,12 @@ def smooth_sensitivity(
     highest = np.full_like(values, high)
     lows = np.vstack([values, lower, lowest, lowest])
     highs = np.vstack([values, upper, highest, highest])
-    gaps = np.maximum(highs[1:] - lows[:-1], highs[:-1] - lows[1:])  # g_j
+    above = highs[1:] - lows[:-1]
+    below = highs[:-1] - lows[1:]
+    gaps = np.maximum(above, below)  # g_j
     decay = np.exp(-beta * np.arange(len(gaps)))
-    return np.max(decay[:, None] * gaps, axis=0)
+    decayed = decay[:, None] * gaps
+    return np.max(decayed, axis=0)
 
 
 def cauchy_values(
@@ -494,7 +561,8 @@ def cauchy_values(
         are at most epsilon.
     """
     epsilon = positive("epsilon", epsilon)
-    beta = default_beta(epsilon) if beta is None else beta
+    if beta is None:
+        beta = default_beta(epsilon)
     if not 0 < beta < epsilon:
         raise ValueError(f"beta={beta!r} must lie in (0, epsilon={epsilon:g}).")
     sensitivity = smooth_sensitivity(values, lower, upper, beta=beta, output_range=output_range)
@@ -511,7 +579,8 @@ def default_beta(epsilon: float) -> float:
     """
     epsilon = positive("epsilon", epsilon)
     free = epsilon + math.log1p(math.exp(-2 * epsilon) - math.exp(-epsilon))
-    return max(0.8 * epsilon, min(free, (1 - 1e-9) * epsilon))
+    largest = (1 - 1e-9) * epsilon
+    return max(0.8 * epsilon, min(free, largest))
 
 
 def cauchy_multiplier(epsilon: float, beta: float) -> float:
@@ -521,19 +590,26 @@ def cauchy_multiplier(epsilon: float, beta: float) -> float:
     beta = min(beta, 49.9)
     # cosh a - cosh b = 2 sinh((a + b) / 2) sinh((a - b) / 2), which is exact near a = b.
     same = 2 * math.sinh(epsilon / 2) ** 2
-    scaled = 2 * math.exp(beta) * math.sinh((epsilon + beta) / 2) * math.sinh((epsilon - beta) / 2)
+    mean = (epsilon + beta) / 2
+    half_gap = (epsilon - beta) / 2
+    scaled = 2 * math.exp(beta) * math.sinh(mean) * math.sinh(half_gap)
     return 1 / math.sqrt(2 * min(same, scaled))
 
 
 def laplace_values(
-    key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]
+    key: jax.Array,
+    values: Any,
+    *,
+    epsilon: float,
+    output_range: tuple[float, float],
 ) -> np.ndarray:
     """Answers real values with Laplace noise of scale (high - low) / epsilon. Needs no certificate.
 
     Otherwise as `cauchy_values`, for every model and every neighbouring relation.
     """
     low, high = check_range(output_range)
-    scale = np.full(np.shape(values), (high - low) / positive("epsilon", epsilon))
+    epsilon = positive("epsilon", epsilon)
+    scale = np.full(np.shape(values), (high - low) / epsilon)
     return _add_noise(noise.laplace, key, values, scale, output_range)
 
 
@@ -547,64 +623,21 @@ def _add_noise(
     low, high = check_range(output_range)
     like = jax.ShapeDtypeStruct(scale.shape, jnp.float32)
     standard = np.asarray(draw(key, like, 1.0), np.float64)
-    noisy = _clip(values, (low + high) / 2, low, high) + scale * standard
+    middle = (low + high) / 2
+    noisy = _clip(values, middle, low, high) + scale * standard
     return np.clip(noisy, low, high).astype(np.float32)
 
 
-def _clip(array: Any, instead: float, low: float, high: float) -> np.ndarray:
+def _clip(
+    array: Any,
+    instead: float,
+    low: float,
+    high: float,
+) -> np.ndarray:
     """Clips to the declared range. NaN, from a bound that overflowed, becomes `instead`."""
     array = np.asarray(array, np.float64)
-    return np.clip(np.where(np.isnan(array), instead, array), low, high)
-
-
-# --- Arguments. Messages contain no values of labels and distances, which are private -----------
-
-
-def _check_classes(num_classes: int) -> int:
-    if num_classes != int(num_classes) or not 2 <= num_classes <= _LARGEST_CLASSES:
-        raise ValueError(
-            f"num_classes must be an integer in [2, {_LARGEST_CLASSES}], got {num_classes!r}."
-        )
-    return int(num_classes)
-
-
-def _check_binary(mechanism: str, num_classes: int) -> None:
-    if num_classes != 2:
-        raise ValueError(
-            f"{mechanism} answers two classes, got num_classes={num_classes}. Use "
-            "randomised_response."
-        )
-
-
-def _check_distances(distances: Any) -> np.ndarray:
-    array = np.asarray(distances)
-    if not np.issubdtype(array.dtype, np.integer) or (array < 0).any():
-        raise ValueError(
-            f"distances must be integers >= 0, got dtype {array.dtype}. Clip them at 0."
-        )
-    return array.astype(np.int64)
-
-
-def _check_labels(labels: Any, num_classes: int, shape: tuple[int, ...]) -> np.ndarray:
-    array = np.asarray(labels)
-    if not np.issubdtype(array.dtype, np.integer) or array.shape != shape or len(shape) != 1:
-        raise ValueError(
-            f"labels must be integers [Q] like distances, got {array.dtype} {array.shape} and "
-            f"{shape}."
-        )
-    if ((array < 0) | (array >= num_classes)).any():
-        raise ValueError(f"labels must lie in [0, num_classes={num_classes}).")
-    return array.astype(np.int64)
-
-
-def check_range(output_range: tuple[float, float]) -> tuple[float, float]:
-    """Returns a declared (low, high) as floats. Raises ValueError unless finite and low < high."""
-    low, high = (float(end) for end in output_range)
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ValueError(
-            f"output_range must be finite (low, high) with low < high, got {output_range!r}."
-        )
-    return low, high
+    numbers = np.where(np.isnan(array), instead, array)
+    return np.clip(numbers, low, high)
 
 
 # --- Registry -----------------------------------------------------------------------------------

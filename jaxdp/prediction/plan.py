@@ -147,8 +147,12 @@ class Layout(NamedTuple):
 
     def join(self, moving: Sequence[Any], frozen: Sequence[Any]) -> Any:
         """Returns the pytree of trained and frozen leaves."""
-        trained, others = iter(moving), iter(frozen)
-        leaves = [next(trained) if flag else next(others) for flag in self.trainable]
+        trained = iter(moving)
+        others = iter(frozen)
+        leaves = []
+        for is_trained in self.trainable:
+            source = trained if is_trained else others
+            leaves.append(next(source))
         return jax.tree.unflatten(self.structure, leaves)
 
     def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
@@ -223,13 +227,15 @@ def make_plan(
     is_add_remove = training.threat == "add_remove"
     records = check_data(data, "data", may_be_empty=is_add_remove)
     rows = rows_of_batches(data, records, training)
-    rates = training.learning_rate / (1 + training.lr_decay * np.arange(len(rows)))
+    slowdown = 1 + training.lr_decay * np.arange(len(rows))
+    rates = training.learning_rate / slowdown
     rates = np.maximum(rates, training.lr_min)
     _check_influence(rates, training)
-    layout = Layout(jax.tree.structure(params), _check_leaves(params, training.trainable))
+    is_trained = _check_leaves(params, training.trainable)
+    layout = Layout(jax.tree.structure(params), is_trained)
     _check_loss(loss_fn, params, data)
     moving, frozen = jax.device_put(layout.split(params))  # compiles nothing, unlike jnp.asarray
-    moving = [x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32) for x in moving]
+    moving = [_at_least_float32(x) for x in moving]
     dtype = jnp.result_type(*moving)
     # A sum under "add_remove" is clipped, because an error would tell the number of records.
     grid = Grid.of(dtype, float(training.clip), int(training.batch_size), clipped=is_add_remove)
@@ -259,7 +265,14 @@ def make_plan(
         shared_budget=shared_budget,
     )
     padded = jax.tree.map(_whole_blocks, data)
-    return plan, Arrays(moving, frozen, padded, order, jax.device_put(rates.astype(dtype)))
+    device_rates = jax.device_put(rates.astype(dtype))
+    return plan, Arrays(moving, frozen, padded, order, device_rates)
+
+
+def _at_least_float32(x: jax.Array) -> jax.Array:
+    if jnp.finfo(x.dtype).bits >= 32:
+        return x
+    return x.astype(jnp.float32)
 
 
 def _groups(rows: np.ndarray, training: Training) -> tuple[int, ...]:
@@ -283,14 +296,23 @@ def _whole_blocks(x: Any) -> jax.Array:
     So data sets of similar size, and an empty one, share one compiled program.
     """
     pad = jnp.pad if isinstance(x, jax.Array) else np.pad
-    unused = -len(x) % BLOCK if len(x) else BLOCK
-    return jax.device_put(pad(x, [(0, unused)] + [(0, 0)] * (np.ndim(x) - 1)))
+    unused = BLOCK
+    if len(x):
+        unused = -len(x) % BLOCK
+    widths = [(0, unused)]
+    widths += [(0, 0)] * (np.ndim(x) - 1)
+    return jax.device_put(pad(x, widths))
 
 
 # --- Checks: sizes, optimizer, parameters, loss -------------------------------------------------
 
 
-def _check_sizes(rows: np.ndarray, most_changed: int, threat: Threat, room: int) -> None:
+def _check_sizes(
+    rows: np.ndarray,
+    most_changed: int,
+    threat: Threat,
+    room: int,
+) -> None:
     """Refuses batches that an exact sum has no room for."""
     if threat == "add_remove":
         # The number of records is private. A sum of too many is clipped instead.
@@ -332,7 +354,9 @@ def _check_influence(rates: np.ndarray, training: Training) -> None:
         gradient = training.weight_decay * theta
         gradient[t] -= 1
         velocity = training.momentum * velocity + gradient
-        step = gradient + training.momentum * velocity if training.nesterov else velocity
+        step = velocity
+        if training.nesterov:
+            step = gradient + training.momentum * velocity
         theta = theta - rate * step
         if (theta < 0).any():
             raise ValueError(
@@ -365,7 +389,11 @@ def _check_leaves(params: Any, trainable: Trainable | None) -> tuple[bool, ...]:
     return tuple(flags)
 
 
-def _check_loss(loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any) -> None:
+def _check_loss(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    params: Any,
+    data: Any,
+) -> None:
     closed, out = jax.make_jaxpr(loss_fn, return_shape=True)(params, one_of(data))
     shapes = jax.tree.map(lambda x: x.shape, out)
     if shapes != () or not jnp.issubdtype(out.dtype, jnp.floating):
@@ -383,6 +411,9 @@ def _check_loss(loss_fn: Callable[[Any, Any], jax.Array], params: Any, data: Any
 
 
 def _primitives(jaxpr: Any) -> set[str]:
-    names = {eqn.primitive.name for eqn in jaxpr.eqns}
-    inner = (jaxpr for eqn in jaxpr.eqns for jaxpr in jax.extend.core.jaxprs_in_params(eqn.params))
-    return names.union(*map(_primitives, inner))
+    names = set()
+    for eqn in jaxpr.eqns:
+        names.add(eqn.primitive.name)
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            names |= _primitives(inner)
+    return names

@@ -50,22 +50,40 @@ class Grid(NamedTuple):
     most: int
 
     @classmethod
-    def of(cls, dtype: Any, clip: float, divisor: int, *, clipped: bool = False) -> "Grid":
+    def of(
+        cls,
+        dtype: Any,
+        clip: float,
+        divisor: int,
+        *,
+        clipped: bool = False,
+    ) -> "Grid":
         """Returns the grid for gradients of a dtype."""
-        is_double = jnp.dtype(dtype) == jnp.float64
-        floats = np.float64 if is_double else np.float32
-        clip_bits = 46 if is_double else 21  # clip is from 2^(clip_bits - 1) to 2^clip_bits units
+        floats: Any
+        ints: Any
+        # `clip` is from 2^(clip_bits - 1) to 2^clip_bits units.
+        if jnp.dtype(dtype) == jnp.float64:
+            floats = np.float64
+            ints = np.int64
+            clip_bits = 46
+            most = 2**26
+        else:
+            floats = np.float32
+            ints = np.int32
+            clip_bits = 21
+            most = 2**19
         unit = 2.0 ** (math.frexp(clip)[1] - clip_bits)
+        mantissa = np.finfo(floats).nmant
         return cls(
             clip=clip,
             divisor=divisor,
             clipped=clipped,
             dtype=floats,
-            ints=np.int64 if is_double else np.int32,
+            ints=ints,
             unit=unit,
             one=math.ceil(clip / unit),
-            magic=1.5 * 2 ** np.finfo(floats).nmant * unit,
-            most=2**26 if is_double else 2**19,
+            magic=1.5 * 2**mantissa * unit,
+            most=most,
         )
 
     def bits(self, x: jax.Array, *, nearest: bool = False) -> jax.Array:
@@ -75,7 +93,8 @@ class Grid(NamedTuple):
         """
         x = x.astype(self.dtype)
         if nearest:
-            x = jnp.clip(jnp.where(jnp.isnan(x), 0, x), -self.clip, self.clip)
+            numbers = jnp.where(jnp.isnan(x), 0, x)
+            x = jnp.clip(numbers, -self.clip, self.clip)
         else:
             end = self.one * self.unit
             x = jnp.where(x > -end, x, -end)  # a NaN becomes the least possible gradient
@@ -84,7 +103,8 @@ class Grid(NamedTuple):
 
     def bias(self, *, nearest: bool = False) -> jax.Array:
         """Returns the `bits` of zero, plus the unit by which rounding down lowers a sum."""
-        zero = lax.bitcast_convert_type(jnp.asarray(self.magic, self.dtype), self.ints)
+        magic = jnp.asarray(self.magic, self.dtype)
+        zero = lax.bitcast_convert_type(magic, self.ints)
         return zero + (not nearest)  # `bits` itself rounds to nearest
 
     @property
@@ -94,23 +114,34 @@ class Grid(NamedTuple):
 
     def sum(self, bits: jax.Array, *, nearest: bool = False) -> jax.Array:
         """Adds up over the first axis, without the bias."""
-        return jnp.sum(bits, axis=0, dtype=self.ints) - bits.shape[0] * self.bias(nearest=nearest)
+        count = bits.shape[0]
+        biased = jnp.sum(bits, axis=0, dtype=self.ints)
+        return biased - count * self.bias(nearest=nearest)
 
     def mean(self, total: Total, *, nearest: bool = False) -> jax.Array:
         """Returns the total over the divisor as a float, rounded down or to nearest."""
-        high, low = (part.astype(self.dtype) for part in total)
+        high = total[0].astype(self.dtype)
+        low = total[1].astype(self.dtype)
         scale = self.unit * 2**SHIFT / self.divisor
         if nearest:
             return (high + low / 2**SHIFT) * scale
         return outward(high * scale, -1, 3)  # `low` is not negative, so a lower end may drop it
 
 
-def carry(high: jax.Array, low: jax.Array, shift: int = SHIFT) -> Total:
+def carry(
+    high: jax.Array,
+    low: jax.Array,
+    shift: int = SHIFT,
+) -> Total:
     """Returns the same total with 0 <= low < 2**shift."""
     return high + (low >> shift), low & (2**shift - 1)
 
 
-def add_units(total: Total, count: Any, units: Any) -> Total:
+def add_units(
+    total: Total,
+    count: Any,
+    units: Any,
+) -> Total:
     """Adds `count`, of either sign, times a number of units."""
     high = total[0] + count * (units >> SHIFT)
     low = total[1] + count * (units & (2**SHIFT - 1))
@@ -146,16 +177,22 @@ def add_up(
     zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
 
     def fragments(block: Any) -> Any:
-        return jax.tree.map(lambda x: x.reshape(*cut[1:], *x.shape[1:]), factors(block))
+        def cut_up(x: jax.Array) -> jax.Array:
+            return x.reshape(*cut[1:], *x.shape[1:])
+
+        return jax.tree.map(cut_up, factors(block))
 
     def add_fragment(sums: Any, fragment: Any) -> tuple[Any, None]:
-        return [a + b for a, b in zip(sums, summands(fragment), strict=True)], None
+        pairs = zip(sums, summands(fragment), strict=True)
+        return [a + b for a, b in pairs], None
 
     def add_block(totals: Any, block: Any) -> tuple[Any, None]:
         sums, _ = lax.scan(add_fragment, zeros, fragments(block))
-        pairs = zip(totals, sums, strict=True)
-        # A lower part of 2 SHIFT bits has room for any batch.
-        return [carry(high, low + s, 2 * SHIFT) for (high, low), s in pairs], None
+        next_totals = []
+        for (high, low), block_sum in zip(totals, sums, strict=True):
+            # A lower part of 2 SHIFT bits has room for any batch.
+            next_totals.append(carry(high, low + block_sum, 2 * SHIFT))
+        return next_totals, None
 
     totals, _ = lax.scan(add_block, [(z, z) for z in zeros], blocks)
     return [_narrow(grid, total) for total in totals]
@@ -166,7 +203,9 @@ def _narrow(grid: Grid, total: Total) -> Total:
     high, low = total
     if grid.clipped:
         # In units of the upper part. An error instead would tell the number of records.
-        end = min(public_rows(grid.divisor), grid.most) * grid.one >> 2 * SHIFT
-        low = jnp.where((high < -end) | (high >= end), 0, low)
+        records = min(public_rows(grid.divisor), grid.most)
+        end = records * grid.one >> 2 * SHIFT
+        is_clipped = (high < -end) | (high >= end)
+        low = jnp.where(is_clipped, 0, low)
         high = jnp.clip(high, -end, end)
     return carry(high << SHIFT, low)

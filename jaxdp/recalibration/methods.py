@@ -220,7 +220,12 @@ class Binning:
         variance, _ = state
         return variance, answer
 
-    def summand(self: Any, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+    def summand(
+        self: Any,
+        k: int,
+        records: Records,
+        temperature: jax.Array,
+    ) -> jax.Array:
         """Returns one-hot counts [n, 2 cells] of correct records, then of incorrect ones."""
         score = self.score(records.logits)
         cell = jax.nn.one_hot(self.cell(score), self.cells)

@@ -292,7 +292,11 @@ def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, "
 
 
 def _tabulate(
-    confidence: jax.Array, correct: jax.Array, bin_of: jax.Array, counted: jax.Array, bins: int
+    confidence: jax.Array,
+    correct: jax.Array,
+    bin_of: jax.Array,
+    counted: jax.Array,
+    bins: int,
 ) -> Reliability:
     """Counts and averages by bin the examples that count."""
     bin_of = jnp.where(counted, bin_of, bins)  # `segment_sum` leaves out an index beyond its end

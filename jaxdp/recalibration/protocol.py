@@ -141,7 +141,11 @@ class Scale(NamedTuple):
 
 
 def noise_scale(
-    method: Method, *, epsilon: float, adjacency: Adjacency, num_classes: int
+    method: Method,
+    *,
+    epsilon: float,
+    adjacency: Adjacency,
+    num_classes: int,
 ) -> Scale | None:
     """Returns the smallest noise that makes all answers of a source together epsilon-DP.
 
@@ -190,7 +194,12 @@ def event(epsilon: float) -> DpEvent:
     return NonPrivateDpEvent() if math.isinf(epsilon) else PureDpEvent(epsilon)
 
 
-def summands(method: Method, k: int, records: Records, temperature: jax.Array) -> jax.Array:
+def summands(
+    method: Method,
+    k: int,
+    records: Records,
+    temperature: jax.Array,
+) -> jax.Array:
     """Computes what each record adds to the answer of a round, float32 [n, s].
 
     An invalid record adds zero, since an error would tell the calibrator about it. A summand that
@@ -233,7 +242,12 @@ def exact_sums(
     return jax.ops.segment_sum(added, source, sources)
 
 
-def with_noise(key: jax.Array, exact: jax.Array, scale: Scale | None, number: Any = 0) -> jax.Array:
+def with_noise(
+    key: jax.Array,
+    exact: jax.Array,
+    scale: Scale | None,
+    number: Any = 0,
+) -> jax.Array:
     """Adds the noise of round `number` to exact answers in steps.
 
     The result is float32 in the method's units.

@@ -186,8 +186,8 @@ def recalibrate(
         compute=compute,
     )
     with Till(workdir, seed=None if key is None else _seed(key)) as till:
-        kept = till.once(what)
-    leaves = [kept[str(i)] for i in range(len(kept))]
+        released = till.once(what)
+    leaves = [released[str(i)] for i in range(len(released))]
     return Recalibration(method, jax.tree.unflatten(structure, leaves), charge)
 
 
@@ -242,7 +242,10 @@ def _seed(key: jax.Array) -> bytes:
 
 
 def _inputs(
-    method: Method, parties: Sequence[Party], key: jax.Array, scale: Scale | None
+    method: Method,
+    parties: Sequence[Party],
+    key: jax.Array,
+    scale: Scale | None,
 ) -> tuple[Any, ...]:
     """Returns the arguments of `_play`."""
     logits = np.concatenate([party.logits for party in parties])
@@ -305,8 +308,8 @@ def _confidence(method: Method, parameters: Any, logits: jax.Array) -> jax.Array
 
 # --- By name ------------------------------------------------------------------------------------
 
-# Each function is the flat form of `recalibrate(method, sources, ...)`: the options of the method and
-# the terms of the release are its keywords. That is why some have more than eight parameters.
+# Each function is the flat form of `recalibrate(method, sources, ...)`: the options of the method
+# and the terms of the release are its keywords. That is why some have more than eight parameters.
 
 
 def acc_t(

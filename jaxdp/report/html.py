@@ -79,7 +79,11 @@ def round_down(value: float, digits: int = 3) -> str:
     return _rounded(value, digits, decimal.ROUND_FLOOR)
 
 
-def _rounded(value: float, digits: int, direction: str) -> str:
+def _rounded(
+    value: float,
+    digits: int,
+    direction: str,
+) -> str:
     if math.isinf(value):
         return "infinite"
     # As exact as budgets are, so that 1e-5 and 3 * 0.1 stay themselves.
@@ -242,7 +246,11 @@ class Chart:
         return rows
 
 
-def _marks(low: float, high: float, least: float = 0.0) -> list[float]:
+def _marks(
+    low: float,
+    high: float,
+    least: float = 0.0,
+) -> list[float]:
     """Returns about five multiples of a round step from `low` to `high`."""
     rough = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(rough))

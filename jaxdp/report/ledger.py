@@ -65,7 +65,10 @@ def write_ledger_page(
 
 
 def ledger_page(
-    path: str | os.PathLike[str], *, delta: float = 1e-5, timezone: datetime.tzinfo = datetime.UTC
+    path: str | os.PathLike[str],
+    *,
+    delta: float = 1e-5,
+    timezone: datetime.tzinfo = datetime.UTC,
 ) -> tuple[bytes, LedgerDamaged | None]:
     """Returns the page that `write_ledger_page` writes, and the error if the ledger is damaged."""
 
@@ -150,7 +153,9 @@ def _share(account: Mapping[str, Any]) -> float | None:
 
 
 def _chart(
-    facts: Mapping[str, Any], group: Mapping[str, Any], timezone: datetime.tzinfo
+    facts: Mapping[str, Any],
+    group: Mapping[str, Any],
+    timezone: datetime.tzinfo,
 ) -> Chart | None:
     """Returns epsilon over the time from the ledger's first to its last spend.
 

@@ -100,7 +100,9 @@ def plot_training(
 
 
 def _accuracy_panel(
-    axes: "Axes", accuracy: Sequence[tuple[int, float]], references: Mapping[str, float]
+    axes: "Axes",
+    accuracy: Sequence[tuple[int, float]],
+    references: Mapping[str, float],
 ) -> None:
     _, final = accuracy[-1]
     labels = [Label(final, f"private  {_percent(final)}", _BLUE)]
@@ -118,7 +120,11 @@ def _accuracy_panel(
     _finish(axes, "Test accuracy", labels)
 
 
-def _epsilon_panel(axes: "Axes", epsilon: Sequence[tuple[int, float]], budget: float) -> None:
+def _epsilon_panel(
+    axes: "Axes",
+    epsilon: Sequence[tuple[int, float]],
+    budget: float,
+) -> None:
     _reference_line(axes, budget, _INK)
     values = _progress(axes, epsilon)
     steps = [step for step, _ in epsilon]
@@ -297,7 +303,11 @@ def plot_points(
 
 
 def plot_reliability(
-    path: str | os.PathLike[str], diagrams: Mapping[str, Any], *, title: str, subtitle: str
+    path: str | os.PathLike[str],
+    diagrams: Mapping[str, Any],
+    *,
+    title: str,
+    subtitle: str,
 ) -> Path:
     """Draws reliability diagrams side by side.
 
@@ -345,7 +355,12 @@ def plot_reliability(
     return _save(figure, path)
 
 
-def _diagram(above: "Axes", below: "Axes", name: str, diagram: Any) -> list[Label]:
+def _diagram(
+    above: "Axes",
+    below: "Axes",
+    name: str,
+    diagram: Any,
+) -> list[Label]:
     """Draws one reliability diagram, and returns the names at the height of its last bar."""
     used = np.asarray(diagram.counts) > 0
     counts = np.asarray(diagram.counts, np.float64)[used]
@@ -494,7 +509,11 @@ def _page(
     return figure, panels
 
 
-def _reference_line(axes: "Axes", value: float, colour: str) -> None:
+def _reference_line(
+    axes: "Axes",
+    value: float,
+    colour: str,
+) -> None:
     if math.isfinite(value):
         axes.axhline(value, color=colour, **_DASHED)
 
@@ -513,7 +532,12 @@ def _progress(axes: "Axes", points: Sequence[tuple[int, float]]) -> list[float]:
     return values
 
 
-def _curves(axes: "Axes", curves: Curves, names: Sequence[str], yscale: str) -> dict[str, Label]:
+def _curves(
+    axes: "Axes",
+    curves: Curves,
+    names: Sequence[str],
+    yscale: str,
+) -> dict[str, Label]:
     """Draws each curve in the style of its place among all names.
 
     Returns labels at the last values that can be drawn.
@@ -546,7 +570,11 @@ def _drawable(y: float, yscale: str) -> float:
     return y
 
 
-def _log_marks(axis: Any, low: float, high: float) -> None:
+def _log_marks(
+    axis: Any,
+    low: float,
+    high: float,
+) -> None:
     """Writes marks between powers of ten in full if there are few powers of ten."""
     from matplotlib.ticker import LogLocator, NullLocator
 
@@ -555,7 +583,13 @@ def _log_marks(axis: Any, low: float, high: float) -> None:
         axis.set_major_formatter("{x:g}")
 
 
-def _round_marks(axis: Any, count: int, form: str = "", *, integer: bool = False) -> None:
+def _round_marks(
+    axis: Any,
+    count: int,
+    form: str = "",
+    *,
+    integer: bool = False,
+) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(count, steps=[1, 2, 5, 10], integer=integer))
@@ -591,7 +625,11 @@ def _save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _finish(axes: "Axes", title: str, labels: Sequence[Label] = ()) -> None:
+def _finish(
+    axes: "Axes",
+    title: str,
+    labels: Sequence[Label] = (),
+) -> None:
     """Writes a panel's title and the names at its right. The y axis must be final."""
     axes.set_title(title, loc="left", fontsize=_FONT + 0.5, color=_INK, pad=9)
     _label_right(axes, labels)

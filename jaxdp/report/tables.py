@@ -36,7 +36,10 @@ def format_table(
         raise ValueError(f"style={style!r} is unknown. Use 'plain' or 'markdown'.")
     if columns is None:
         columns = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
-    headings = dict(columns) if isinstance(columns, Mapping) else {key: key for key in columns}
+    if isinstance(columns, Mapping):
+        headings = dict(columns)
+    else:
+        headings = {key: key for key in columns}
     if not headings:
         raise ValueError("the table has no columns. Name them in columns.")
     lines = [list(map(shown, headings.values()))]
@@ -50,7 +53,10 @@ def format_table(
     def layout(cells: Sequence[str]) -> str:
         aligned = []
         for cell, width, right in zip(cells, widths, numeric, strict=True):
-            aligned.append(cell.rjust(width) if right else cell.ljust(width))
+            if right:
+                aligned.append(cell.rjust(width))
+            else:
+                aligned.append(cell.ljust(width))
         if style == "markdown":
             return f"| {' | '.join(aligned)} |"
         return "  ".join(aligned).rstrip()

@@ -45,7 +45,12 @@ class TensorBoardWriter(_Writer):
         self._folder = folder
         self._writer: Any = None
 
-    def __call__(self, step: int, metrics: Mapping[str, float], params: Any = None) -> None:
+    def __call__(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        params: Any = None,
+    ) -> None:
         """Writes the metrics of a step, which are in the file a second later.
 
         `params` are not written.
@@ -85,7 +90,12 @@ class WandbWriter(_Writer):
         """
         self._run = optional("wandb", "wandb").init(**options)
 
-    def __call__(self, step: int, metrics: Mapping[str, float], params: Any = None) -> None:
+    def __call__(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        params: Any = None,
+    ) -> None:
         """Logs the metrics of a step. `params` are not sent."""
         self._run.log(dict(metrics), step=step, commit=True)
 

@@ -195,7 +195,10 @@ def augmented_batch(
 
 
 def _check_copies(
-    representations: jax.Array, neighbors: jax.Array, rows: jax.Array, copies: jax.Array
+    representations: jax.Array,
+    neighbors: jax.Array,
+    rows: jax.Array,
+    copies: jax.Array,
 ) -> None:
     n, tokens, _ = _shape(representations)
     for name, value in (("neighbors", neighbors), ("rows", rows), ("copies", copies)):

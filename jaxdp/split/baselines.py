@@ -62,7 +62,9 @@ class FirstTokens:
 
     def __call__(self, params: Params, x: jax.Array) -> jax.Array:
         """Maps [B, T, D] to [B, T', D]."""
-        return x[:, : self.prefix_tokens] if self.prefix_tokens else x
+        if not self.prefix_tokens:
+            return x
+        return x[:, : self.prefix_tokens]
 
 
 # --- The baselines ------------------------------------------------------------------------------
@@ -94,17 +96,27 @@ Baseline = Callable[..., RecipeAndParams]
 
 
 def linear_probing(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+    backbone: Backbone,
+    params: Params,
+    *,
+    num_classes: int,
+    key: jax.Array,
 ) -> RecipeAndParams:
     """Trains only the head. The frozen transformer sees every image once."""
     backbone, params = backbone.with_head(key, params, num_classes)
     last = backbone.model.num_blocks
-    features = (Blocks(backbone, 0, last), FirstTokens(backbone.prefix_tokens))
-    return recipe_for(params, (Blocks(backbone, last, None),), is_head, features=features)
+    transformer = Blocks(backbone, 0, last)
+    first_tokens = FirstTokens(backbone.prefix_tokens)
+    head = Blocks(backbone, last, None)
+    return recipe_for(params, (head,), is_head, features=(transformer, first_tokens))
 
 
 def full_fine_tuning(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+    backbone: Backbone,
+    params: Params,
+    *,
+    num_classes: int,
+    key: jax.Array,
 ) -> RecipeAndParams:
     """Trains all parameters."""
     backbone, params = backbone.with_head(key, params, num_classes)
@@ -112,7 +124,11 @@ def full_fine_tuning(
 
 
 def layer_norm_tuning(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+    backbone: Backbone,
+    params: Params,
+    *,
+    num_classes: int,
+    key: jax.Array,
 ) -> RecipeAndParams:
     """Trains scales and biases of all LayerNorms, and the head: LN-TUNE.
 
@@ -131,7 +147,11 @@ def layer_norm_tuning(
 
 
 def split_learning(
-    backbone: Backbone, params: Params, *, num_classes: int, key: jax.Array
+    backbone: Backbone,
+    params: Params,
+    *,
+    num_classes: int,
+    key: jax.Array,
 ) -> RecipeAndParams:
     """Trains frontend and head at the client, through the server's frozen backend (section A.2).
 
@@ -178,7 +198,9 @@ def offsite_tuning(
     one_of(("uniform", "random"), drop=drop)
     backbone, params = backbone.with_head(key, params, num_classes)
     blocks = _describe_blocks(backbone)
-    ends = 2 if len(blocks) >= 6 else 1
+    ends = 1
+    if len(blocks) >= 6:
+        ends = 2
     middle = range(ends, len(blocks) - ends)
     # A block that changes the shape cannot be left out.
     candidates = [k for k in middle if blocks[k].keeps_shape]
@@ -187,23 +209,25 @@ def offsite_tuning(
             f"offsite tuning needs a block to drop between {ends} first and {ends} last ones. The "
             f"model has only {len(blocks)} blocks."
         )
-    dropped = set(candidates) - set(_half(candidates, drop, seed))
+    remaining = _half(candidates, drop, seed)
+    dropped = set(candidates) - set(remaining)
     emulator = [Blocks(backbone, k, k + 1) for k in middle if k not in dropped]
     first = Blocks(backbone, 0, ends)
     last = Blocks(backbone, len(blocks) - ends, None)
-    adapters = _modules_of([*blocks[:ends], *blocks[-ends:]])
-    absent = _modules_of([blocks[k] for k in dropped])
+    outer = [*blocks[:ends], *blocks[-ends:]]
+    adapters = _modules_of(outer)
+    dropped_blocks = [blocks[k] for k in dropped]
+    absent = _modules_of(dropped_blocks)
 
     def trained(path: str) -> bool:
         return is_head(path) or _top(path) in adapters
 
-    return recipe_for(
-        params,
-        (first, *emulator, last),
-        trained,
-        client=lambda path: _top(path) not in absent,
-        evaluation=(Blocks(backbone, 0, None),),
-    )
+    def client(path: str) -> bool:
+        return _top(path) not in absent
+
+    whole = Blocks(backbone, 0, None)
+    training = (first, *emulator, last)
+    return recipe_for(params, training, trained, client=client, evaluation=(whole,))
 
 
 BASELINES: Mapping[str, Baseline] = {
@@ -229,7 +253,8 @@ class Adapted:
     def logits(self, images: jax.Array, *, batch_size: int = 128) -> jax.Array:
         """Maps images [n, S, S, C] in [0, 1] to logits [n, num_classes], batch by batch."""
         pieces = (*self.recipe.features, *self.recipe.evaluation)
-        return in_batches(functools.partial(_run, pieces, self.params), images, batch_size)
+        logits_of = functools.partial(_run, pieces, self.params)
+        return in_batches(logits_of, images, batch_size)
 
 
 def adapt(
@@ -273,19 +298,20 @@ def adapt(
         features = functools.partial(_run, recipe.features, params)
         inputs = in_batches(features, images, options.batch_size)
     trained, frozen = divide_trained(recipe, params)
-    trained = fit_in_memory(
-        training_loss(recipe.training),
-        trained,
-        (inputs, jnp.asarray(labels)),
-        key=key,
-        frozen=frozen,
-        **dataclasses.asdict(options),
-    )
-    return Adapted(recipe, unflatten_dict({**frozen, **trained}, sep="/"))
+    loss = training_loss(recipe.training)
+    examples = inputs, jnp.asarray(labels)
+    settings = dataclasses.asdict(options)
+    trained = fit_in_memory(loss, trained, examples, key=key, frozen=frozen, **settings)
+    tuned_params = unflatten_dict({**frozen, **trained}, sep="/")
+    return Adapted(recipe, tuned_params)
 
 
 def accuracy(
-    adapted: Adapted, images: jax.Array, labels: jax.Array, *, batch_size: int = 128
+    adapted: Adapted,
+    images: jax.Array,
+    labels: jax.Array,
+    *,
+    batch_size: int = 128,
 ) -> float:
     """Returns the share of images [n, S, S, C] whose largest logit belongs to the label, int [n].
 
@@ -311,7 +337,8 @@ def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict
     """Divides parameters by path into trained ones and others."""
     flat = flatten_dict(params, sep="/")
     trained = {path: leaf for path, leaf in flat.items() if path in recipe.trained}
-    return trained, {path: leaf for path, leaf in flat.items() if path not in trained}
+    frozen = {path: leaf for path, leaf in flat.items() if path not in trained}
+    return trained, frozen
 
 
 @functools.lru_cache
@@ -321,9 +348,15 @@ def training_loss(pieces: tuple[Piece, ...]) -> Loss:
     Equal pieces give one function, which compiles once.
     """
 
-    def loss(trained: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
+    def loss(
+        trained: Any,
+        frozen: Any,
+        batch: Any,
+        key: jax.Array,
+    ) -> jax.Array:
         inputs, labels = batch
-        logits = run(pieces, unflatten_dict({**frozen, **trained}, sep="/"), inputs)
+        params = unflatten_dict({**frozen, **trained}, sep="/")
+        logits = run(pieces, params, inputs)
         return jax.vmap(losses.softmax_cross_entropy)(logits, labels)
 
     return loss
@@ -397,10 +430,13 @@ def _describe_blocks(backbone: Backbone) -> tuple[_Block, ...]:
     blocks = []
 
     def describe() -> None:
-        key, images = jax.random.key(0), jnp.zeros(backbone.images.shape)
+        key = jax.random.key(0)
+        images = jnp.zeros(backbone.images.shape)
         x, embedding = backbone.model.init_with_output(key, images, 0, 0)
         for k in range(backbone.model.num_blocks):
-            inputs = x if k else images  # the first block embeds the images too
+            inputs = x
+            if k == 0:
+                inputs = images  # the first block embeds the images too
             y, variables = backbone.model.init_with_output(key, inputs, k, k + 1)
             modules = frozenset(variables["params"]) - frozenset(embedding["params"])
             blocks.append(_Block(modules, y.shape == x.shape))

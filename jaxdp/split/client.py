@@ -27,7 +27,11 @@ NoiseMode = Literal["rel", "abs", "var", "rms"]
 
 
 def perturb_params(
-    key: jax.Array, params: Params, *, alpha: float = 0.01, mode: NoiseMode = "rel"
+    key: jax.Array,
+    params: Params,
+    *,
+    alpha: float = 0.01,
+    mode: NoiseMode = "rel",
 ) -> Any:
     """Draws noise on every parameter: theta' = n_x theta + n_+ (Eq. 12).
 
@@ -58,7 +62,12 @@ def perturb_params(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _perturbed(mode: NoiseMode, key: jax.Array, params: Params, alpha: float) -> Any:
+def _perturbed(
+    mode: NoiseMode,
+    key: jax.Array,
+    params: Params,
+    alpha: float,
+) -> Any:
     theta, unravel = ravel_pytree(params)
     match mode:
         case "rel":
@@ -107,6 +116,9 @@ def represent(
 
 @functools.partial(jax.jit, static_argnums=0)
 def _represent(
-    backbone: Backbone, frontend: QuantizedFrontend, params: Params, images: jax.Array
+    backbone: Backbone,
+    frontend: QuantizedFrontend,
+    params: Params,
+    images: jax.Array,
 ) -> jax.Array:
     return quantized_front(backbone, frontend, images, params=params)

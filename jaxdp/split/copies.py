@@ -4,6 +4,7 @@ The paper's sections are 3.4 and 3.5.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -203,17 +204,28 @@ def plan_copies(
         drawn = dataclasses.replace(traced, neighbors=retrieve_neighbors(x), key=key)
         return drawn.materialized()
 
+    def facts() -> list[Any]:
+        return [x, laplace_scale, copies, n_patches, prefix_tokens]
+
+    def programs() -> list[str]:
+        return texts
+
+    event = published_event(laplace_scale)
     return Release(
         label=label,
-        charges=[(account, published_event(laplace_scale))],
-        facts=lambda: [x, laplace_scale, copies, n_patches, prefix_tokens],
-        programs=lambda: texts,
+        charges=[(account, event)],
+        facts=facts,
+        programs=programs,
         compute=compute,
     )
 
 
 def plan_noisy(
-    account: Account, *, representations: jax.Array, laplace_scale: float, label: str
+    account: Account,
+    *,
+    representations: jax.Array,
+    laplace_scale: float,
+    label: str,
 ) -> Release[jax.Array]:
     """Returns one noisy copy of every representation, float32 [n, T, D], for a till.
 
@@ -224,12 +236,23 @@ def plan_noisy(
     x = jnp.array(representations)
     event = published_event(laplace_scale)
     text = program(_noisy, stream(bytes(16), "noise"), x, laplace_scale)
+
+    def facts() -> list[Any]:
+        return [x, laplace_scale]
+
+    def programs() -> list[str]:
+        return [text]
+
+    def compute(secret: bytes) -> jax.Array:
+        key = stream(secret, "noise")
+        return _noisy(key, x, laplace_scale)
+
     return Release(
         label=label,
         charges=[(account, event)],
-        facts=lambda: [x, laplace_scale],
-        programs=lambda: [text],
-        compute=lambda secret: _noisy(stream(secret, "noise"), x, laplace_scale),
+        facts=facts,
+        programs=programs,
+        compute=compute,
     )
 
 

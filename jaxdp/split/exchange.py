@@ -166,20 +166,29 @@ def pack_frontend(shipment: Shipment) -> bytes:
         "n_patches": shipment.n_patches,
         "clip_norm": shipment.clip_norm,
     }
-    return _pack("frontend", fields, arrays, lambda package: _shipment(package, Limits()))
+
+    def check(package: Package) -> Shipment:
+        return _shipment(package, Limits())
+
+    return _pack("frontend", fields, arrays, check)
 
 
 def unpack_frontend(data: bytes, *, limits: Limits | None = None) -> Shipment:
     """Reads a package of `pack_frontend`. It checks all numbers before it traces the model."""
     limits = limits or Limits()
     fields = ("model", "preprocessing", "cut", "bits", "copies", "n_patches", "clip_norm")
-    return _unpack(data, "frontend", fields, lambda package: _shipment(package, limits), limits)
+
+    def read(package: Package) -> Shipment:
+        return _shipment(package, limits)
+
+    return _unpack(data, "frontend", fields, read, limits)
 
 
 def _shipment(package: Package, limits: Limits) -> Shipment:
     _, fields, arrays = package
     model = _read_model(fields["model"], limits)
-    backbone = Backbone(model, _read_preprocessing(fields["preprocessing"]), fields["cut"])
+    preprocessing = _read_preprocessing(fields["preprocessing"])
+    backbone = Backbone(model, preprocessing, fields["cut"])
     _check_declared(backbone, arrays, limits)
     bits = fields["bits"]
     copies = fields["copies"]
@@ -187,7 +196,8 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
     clip_norm = fields["clip_norm"]
     if type(bits) is not int or not 2 <= bits <= 8:
         raise ValueError(f"bits must be an integer in [2, 8], got {bits!r}.")
-    limits.check("copies", copies if type(copies) is int else 0, "the frontend")
+    if type(copies) is int:
+        limits.check("copies", copies, "the frontend")
     check_augmentation(backbone, copies=copies, n_patches=n_patches)
     expected = _expected_codes(backbone)
     scales = [name for name, (_, dtype) in expected.items() if dtype == np.float32]
@@ -203,9 +213,14 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
     for path, site in describe_frontend(backbone).sites.items():
         if site.kind != "product":
             second[path] = units[f"{path}/kernel"]
-    searched = Scales(_under("first/", arrays), second, jnp.asarray(arrays["output"]))
-    projection = None if clip_norm is None else Projection(**_under("projection/", arrays))
-    frontend = QuantizedFrontend(_under("codes/", arrays), units, searched, bits)
+    first = _under("first/", arrays)
+    output = jnp.asarray(arrays["output"])
+    searched = Scales(first, second, output)
+    projection = None
+    if clip_norm is not None:
+        projection = Projection(**_under("projection/", arrays))
+    codes = _under("codes/", arrays)
+    frontend = QuantizedFrontend(codes, units, searched, bits)
     return Shipment(backbone, frontend, copies, n_patches, projection, clip_norm)
 
 
@@ -215,7 +230,9 @@ def _expected_codes(backbone: Backbone) -> dict[str, _Form]:
     expected: dict[str, _Form] = {"output": ((), np.float32)}
     for path, shape in shapes.items():
         # Only the kernel of the patch embedding is a convolution. It has a scale per channel.
-        channels = shape[3:] if path.endswith("/kernel") else ()
+        channels: tuple[int, ...] = ()
+        if path.endswith("/kernel"):
+            channels = shape[3:]
         expected[f"codes/{path}"] = (shape, np.int8)
         expected[f"units/{path}"] = (channels, np.float32)
     for path, site in sites.items():
@@ -234,7 +251,9 @@ def _expected_projection(backbone: Backbone, arrays: Mapping[str, np.ndarray]) -
     """
     tokens, width = describe_frontend(backbone).tokens
     directions = arrays.get("projection/directions", np.zeros((0, 1)))
-    k = directions.shape[1] if directions.ndim == 2 and directions.size else 1
+    k = 1
+    if directions.ndim == 2 and directions.size:
+        k = directions.shape[1]
     return {
         "projection/mean": ((tokens, width), np.float32),
         "projection/directions": ((tokens * width, k), np.float32),
@@ -258,18 +277,23 @@ def _check_declared(backbone: Backbone, arrays: Mapping[str, np.ndarray], limits
         raise ValueError(f"cut={backbone.cut} blocks cannot have only {codes} arrays of codes.")
     size = backbone.preprocessing.size
     resize = backbone.preprocessing.resize or size
-    pixels = math.prod(resize) if isinstance(resize, tuple) else resize**2
+    if isinstance(resize, tuple):
+        pixels = math.prod(resize)
+    else:
+        pixels = resize**2
     limits.check("pixels", pixels, "the preprocessing of the frontend")
     if isinstance(backbone.model, Swin):
         side = size // backbone.model.patch_size
         # A mask has an entry for every token and every token of its window.
-        entries = (side * min(backbone.model.window, side)) ** 2
+        window = min(backbone.model.window, side)
+        entries = (side * window) ** 2
         limits.check("pixels", entries, "the windows of the frontend")
 
 
 def check_augmentation(backbone: Backbone, *, copies: Any, n_patches: Any) -> None:
     """Raises ValueError if these settings cannot augment representations of this backbone."""
-    patches = describe_frontend(backbone).tokens[0] - backbone.prefix_tokens
+    tokens, _ = describe_frontend(backbone).tokens
+    patches = tokens - backbone.prefix_tokens
     for name, value in (("copies", copies), ("n_patches", n_patches)):
         if type(value) is not int or value < 0:
             raise ValueError(f"{name} must be an integer of at least 0, got {value!r}.")
@@ -330,7 +354,12 @@ def _read_model(described: Any, limits: Limits) -> Any:
     return _MODELS[name](num_classes=2, **values)
 
 
-def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
+def _read_attribute(
+    name: str,
+    value: Any,
+    default: Any,
+    limits: Limits,
+) -> Any:
     """Returns the attribute for the model. Its default determines the type."""
     if name == "activation":
         if not isinstance(value, str) or value not in _ACTIVATIONS:
@@ -350,9 +379,11 @@ def _read_attribute(name: str, value: Any, default: Any, limits: Limits) -> Any:
         raise ValueError(f"{name} must be like {default!r}, got {value!r}.")
     for number in numbers:
         # The limit is far above every width or side, and a product of two below it is exact.
-        size = number if type(number) is int else 0
-        limits.check("pixels", size, f"the attribute {name!r} of the frontend")
-    return tuple(numbers) if is_list else value
+        if type(number) is int:
+            limits.check("pixels", number, f"the attribute {name!r} of the frontend")
+    if is_list:
+        return tuple(numbers)
+    return value
 
 
 def _read_preprocessing(fields: Any) -> Preprocessing:
@@ -461,18 +492,25 @@ def pack_upload(upload: Upload, shipment: Shipment) -> bytes:
         case NoisyOnce():
             arrays = {"representations": upload.representations}
         case Private():
-            fields, arrays = dataclasses.asdict(upload.release), upload.released._asdict()
+            fields = dataclasses.asdict(upload.release)
+            arrays = upload.released._asdict()
     fields |= {"mode": mode_of(upload), "frontend": shipment.fingerprint}
-    return _pack("upload", fields, arrays, lambda package: _upload(package, shipment, Limits()))
+
+    def check(package: Package) -> Upload:
+        return _upload(package, shipment, Limits())
+
+    return _pack("upload", fields, arrays, check)
 
 
 def unpack_upload(data: bytes, shipment: Shipment, *, limits: Limits | None = None) -> Upload:
     """Reads a package of `pack_upload` for the same shipment. A private upload must have noise."""
     limits = limits or Limits()
     fields = ("frontend", "mode", "num_classes")
-    return _unpack(
-        data, "upload", fields, lambda package: _upload(package, shipment, limits), limits
-    )
+
+    def read(package: Package) -> Upload:
+        return _upload(package, shipment, limits)
+
+    return _unpack(data, "upload", fields, read, limits)
 
 
 def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
@@ -573,14 +611,20 @@ def pack_queries(representations: Any, shipment: Shipment) -> bytes:
     """
     fields = {"frontend": shipment.fingerprint}
     arrays = {"representations": representations}
-    return _pack("queries", fields, arrays, lambda package: _queries(package, shipment))
+
+    def check(package: Package) -> np.ndarray:
+        return _queries(package, shipment)
+
+    return _pack("queries", fields, arrays, check)
 
 
 def unpack_queries(data: bytes, shipment: Shipment, *, limits: Limits | None = None) -> np.ndarray:
     """Reads a package of `pack_queries` for the same shipment."""
-    return _unpack(
-        data, "queries", ["frontend"], lambda package: _queries(package, shipment), limits
-    )
+
+    def read(package: Package) -> np.ndarray:
+        return _queries(package, shipment)
+
+    return _unpack(data, "queries", ["frontend"], read, limits)
 
 
 def _queries(package: Package, shipment: Shipment) -> np.ndarray:
@@ -602,14 +646,18 @@ def _check_made_with(fingerprint: Any, shipment: Shipment) -> None:
 def _length(arrays: Mapping[str, np.ndarray], name: str, axis: int = 0) -> int:
     """Returns the length of an axis of an array, or 0 if there is no such array or axis."""
     shape = np.shape(arrays.get(name, ()))
-    return shape[axis] if axis < len(shape) else 0
+    if axis >= len(shape):
+        return 0
+    return shape[axis]
 
 
 def check_arrays(arrays: Mapping[str, np.ndarray], expected: _Expected) -> None:
     """Raises ValueError unless the arrays have these names, shapes and dtypes."""
     wrong = sorted(set(arrays) ^ set(expected))
     if wrong:
-        what = "is missing" if wrong[0] in expected else "does not belong there"
+        what = "does not belong there"
+        if wrong[0] in expected:
+            what = "is missing"
         raise ValueError(f"array {wrong[0]!r} {what}.")
     for name, (shape, dtype) in expected.items():
         array = arrays[name]

@@ -94,7 +94,10 @@ def public_projection(representations: Any, k: int) -> Projection:
     mean = x.mean(0)
     x = (x - mean).reshape(count, size)
     # Both Gram matrices have the same eigenvalues. The smaller one is cheaper.
-    gram = x @ x.T if count < size else x.T @ x
+    if count < size:
+        gram = x @ x.T
+    else:
+        gram = x.T @ x
     largest = [len(gram) - k, len(gram) - 1]  # eigh sorts by rising eigenvalue
     values, vectors = scipy.linalg.eigh(gram, subset_by_index=largest)
     if not values[0] > _SMALLEST_DIRECTION**2 * values[-1]:
@@ -140,10 +143,10 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
     Formal guarantees:
       The norm of every row of float32 values is at most C in real arithmetic, whatever their size.
       A row with a NaN or an infinity becomes zero. Squares neither overflow nor vanish, because a
-      row is first divided by a power of two (`jaxdp.transforms.exact_scaling`). In any order of summation
-      a sum of k numbers has a relative error of at most k 2**-24. The other operations add a few
-      2**-24. The margin is twice the error of the sum. The rest of it exceeds the rounding of the
-      scale of later noise.
+      row is first divided by a power of two (`jaxdp.transforms.exact_scaling`). In any order of
+      summation a sum of k numbers has a relative error of at most k 2**-24. The other operations
+      add a few 2**-24. The margin is twice the error of the sum. The rest of it exceeds the
+      rounding of the scale of later noise.
 
     Raises:
       ValueError: An argument is out of range or has another shape.
@@ -185,7 +188,11 @@ def _clip(x: jax.Array, bound: Any, order: int) -> jax.Array:
 
 
 def randomized_response(
-    key: jax.Array, labels: Any, *, num_classes: int, epsilon: float
+    key: jax.Array,
+    labels: Any,
+    *,
+    num_classes: int,
+    epsilon: float,
 ) -> np.ndarray:
     """Applies K-ary randomised response: each label stays or becomes one of the others, uniformly.
 
@@ -215,7 +222,12 @@ def randomized_response(
     return _respond(words, labels, num_classes, threshold)
 
 
-def _respond(words: Any, labels: np.ndarray, num_classes: int, threshold: int) -> np.ndarray:
+def _respond(
+    words: Any,
+    labels: np.ndarray,
+    num_classes: int,
+    threshold: int,
+) -> np.ndarray:
     """Returns noisy labels int32 [n] from words uint32 [2, n], in integer arithmetic."""
     if threshold == 0:
         return labels
@@ -396,7 +408,12 @@ class PrivateRelease:
         _check_labels(labels, self.num_classes)
 
     def release(
-        self, key: jax.Array, representations: Any, *, labels: Any, projection: Projection
+        self,
+        key: jax.Array,
+        representations: Any,
+        *,
+        labels: Any,
+        projection: Projection,
     ) -> Released:
         """Projects and clips rows, then adds noise, once.
 
@@ -434,7 +451,13 @@ class PrivateRelease:
         return self._draw(key, representations, labels, projection, shuffle=False)
 
     def _draw(
-        self, key: jax.Array, x: Any, labels: Any, projection: Projection, *, shuffle: bool
+        self,
+        key: jax.Array,
+        x: Any,
+        labels: Any,
+        projection: Projection,
+        *,
+        shuffle: bool,
     ) -> Released:
         features, order, words = _release(
             key, *self._arguments(x, projection), self.mechanism, shuffle
@@ -491,13 +514,17 @@ def _release(
     # One program draws everything, the words of the labels too. So the token hashes all that runs.
     order_key, feature_key, label_key = jax.random.split(key, 3)
     count = len(x)
-    order = jax.random.permutation(order_key, count) if shuffle else jnp.arange(count)
-    x = x[order] if shuffle else x
+    if shuffle:
+        order = jax.random.permutation(order_key, count)
+        x = x[order]
+    else:
+        order = jnp.arange(count)
     # The barrier keeps the scaled coordinates identical to those whose norm was taken. XLA must not
     # recompute them.
     coordinates = jax.lax.optimization_barrier(project(projection, x))
-    clipped = _clip(coordinates, bound, 2 if mechanism == "gaussian" else 1)
+    norm_order = 2 if mechanism == "gaussian" else 1
     draw = noise.gaussian if mechanism == "gaussian" else noise.laplace
+    clipped = _clip(coordinates, bound, norm_order)
     words = jax.random.bits(label_key, (2, count), jnp.uint32)
     return clipped + draw(feature_key, clipped, scale), order, words
 
@@ -548,8 +575,9 @@ def release_privately(
         projection=projection,
     )
     with Till(workdir, seed=seed) as till:
-        kept = till.once(what)
-    return Released(jnp.asarray(kept["features"]), kept["labels"])
+        released = till.once(what)
+    features = jnp.asarray(released["features"])
+    return Released(features, released["labels"])
 
 
 def plan_release(
@@ -586,14 +614,22 @@ def plan_release(
 
     def compute(secret: bytes) -> dict[str, Any]:
         key = stream(secret, "images")
-        return release._draw(key, representations, labels, projection, shuffle=True)._asdict()
+        released = release._draw(key, representations, labels, projection, shuffle=True)
+        return released._asdict()
 
     settings = dataclasses.asdict(release)
+
+    def facts() -> list[Any]:
+        return [settings, representations, labels, *projection]
+
+    def programs() -> list[str]:
+        return [text]
+
     return Release(
         label=label,
         charges=[(account, release.event)],
-        facts=lambda: [settings, representations, labels, *projection],
-        programs=lambda: [text],
+        facts=facts,
+        programs=programs,
         compute=compute,
     )
 

@@ -108,11 +108,17 @@ class ScaleSearch:
 
     def weights(self, gradient: jax.Array) -> jax.Array:
         """Returns the weights of the errors of a site's output."""
-        return gradient if self.metric == "hessian" else jnp.ones_like(gradient)
+        if self.metric == "hessian":
+            return gradient
+        return jnp.ones_like(gradient)
 
 
 def search_scales(
-    backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array, **options: Any
+    backbone: Backbone,
+    params: Params,
+    images: jax.Array,
+    labels: jax.Array,
+    **options: Any,
 ) -> Scales:
     """Chooses the scales of all sites of a frontend on labelled PUBLIC images.
 
@@ -159,11 +165,12 @@ def search_scales(
         if site.kind != "product":  # the other operand is a weight
             operands = (*operands, weights[f"{path}/kernel"])
         g = search.weights(g)
-        first[path], second[path] = _search(
-            site, search.bits, search.rounds, operands, g, candidates
-        )
+        scales = _search(site, search.bits, search.rounds, operands, g, candidates)
+        first[path] = scales[0]
+        second[path] = scales[1]
     (representations,), g = observations[_OUTPUT]
-    output = _search_output(search.bits, representations, search.weights(g), candidates)
+    g = search.weights(g)
+    output = _search_output(search.bits, representations, g, candidates)
     return Scales(first, second, output)
 
 
@@ -240,10 +247,17 @@ def quantized_front(
     """
     scales = frontend.scales
     bits = frontend.bits
+    if params is None:
+        params = frontend.params
     # Outside the interceptor, which would intercept its calls as well.
     sites = describe_frontend(backbone).sites
 
-    def operands_quantised(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def operands_quantised(
+        next_fun: Any,
+        args: Any,
+        kwargs: Any,
+        context: Any,
+    ) -> Any:
         path = _path(context)
         if path not in scales.first or sites[path].kind == "embed":
             return next_fun(*args, **kwargs)
@@ -256,7 +270,7 @@ def quantized_front(
         return next_fun(*rounded, **kwargs)
 
     with nn.intercept_methods(operands_quantised):
-        representations = backbone.front(frontend.params if params is None else params, images)
+        representations = backbone.front(params, images)
     return _round(representations, scales.output, bits)
 
 
@@ -297,13 +311,19 @@ def describe_frontend(backbone: Backbone) -> Description:
     """Traces the frontend of a backbone once."""
     sites: dict[str, Site] = {}
 
-    def note(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    def note(
+        next_fun: Any,
+        args: Any,
+        kwargs: Any,
+        context: Any,
+    ) -> Any:
         path = _path(context)
         module = context.module
         if isinstance(module, Product):
             sites[path] = Site("product", module.equation, module.num_heads)
         elif path:
-            sites[path] = Site("embed" if isinstance(module, nn.Conv) else "dense")
+            is_embedding = isinstance(module, nn.Conv)
+            sites[path] = Site("embed" if is_embedding else "dense")
         return next_fun(*args, **kwargs)
 
     def run() -> Any:
@@ -328,7 +348,10 @@ def _path(context: Any) -> str:
 
 @functools.partial(jax.jit, static_argnums=0)
 def observe(
-    backbone: Backbone, params: Params, images: jax.Array, labels: jax.Array
+    backbone: Backbone,
+    params: Params,
+    images: jax.Array,
+    labels: jax.Array,
 ) -> dict[str, Observation]:
     """Runs the model once forward and once backward, and returns what is at its sites.
 
@@ -346,14 +369,22 @@ def observe(
             shapes[path] = jax.ShapeDtypeStruct(y.shape, y.dtype)
             return y + taps[path]
 
-        def tap(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        def tap(
+            next_fun: Any,
+            args: Any,
+            kwargs: Any,
+            context: Any,
+        ) -> Any:
             path = _path(context)
             y = next_fun(*args, **kwargs)
-            return tapped(path, args, y) if path in taps else y
+            if path not in taps:
+                return y
+            return tapped(path, args, y)
 
         with nn.intercept_methods(tap):
             representations = backbone.front(front, images)
-        logits = backbone.back(back, tapped(_OUTPUT, (representations,), representations))
+        cut = tapped(_OUTPUT, (representations,), representations)
+        logits = backbone.back(back, cut)
         logits = tapped(_LOGITS, (), logits)
         cross_entropy = jax.vmap(losses.softmax_cross_entropy)(logits, labels)
         return cross_entropy.sum(), operands_of
@@ -466,7 +497,12 @@ class _Turn(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _search_output(bits: int, y: jax.Array, g: jax.Array, candidates: jax.Array) -> jax.Array:
+def _search_output(
+    bits: int,
+    y: jax.Array,
+    g: jax.Array,
+    candidates: jax.Array,
+) -> jax.Array:
     """Returns the scale of the representation, which has no operands."""
     base = _unit(jnp.max(jnp.abs(y)), _highest(bits))
     g = _in_units(g)
@@ -489,7 +525,9 @@ def _in_units(g: jax.Array) -> jax.Array:
 
 
 def _multiply(site: Site, a: jax.Array, b: jax.Array) -> jax.Array:
-    return jnp.einsum(site.equation, a, b) if site.kind == "product" else a @ b
+    if site.kind == "product":
+        return jnp.einsum(site.equation, a, b)
+    return a @ b
 
 
 def _patches(images: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -508,7 +546,11 @@ def _per_output(scale: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def _grouped(
-    reduce: Callable[..., jax.Array], x: jax.Array, site: Site, *, per_channel: bool = True
+    reduce: Callable[..., jax.Array],
+    x: jax.Array,
+    site: Site,
+    *,
+    per_channel: bool = True,
 ) -> jax.Array:
     """Reduces over the entries that share a scale.
 

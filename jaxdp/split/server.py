@@ -48,7 +48,9 @@ def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.
     transformed = []
     for start in range(0, len(images), 256):  # batches bound the memory of the spectra
         transformed.append(hilbert_augment(images[start : start + 256]))
-    return jnp.concatenate([images, *transformed]), jnp.concatenate([labels, labels])
+    merged_images = jnp.concatenate([images, *transformed])
+    merged_labels = jnp.concatenate([labels, labels])
+    return merged_images, merged_labels
 
 
 def calibrate_frontends(
@@ -98,12 +100,12 @@ def calibrate_frontends(
         order = np.asarray(jax.random.permutation(order_key, len(images)))
     elif partition == "class":
         order = np.argsort(np.asarray(labels), kind="stable")
-    parts = [order]
+    rows_of_frontends = [order]
     if frontends:
-        parts += np.array_split(order, frontends)
+        rows_of_frontends += np.array_split(order, frontends)
     front, _ = backbone.divide(params)
     quantized = []
-    searches = list(zip(parts, keys, strict=True))
+    searches = list(zip(rows_of_frontends, keys, strict=True))
     for part, part_key in progress_bar(searches, label="scales of the frontend", unit="search"):
         shuffled = np.asarray(jax.random.permutation(part_key, len(part)))
         rows = part[shuffled[:samples]]
@@ -113,7 +115,11 @@ def calibrate_frontends(
 
 
 def mixup_representations(
-    key: jax.Array, quantized: jax.Array, exact: jax.Array, *, beta: float = 0.75
+    key: jax.Array,
+    quantized: jax.Array,
+    exact: jax.Array,
+    *,
+    beta: float = 0.75,
 ) -> jax.Array:
     """Computes lambda Xhat + (1 - lambda) X with one lambda ~ Beta(beta, beta) per image (Eq. 10).
 
@@ -157,21 +163,23 @@ def tune_backend(
     check_labels(labels, len(images), backbone.num_classes)
     options = Training(epochs=epochs, **training)
     front, back = backbone.divide(params)
-    return fit_in_memory(
-        mixup_loss(backbone, beta),
-        back,
-        (jnp.asarray(images), jnp.asarray(labels)),
-        key=key,
-        frozen=(front, tuple(frontends)),
-        **dataclasses.asdict(options),
-    )
+    loss = mixup_loss(backbone, beta)
+    examples = jnp.asarray(images), jnp.asarray(labels)
+    frozen = front, tuple(frontends)
+    settings = dataclasses.asdict(options)
+    return fit_in_memory(loss, back, examples, key=key, frozen=frozen, **settings)
 
 
 @functools.lru_cache
 def mixup_loss(backbone: Backbone, beta: float) -> Loss:
     """Returns the loss of Eq. 11 per image, for `fit_in_memory`."""
 
-    def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
+    def loss(
+        back: Any,
+        frozen: Any,
+        batch: Any,
+        key: jax.Array,
+    ) -> jax.Array:
         front, frontends = frozen
         images, labels = batch
         exact = backbone.front(front, images)
@@ -258,14 +266,10 @@ def adapt(
     backbone, back = backbone.with_head(head_key, back, num_classes)
     if label_noise is None:
         label_noise = jnp.eye(num_classes)
-    tuned = fit_in_memory(
-        copies_loss(backbone),
-        back,
-        copies.index(),
-        key=key,
-        frozen=(copies, jnp.asarray(labels), label_noise),
-        **dataclasses.asdict(options),
-    )
+    loss = copies_loss(backbone)
+    frozen = copies, jnp.asarray(labels), label_noise
+    settings = dataclasses.asdict(options)
+    tuned = fit_in_memory(loss, back, copies.index(), key=key, frozen=frozen, **settings)
     return Adapted(backbone, tuned)
 
 
@@ -273,10 +277,17 @@ def adapt(
 def copies_loss(backbone: Backbone) -> Loss:
     """Returns the loss of Eq. 14 per copy, corrected for label noise, for `fit_in_memory`."""
 
-    def loss(back: Any, frozen: Any, batch: Any, key: jax.Array) -> jax.Array:
+    def loss(
+        back: Any,
+        frozen: Any,
+        batch: Any,
+        key: jax.Array,
+    ) -> jax.Array:
         copies, labels, label_noise = frozen
         images, numbers = batch
-        log_p = jax.nn.log_softmax(backbone.back(back, copies.batch(images, numbers)))
+        representations = copies.batch(images, numbers)
+        logits = backbone.back(back, representations)
+        log_p = jax.nn.log_softmax(logits)
         observed = jnp.log(label_noise.T[labels[images]])  # [B, K]: log P(observed label | class)
         return -jax.nn.logsumexp(log_p + observed, axis=-1)
 
@@ -338,15 +349,18 @@ def adapt_by_client(
             # Rows that fill up the last batch weigh 0.
             shares = weights / weights.sum()
             cotangent = answer.astype(np.float32) * shares[:, None]
-            tuned, state = _pull_back(
-                backbone, tuned, state, batch, cotangent, options.learning_rate
-            )
+            rate = options.learning_rate
+            tuned, state = _pull_back(backbone, tuned, state, batch, cotangent, rate)
     return Adapted(backbone, tuned)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _copies_logits(
-    backbone: Backbone, back: Params, copies: Uploads, images: Any, numbers: Any
+    backbone: Backbone,
+    back: Params,
+    copies: Uploads,
+    images: Any,
+    numbers: Any,
 ) -> jax.Array:
     return backbone.back(back, copies.batch(images, numbers))
 
@@ -361,6 +375,10 @@ def _pull_back(
     rate: Any,
 ) -> tuple[Any, Any]:
     """Takes one step of Adam along the gradient that the cotangent of the logits gives."""
-    _, vjp = jax.vjp(lambda back: _copies_logits(backbone, back, *batch), back)
+
+    def logits_of(back: Any) -> jax.Array:
+        return _copies_logits(backbone, back, *batch)
+
+    _, vjp = jax.vjp(logits_of, back)
     (gradient,) = vjp(cotangent)
     return adam_step(back, state, gradient, rate)
