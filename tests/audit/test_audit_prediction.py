@@ -16,10 +16,10 @@ from jaxdp.audit import prediction as canaries
 from jaxdp.prediction import (
     METHODS,
     ConfidentGNMax,
+    batches,
     certify,
     event,
     pate_predict,
-    plan,
     private_predict,
     private_values,
     train_with_bounds,
@@ -204,7 +204,7 @@ def test_batches_that_follow_from_positions_are_caught(monkeypatch, broken):
     other one."""
     data, candidates = labelled_by_id(24, 2)
     if broken:
-        monkeypatch.setattr(plan, "partition_by_hash", by_position)
+        monkeypatch.setattr(batches, "partition_by_hash", by_position)
     deciding = functools.partial(train, batches=2, lr_decay=50.0)
     found = audit(data, train=deciding, candidates=candidates, trials=10_000)
     assert found.upper == pytest.approx(1.0, rel=1e-12) and found.violated == broken

@@ -137,10 +137,10 @@ def test_an_array_of_several_devices_is_refused():
 @pytest.mark.slow
 def test_a_process_that_ends_is_an_error_and_so_is_one_that_is_late(tmp_path):
     environment = dict(os.environ)
-    assert process._asked(str(tmp_path), environment, 0.01) == {
+    assert process._run_compiler(str(tmp_path), environment, 0.01) == {
         "error": "it was not compiled in 0.01 s"
     }
-    found = process._asked(str(tmp_path), environment, None)  # an empty folder
+    found = process._run_compiler(str(tmp_path), environment, None)  # an empty folder
     assert found["error"].startswith("FileNotFoundError") and process.QUESTION in found["error"]
 
 

@@ -17,7 +17,7 @@ from jaxdp import data
 from jaxdp.data.shifts import STRENGTHS, Shift, shifted
 from jaxdp.privacy import Ledger
 from jaxdp.tta.adapter import Adapter
-from launch import adapt, frame
+from launch import adapt, frame, settings
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -237,7 +237,7 @@ def test_configs_name_known_corruptions_methods_and_settings(config):
         assert all(choice.learning_rate > 0 for choice in given.values())
     json.loads(config.to_json())
     assert list(adapt.STUDY.cells(config))
-    frame.check_numbers(config)
+    settings.check_numbers(config)
 
 
 def test_runs_cross_streams_with_source_models(monkeypatch):

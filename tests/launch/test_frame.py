@@ -356,7 +356,7 @@ MISTAKES = {
             "config.ascent.microbatch_size must divide the 20 examples of the",
         ),
         ({"ascent.warmup_steps": 7}, "config.ascent.warmup_steps must be in 0..6"),
-        ({"data.name": "blobs"}, "source 'blobs/public' has no column 'image'"),
+        ({"data.name": "blobs"}, "'blobs/public' has no column 'image'"),
         ({"data.parts.public": 1.5}, "parts.public must be a share in"),
         ({"data.parts.public": 2000.0}, "parts must add up to at most 1797 records"),
     ],

@@ -221,7 +221,8 @@ def test_a_run_that_dies_after_every_step_repeats_it_and_pays_once(tmp_path, mon
     known, certified = {}, teachers.Bench.certified
     pate, fit = predict.prediction.ConfidentGNMax, sys.modules["jaxdp.finetune.loop"]
     monkeypatch.setattr(teachers.Bench, "certified", remembered)
-    monkeypatch.setattr(fit, "_run", dying(fit._run, lambda found: found.params))
+    trained = dying(fit._Run.train, lambda state: state.params)
+    monkeypatch.setattr(fit._Run, "train", trained)
     study = dataclasses.replace(predict.STUDY, figures=dying(lambda *_: None))
     monkeypatch.setattr(teachers.mechanisms, "_sample", dying(teachers.mechanisms._sample))
     monkeypatch.setattr(teachers.ensembles, "laplace_vote", dying(teachers.ensembles.laplace_vote))
