@@ -86,9 +86,9 @@ def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     points = []
     for epsilon in work.config.curve.epsilons:
-        found = results.moments(row["accuracy"] for row in results.select(rows, epsilon=epsilon))
-        deviation = found.deviation if work.config.curve.runs > 1 else None
-        points.append({"epsilon": epsilon, "accuracy": found.mean, "deviation": deviation})
+        moments = results.moments(row["accuracy"] for row in results.select(rows, epsilon=epsilon))
+        deviation = moments.deviation if work.config.curve.runs > 1 else None
+        points.append({"epsilon": epsilon, "accuracy": moments.mean, "deviation": deviation})
     task = work.shared.task
     return {
         "dataset": task.private.name,

@@ -100,6 +100,11 @@ def blobs(config: Any) -> Opened:
     return Opened(config.test, 2, compute)
 
 
+def _mapped(project: FeatureMap, inputs: np.ndarray, labels: Any, **about: Any) -> Examples:
+    """Returns labelled examples of mapped inputs. `about` has `num_classes` and `name`."""
+    return from_arrays(features=project(inputs), label=labels, **about)
+
+
 def embeddings(config: Any) -> Opened:
     """Returns ready vectors from an .npz file, for example embeddings of a public language model.
 
@@ -108,28 +113,26 @@ def embeddings(config: Any) -> Opened:
     of the same kind, without labels.
     """
     keys = ("train_features", "train_labels", "test_features", "test_labels", "public_features")
-    found = data.arrays(config, "path", keys, "embeddings of texts")
+    arrays = data.arrays(config, "path", keys, "embeddings of texts")
 
     def compute(_: pathlib.Path) -> Task:
-        project = FeatureMap.from_public(found["public_features"], **config.features)
-        parts = []
-        for part in ("train", "test"):
-            features, label = (
-                project(found[f"{part}_features"]),
-                found[f"{part}_labels"].reshape(-1),
+        project = FeatureMap.from_public(arrays["public_features"], **config.features)
+        splits = [
+            _mapped(
+                project,
+                arrays[f"{part}_features"],
+                arrays[f"{part}_labels"].reshape(-1),
+                num_classes=config.num_classes,
+                name=f"{config.name}/{part}",
             )
-            name = f"{config.name}/{part}"
-            parts.append(
-                from_arrays(
-                    features=features, label=label, num_classes=config.num_classes, name=name
-                )
-            )
+            for part in ("train", "test")
+        ]
         origin = (
             f"embeddings of {pathlib.Path(config.path).name}, centred and scaled on its public ones"
         )
-        return Task(parts[0], parts[1], origin)
+        return Task(splits[0], splits[1], origin)
 
-    return Opened(len(found["test_features"]), config.num_classes, compute)
+    return Opened(len(arrays["test_features"]), config.num_classes, compute)
 
 
 # --- Images -------------------------------------------------------------------------------------
@@ -165,28 +168,28 @@ def images(config: Any) -> Opened:
     renumbered in this order. `keep` is the share of each class to keep. () keeps everything in
     both.
     """
-    found = _read(config)
+    sources = _read(config)
     public, private, test = (
-        _some_classes(found[role], config) for role in ("public", "private", "test")
+        _some_classes(sources[role], config) for role in ("public", "private", "test")
     )
 
     def compute(network: pathlib.Path) -> Task:
         params, origin = None, "pixels"
-        if upstream := found.get("upstream"):
+        if upstream := sources.get("upstream"):
             params = _pretrained(config.network, upstream, network)
             origin = f"activations of two convolutions trained on {upstream.name}"
         project = FeatureMap.from_public(_vectors(params, public), **config.features)
-        parts = []
+        splits = []
         for name, source in (("train", private), ("test", test)):
-            features, label = project(_vectors(params, source)), read_column(source, "label")
-            name = f"{config.name}/{name}" if config.source == "bundled" else source.name
-            parts.append(
-                from_arrays(
-                    features=features, label=label, num_classes=source.num_classes, name=name
-                )
-            )
+            is_bundled = config.source == "bundled"
+            about = {
+                "num_classes": source.num_classes,
+                "name": f"{config.name}/{name}" if is_bundled else source.name,
+            }
+            labels = read_column(source, "label")
+            splits.append(_mapped(project, _vectors(params, source), labels, **about))
         origin += f", centred and scaled on {len(public)} public images without their labels"
-        return Task(parts[0], parts[1], origin, params)
+        return Task(splits[0], splits[1], origin, params)
 
     return Opened(len(test), private.num_classes, compute)
 
@@ -203,12 +206,12 @@ def _read(config: Any) -> dict[str, Examples]:
             raise
         others = copy.deepcopy(config)
         others.parts.upstream = ""
-        found = data.parts(others, *roles, images=True)  # raises if one of them is missing
+        sources = data.parts(others, *roles, images=True)  # raises if one of them is missing
         print(
             f"{config.parts.upstream} is missing. The frozen network is trained on the bundled "
             "digits instead."
         )
-        return found | {"upstream": bundled("digits")}
+        return sources | {"upstream": bundled("digits")}
 
 
 def _some_classes(source: Examples, config: Any) -> Examples:
@@ -301,7 +304,7 @@ def text(config: Any) -> Opened:
         config, "word_vectors", keys, "public word vectors"
     ).values()
     specs = data.specs(config, "private", "test", source="tfds")
-    found = {role: data.texts(specs[role], config.field) for role in ("private", "test")}
+    texts_by_role = {role: data.texts(specs[role], config.field) for role in ("private", "test")}
 
     def compute(_: pathlib.Path) -> Task:
         frequency = counts.astype(np.float64) / counts.sum()
@@ -318,16 +321,18 @@ def text(config: Any) -> Opened:
             known = [sign * table[index[token]] for token, sign in signed if token in index]
             return np.mean(known, axis=0) if known else project.mean
 
-        parts = []
-        for role, (texts, label) in found.items():
-            features = project(np.stack([mean(sentence) for sentence in texts]))
-            parts.append(
-                from_arrays(features=features, label=label, num_classes=2, name=specs[role].title)
-            )
-        origin = f"weighted mean of {len(words)} public word vectors, centred and scaled under public word counts"
-        return Task(parts[0], parts[1], origin)
+        splits = []
+        for role, (texts, labels) in texts_by_role.items():
+            vectors_of_texts = np.stack([mean(sentence) for sentence in texts])
+            about = {"num_classes": 2, "name": specs[role].title}
+            splits.append(_mapped(project, vectors_of_texts, labels, **about))
+        origin = (
+            f"weighted mean of {len(words)} public word vectors, centred and scaled under public "
+            "word counts"
+        )
+        return Task(splits[0], splits[1], origin)
 
-    return Opened(len(found["test"][1]), 2, compute)
+    return Opened(len(texts_by_role["test"][1]), 2, compute)
 
 
 def tokenize(sentence: str) -> list[str]:

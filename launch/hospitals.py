@@ -44,13 +44,13 @@ def _agreed(config: Any) -> tuple[Any, dict[str, Any], str]:
     """
     check_numbers(config)
     method = recalibrate.method("method", config.method)
-    how = {"epsilon": config.epsilon, "adjacency": config.adjacency}
+    options = {"epsilon": config.epsilon, "adjacency": config.adjacency}
     recalibration.noise_scale(
-        method, num_classes=config.num_classes, **how
+        method, num_classes=config.num_classes, **options
     )  # raises if there is none
     return (
         method,
-        how,
+        options,
         f"{method!r}, epsilon={config.epsilon!r}, {config.adjacency}, {config.num_classes} classes",
     )
 
@@ -123,9 +123,9 @@ def run_server(
 
 
 def _sum(data: bytes, name: str, k: int) -> np.ndarray:
-    found = unpack(data, "answer", fields=["round"], limits=_LIMITS, name=f"the answer of {name}")
-    answer = found.arrays.get("answer", np.zeros(0))
-    answered = found.fields["round"]
+    package = unpack(data, "answer", fields=["round"], limits=_LIMITS, name=f"the answer of {name}")
+    answer = package.arrays.get("answer", np.zeros(0))
+    answered = package.fields["round"]
     if type(answered) is not int or answered != k or answer.dtype != np.float32 or answer.ndim != 1:
         raise ValueError(
             f"the answer of {shown(name)} must be a float32 vector for round {k}. Use the same "

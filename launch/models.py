@@ -4,13 +4,16 @@ A *model* has the fields
 
     name, options  as in `jaxdp.models.create`
     num_classes    only where the data does not say it
-    preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel; () for tokens
-    checkpoint     a public file in one of the namings of `jaxdp.models.load_checkpoint`; "" or left out for none
+    preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel; ()
+                   for tokens
+    checkpoint     a public file in one of the namings of `jaxdp.models.load_checkpoint`; "" or left
+                   out for none
     naming         of the checkpoint, "auto" by default
 
 Studies that fine-tune one model also read
 
-    trainable      "all", "head", "norms", "lora" or a regular expression, see `jaxdp.models.trainable`
+    trainable      "all", "head", "norms", "lora" or a regular expression, see
+                   `jaxdp.models.trainable`
     lora           rank, and `layers`, see `jaxdp.models.with_lora`. A rank of 0 adds nothing
     features       of a model of which only the head is trained, see `launch/frozen.py`
 """
@@ -74,8 +77,8 @@ def network(config: Any, num_classes: int | None = None, *, new_head: bool = Fal
         preprocessing = Preprocessing(**config.preprocessing) if config.preprocessing else None
     if config.get("checkpoint", ""):
         naming = config.get("naming", "auto")
-        found = {"naming": naming, "preprocessing": preprocessing, "new_head": new_head}
-        return load_checkpoint(config.checkpoint, model=model, **found)
+        options = {"naming": naming, "preprocessing": preprocessing, "new_head": new_head}
+        return load_checkpoint(config.checkpoint, model=model, **options)
     if preprocessing is None and not isinstance(model, LanguageModel):
         raise ValueError(
             "config.model.preprocessing must be given to train a source model, for example a size "
@@ -183,9 +186,9 @@ def judged(logits: np.ndarray, labels: Any) -> np.ndarray:
     """Returns whether each public record is answered rightly, bool [n]. It warns of logits that are
     not finite.
     """
-    found = judge(logits, np.asarray(labels))
-    warn_if_not_finite(int((~found.finite).sum()), len(found.finite), stacklevel=4)
-    return np.asarray(found.correct)
+    judgement = judge(logits, np.asarray(labels))
+    warn_if_not_finite(int((~judgement.finite).sum()), len(judgement.finite), stacklevel=4)
+    return np.asarray(judgement.correct)
 
 
 def outputs(
@@ -195,14 +198,14 @@ def outputs(
     source, [n, ...].
     """
     rows, mask = data.pad_to_physical(np.arange(len(source)), min(batch_size, len(source)))
-    parts = progress_bar(rows, label=label, unit="batch")
-    found: Any = None  # filled part by part, because features of many images take gigabytes
-    for at, (part, kept) in enumerate(zip(parts, mask, strict=True)):
+    batches = progress_bar(rows, label=label, unit="batch")
+    results: Any = None  # filled part by part, because features of many images take gigabytes
+    for at, (part, kept) in enumerate(zip(batches, mask, strict=True)):
         output = np.asarray(function(inputs_of(source.gather(part))))
-        if found is None:
-            found = np.empty((len(source), *output.shape[1:]), output.dtype)
-        found[at * len(part) :][: kept.sum()] = output[kept]
-    return found
+        if results is None:
+            results = np.empty((len(source), *output.shape[1:]), output.dtype)
+        results[at * len(part) :][: kept.sum()] = output[kept]
+    return results
 
 
 def train(

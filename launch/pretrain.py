@@ -167,13 +167,13 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         ("absolute", "Noise on every parameter", "standard deviation"),
         ("relative", "Noise relative to each tensor", "standard deviation / root mean square"),
     ):
-        found = result["robust_accuracy"][kind]
-        draws = np.array(found["draws"])
+        robust = result["robust_accuracy"][kind]
+        draws = np.array(robust["draws"])
         curves = {"mean": draws.mean(1), "worst draw": draws.min(1)}
         panels[title] = (
             xlabel,
             {
-                name: [(0.0, result["accuracy"]), *zip(found["std"], values.tolist(), strict=True)]
+                name: [(0.0, result["accuracy"]), *zip(robust["std"], values.tolist(), strict=True)]
                 for name, values in curves.items()
             },
         )
@@ -220,11 +220,11 @@ def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     for name, rows, calls in zip(
         ("perturbation_batch", "update_batch"), _sizes(batches), _calls(batches), strict=True
     ):
-        parts = trainer.microbatches(name, rows)
+        microbatches = trainer.microbatches(name, rows)
         images = task.train.gather(np.zeros(rows, np.int64))
-        gradient = functools.partial(trainer.gradient, parts=parts)
+        gradient = functools.partial(trainer.gradient, parts=microbatches)
         arguments = (state.params, state.perturbation, None, images, np.int32(0))
-        programs.append((jax.jit(gradient), arguments, calls * parts))
+        programs.append((jax.jit(gradient), arguments, calls * microbatches))
     yield plans.Item(f"pre-training by {config.method.name}", programs=lambda memory: programs)
 
 

@@ -67,9 +67,10 @@ class Pool:
         if mechanism == GLOBAL and self.votes is not None:
             # Several classes have no closed form. The same draws for every epsilon make a smooth
             # curve.
-            counts = np.stack(
-                [np.sum(self.votes == label, axis=0) for label in range(self.num_classes)], axis=1
-            )
+            counts_by_label = [
+                np.sum(self.votes == label, axis=0) for label in range(self.num_classes)
+            ]
+            counts = np.stack(counts_by_label, axis=1)
             standard = np.random.default_rng(0).laplace(size=(50, *counts.shape))
             return float(np.mean((counts + 2 / epsilon * standard).argmax(axis=2) == truth))
         flip = flip_probability(mechanism, self.distance, epsilon, self.num_classes)
@@ -150,12 +151,13 @@ class Bench:
         Distances go up to the largest of the config. `divisor` is public and replaces the number of
         examples, which is private. All examples are one batch.
         """
-        model, how = self.model, dict(self.config.training) | {"batch_size": divisor}
-        del how["records"]
+        model = self.model
+        options = dict(self.config.training) | {"batch_size": divisor}
+        del options["records"]
         ks = min(self.config.certificate.max_distance, divisor)
-        bounds = prediction.train_with_bounds(model.loss, model.init(), examples, ks=ks, **how)
-        found = prediction.certify(bounds, model.logits, self.test["features"])
-        return bounds, np.asarray(found.label), np.asarray(found.distance)
+        bounds = prediction.train_with_bounds(model.loss, model.init(), examples, ks=ks, **options)
+        certificates = prediction.certify(bounds, model.logits, self.test["features"])
+        return bounds, np.asarray(certificates.label), np.asarray(certificates.distance)
 
     @functools.cached_property
     def single(self) -> tuple[prediction.Bounds, np.ndarray, np.ndarray]:
@@ -171,11 +173,14 @@ class Bench:
         part = prediction.partition_by_hash(self.train, count, salt=salt)
         divisor = self.config.training.records // count  # public, unlike the size of a part
         members = progress_bar(range(count), label="ensemble", unit="model")
-        found = [
-            self.certified(_take(self.train, np.flatnonzero(part == k)), divisor)[1:]
-            for k in members
-        ]
-        votes, distances = map(np.stack, zip(*found, strict=True))
+        labels_of_members, distances_of_members = [], []
+        for member in members:
+            records = _take(self.train, np.flatnonzero(part == member))
+            _, labels, distances = self.certified(records, divisor)
+            labels_of_members.append(labels)
+            distances_of_members.append(distances)
+        votes = np.stack(labels_of_members)
+        distances = np.stack(distances_of_members)
         ensemble = prediction.vote(votes, distances, num_classes=self.classes)
         single = Pool(*self.single[1:], self.classes)
         return {SINGLE: single, f"{count} models": Pool(*ensemble, self.classes, votes)}
