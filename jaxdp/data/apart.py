@@ -32,9 +32,9 @@ def check_records_apart(specs: Mapping[str, "DataSpec"]) -> None:
     if of_tfds:
         check_disjoint({spec.field: _place(spec) for spec in of_tfds.values()})
     others = {role: spec for role, spec in specs.items() if role not in of_tfds}
-    parts = [spec.part for spec in others.values()]
+    used_parts = [spec.part for spec in others.values()]
     for spec in others.values():
-        if parts.count(spec.part) > 1:
+        if used_parts.count(spec.part) > 1:
             raise ValueError(
                 f"{spec.where}.parts has {spec.part!r} for several roles, which would share all "
                 "records."

@@ -186,8 +186,8 @@ def recalibrate(
         compute=compute,
     )
     with Till(workdir, seed=None if key is None else _seed(key)) as till:
-        kept = till.once(what)
-    leaves = [kept[str(i)] for i in range(len(kept))]
+        arrays = till.once(what)
+    leaves = [arrays[str(i)] for i in range(len(arrays))]
     return Recalibration(method, jax.tree.unflatten(structure, leaves), charge)
 
 
@@ -305,8 +305,8 @@ def _confidence(method: Method, parameters: Any, logits: jax.Array) -> jax.Array
 
 # --- By name ------------------------------------------------------------------------------------
 
-# Each function is the flat form of `recalibrate(method, sources, ...)`: the options of the method and
-# the terms of the release are its keywords. That is why some have more than eight parameters.
+# Each function is the flat form of `recalibrate(method, sources, ...)`: the options of the method
+# and the terms of the release are its keywords. That is why some have more than eight parameters.
 
 
 def acc_t(

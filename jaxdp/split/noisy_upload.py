@@ -140,10 +140,10 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
     Formal guarantees:
       The norm of every row of float32 values is at most C in real arithmetic, whatever their size.
       A row with a NaN or an infinity becomes zero. Squares neither overflow nor vanish, because a
-      row is first divided by a power of two (`jaxdp.transforms.exact_scaling`). In any order of summation
-      a sum of k numbers has a relative error of at most k 2**-24. The other operations add a few
-      2**-24. The margin is twice the error of the sum. The rest of it exceeds the rounding of the
-      scale of later noise.
+      row is first divided by a power of two (`jaxdp.transforms.exact_scaling`). In any order of
+      summation a sum of k numbers has a relative error of at most k 2**-24. The other operations
+      add a few 2**-24. The margin is twice the error of the sum. The rest of it exceeds the
+      rounding of the scale of later noise.
 
     Raises:
       ValueError: An argument is out of range or has another shape.
@@ -548,8 +548,8 @@ def release_privately(
         projection=projection,
     )
     with Till(workdir, seed=seed) as till:
-        kept = till.once(what)
-    return Released(jnp.asarray(kept["features"]), kept["labels"])
+        arrays = till.once(what)
+    return Released(jnp.asarray(arrays["features"]), arrays["labels"])
 
 
 def plan_release(

@@ -98,12 +98,12 @@ def calibrate_frontends(
         order = np.asarray(jax.random.permutation(order_key, len(images)))
     elif partition == "class":
         order = np.argsort(np.asarray(labels), kind="stable")
-    parts = [order]
+    image_rows = [order]
     if frontends:
-        parts += np.array_split(order, frontends)
+        image_rows += np.array_split(order, frontends)
     front, _ = backbone.divide(params)
     quantized = []
-    searches = list(zip(parts, keys, strict=True))
+    searches = list(zip(image_rows, keys, strict=True))
     for part, part_key in progress_bar(searches, label="scales of the frontend", unit="search"):
         shuffled = np.asarray(jax.random.permutation(part_key, len(part)))
         rows = part[shuffled[:samples]]
