@@ -6,7 +6,8 @@ methods are one certified model or an ensemble, mechanisms with and without cert
 DP-SGD. Each gets Q queries and one total (epsilon, delta). Besides the files of all studies, the
 workdir holds:
 
-    answers.npz, ledger.sqlite   the test inputs that were asked about, the private answers, and their cost
+    answers.npz, ledger.sqlite   the test inputs that were asked about, the private answers, and
+                                 their cost
     student.safetensors          a model trained on the private answers, free to use and publish
     network.safetensors          the frozen network of the features, if one is used
     references/ledger.sqlite     the cost of the models and answers that serve comparison only
@@ -55,9 +56,8 @@ def _cells(config: Any) -> Iterator[Cell]:
     yield RELEASED
     if config.references:
         many = f"{config.ensemble.members} models"
-        yield from (
-            Cell(pool, MECHANISMS[name]) for pool in (SINGLE, many) for name in config.mechanisms
-        )
+        for pool in (SINGLE, many):
+            yield from (Cell(pool, MECHANISMS[name]) for name in config.mechanisms)
         yield from (Cell(many, PATE), Cell(DP_SGD, "any number"), EXACT)
 
 
@@ -66,17 +66,12 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     if cell == RELEASED:
         return _release(work)
     if cell == EXACT:
-        return {
-            "per_query": [],
-            "student": [],
-            "expected": bench.model.accuracy(bench.single[0].params, bench.test),
-        }
+        bounds, _, _ = bench.single
+        accuracy = bench.model.accuracy(bounds.params, bench.test)
+        return {"per_query": [], "student": [], "expected": accuracy}
+    run = _dp_sgd if cell.teacher == DP_SGD else _answers
     with _account(work, "references") as account:
-        return (
-            _dp_sgd(cell, work, account)
-            if cell.teacher == DP_SGD
-            else _answers(cell, work, account)
-        )
+        return run(cell, work, account)
 
 
 def _account(work: frame.Work, folder: str = "", **terms: Any) -> AbstractContextManager[Account]:
@@ -87,23 +82,26 @@ def _account(work: frame.Work, folder: str = "", **terms: Any) -> AbstractContex
 
 def _release(work: frame.Work) -> dict[str, Any]:
     """Releases the answers, and trains the student on them."""
-    bench, rows = work.shared, work.shared.asked(0)
-    if bench.task.network is not None:
-        save_params(
-            work.root / "network.safetensors", bench.task.network
-        )  # before anything is certified for it
+    bench, plan = work.shared, work.shared.plan
+    rows = bench.asked(0)
+    if bench.task.network is not None:  # It is kept before anything is certified for it.
+        save_params(work.root / "network.safetensors", bench.task.network)
 
     def ask() -> dict[str, np.ndarray]:
-        queries, folder = bench.test["features"][rows], work.folder(RELEASED) / "scratch"
-        how = {"account": account, "epsilon": bench.epsilon, "workdir": folder}
-        given = prediction.private_predict(bench.single[0], bench.model.logits, queries, **how)
-        return {"rows": rows, "answers": given}
+        bounds, _, _ = bench.single
+        answers = prediction.private_predict(
+            bounds,
+            bench.model.logits,
+            bench.test["features"][rows],
+            account=account,
+            epsilon=bench.epsilon,
+            workdir=work.folder(RELEASED) / "scratch",
+        )
+        return {"rows": rows, "answers": answers}
 
-    with _account(
-        work, label="answers", epsilon=bench.plan.epsilon, delta=bench.plan.delta
-    ) as account:
+    with _account(work, label="answers", epsilon=plan.epsilon, delta=plan.delta) as account:
         answers = work.arrays("answers.npz", ask)["answers"]
-        spent = account.epsilon(delta=bench.plan.delta)
+        spent = account.epsilon(delta=plan.delta)
     student, accuracy = bench.student(rows, answers)
     save_params(work.root / "student.safetensors", student)
     return {
@@ -118,24 +116,17 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     fresh noise.
     """
     config, bench, truth = work.config, work.shared, work.shared.test["label"]
-    asked = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
+    queries = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
     answer, event = _mechanism(cell, bench)
 
     def compute(secret: bytes) -> dict[str, Any]:
         key = stream(secret, "repetitions")
-        return {
-            "answers": np.stack(
-                [answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(asked)]
-            )
-        }
+        answers = [answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(queries)]
+        return {"answers": np.stack(answers)}
 
     # The answers depend on these facts and on the code of this library only.
-    facts = [
-        config.to_json(),
-        bench.train,
-        bench.test,
-        [dataclasses.astuple(pool) for pool in bench.pools.values()],
-    ]
+    pools = [dataclasses.astuple(pool) for pool in bench.pools.values()]
+    facts = [config.to_json(), bench.train, bench.test, pools]
     what = Release(
         label=f"{cell.teacher}, {cell.answers}",
         charges=[(account, SelfComposedDpEvent(event, config.repetitions))],
@@ -144,22 +135,24 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     )
     with Till(work.folder(cell) / "scratch") as till:
         answers = till.once(what)["answers"]
-    found: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
+    scores: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
     for repetition in progress_bar(
         range(config.repetitions), label=cell.answers, unit="repetition"
     ):
-        rows, given = asked[repetition], answers[repetition]
-        there = given >= 0
-        found["answered"].append(int(there.sum()))
-        if there.any():
-            found["per_query"].append(float(np.mean(given[there] == truth[rows[there]])))
-            if repetition < config.student.repetitions:
-                found["student"].append(bench.student(rows, given)[1])
+        rows, labels = queries[repetition], answers[repetition]
+        answered = labels >= 0  # PATE answers some queries only.
+        scores["answered"].append(int(answered.sum()))
+        if not answered.any():
+            continue
+        right = labels[answered] == truth[rows[answered]]
+        scores["per_query"].append(float(np.mean(right)))
+        if repetition < config.student.repetitions:
+            _, accuracy = bench.student(rows, labels)
+            scores["student"].append(accuracy)
     if cell.answers != PATE:
-        found["expected"] = bench.pools[cell.teacher].expected_accuracy(
-            cell.answers, bench.epsilon, truth
-        )
-    return found
+        pool = bench.pools[cell.teacher]
+        scores["expected"] = pool.expected_accuracy(cell.answers, bench.epsilon, truth)
+    return scores
 
 
 def _mechanism(
@@ -169,11 +162,12 @@ def _mechanism(
     pool, event = bench.pools[cell.teacher], _event(cell, bench.config)
     if cell.answers != PATE:
         return functools.partial(pool.answer, cell.answers, bench.epsilon), event
-    assert pool.votes is not None
-    pate, votes, limit = _pate(bench.config), pool.votes, bench.plan.queries
-    return lambda key, rows: pate.answer(
-        key, votes[:, rows], num_classes=bench.classes, max_answers=limit
-    ), event
+    votes = pool.votes
+    assert votes is not None
+    pate = functools.partial(
+        _pate(bench.config).answer, num_classes=bench.classes, max_answers=bench.plan.queries
+    )
+    return lambda key, rows: pate(key, votes[:, rows]), event
 
 
 def _event(cell: Cell, config: Any) -> DpEvent:
@@ -188,17 +182,16 @@ def _event(cell: Cell, config: Any) -> DpEvent:
 
 
 def _pate(config: Any) -> prediction.ConfidentGNMax:
-    how = dict(config.pate)
-    how["threshold"] *= config.ensemble.members  # the config has a share
+    options = dict(config.pate)
+    options["threshold"] *= config.ensemble.members  # the config has a share
     return prediction.ConfidentGNMax.calibrated(
-        **how, max_answers=config.prediction.queries, **config.prediction
+        **options, max_answers=config.prediction.queries, **config.prediction
     )
 
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
-    check(
-        config, features.read(config.data)
-    )  # a run computes features before it charges, a plan does not
+    # A run computes features before it charges, a plan does not.
+    check(config, features.read(config.data))
     terms = data.terms(config.data) | {
         "records": config.training.records,
         "delta": config.prediction.delta,
@@ -218,37 +211,45 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
     """Returns the DP-SGD trainer with the smallest noise at which a run costs at most the target
     epsilon.
     """
-    how, plan = config.dp_sgd, config.prediction
-    sampler = PoissonSampler(records, how.batch_size / config.training.records)
+    training, plan = config.dp_sgd, config.prediction
+    sampler = PoissonSampler(records, training.batch_size / config.training.records)
     # A trainer divides by the expected batch size, which depends on the private number of records.
     # The declared number is public.
-    declared = optax.scale(sampler.expected_batch_size / how.batch_size)
+    declared = optax.scale(sampler.expected_batch_size / training.batch_size)
+    sgd = optax.sgd(training.learning_rate, momentum=training.momentum or None)
     return finetune.dp_sgd(
         model.loss,
-        optax.chain(declared, optax.sgd(how.learning_rate, momentum=how.momentum or None)),
+        optax.chain(declared, sgd),
         sampler=sampler,
-        clip_norm=how.clip_norm,
+        clip_norm=training.clip_norm,
         epsilon=plan.epsilon,
         delta=plan.delta,
-        steps=how.steps,
-        physical_batch_size=how.batch_size,
+        steps=training.steps,
+        physical_batch_size=training.batch_size,
         unit=data.terms(config.data)["unit"],
     )
 
 
 def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     """Trains the same model by DP-SGD, several times."""
-    how, bench = work.config.dp_sgd, work.shared
-    trainer, start = dp_sgd(work.config, bench.model, len(bench.task.train)), bench.model.init()
-    options = {"steps": how.steps, "checkpoint_every": how.steps, "delta": bench.plan.delta}
-    found = []
-    for run in progress_bar(range(how.runs), label=DP_SGD, unit="run"):
-        folder = work.folder(cell) / "scratch" / str(run)
+    training, bench = work.config.dp_sgd, work.shared
+    trainer = dp_sgd(work.config, bench.model, len(bench.task.train))
+    start = bench.model.init()
+    accuracies = []
+    for run in progress_bar(range(training.runs), label=DP_SGD, unit="run"):
         state = finetune.fit(
-            trainer, start, bench.task.train, account=account, workdir=folder, **options
+            trainer,
+            start,
+            bench.task.train,
+            account=account,
+            workdir=work.folder(cell) / "scratch" / str(run),
+            steps=training.steps,
+            checkpoint_every=training.steps,
+            delta=bench.plan.delta,
         )
-        found.append(bench.model.accuracy(state.params, bench.test))
-    return {"per_query": found, "student": found, "expected": results.moments(found).mean}
+        accuracies.append(bench.model.accuracy(state.params, bench.test))
+    mean = results.moments(accuracies).mean
+    return {"per_query": accuracies, "student": accuracies, "expected": mean}
 
 
 # --- Results ------------------------------------------------------------------------------------
@@ -278,114 +279,126 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     if "rows" not in result:
         return
-    bench, plan, each, dataset = (
-        work.shared,
-        work.shared.plan,
-        result["epsilon_per_query"],
-        result["dataset"],
-    )
-    pools, truth, total = (
-        bench.pools,
-        bench.test["label"],
-        f"({plan.epsilon:g}, {_power(plan.delta)})",
-    )
+    _draw_certified(result, work)
+    _draw_accuracies(result, work)
+    _draw_flips(result, work)
 
-    def draw(
-        file: str, curves: Any, heads: tuple[str, str], labels: tuple[str, str], **options: Any
-    ) -> None:
-        options |= dict(zip(("title", "subtitle", "xlabel", "ylabel"), heads + labels, strict=True))
-        plot_curves(work.root / file, curves, **options)
 
-    def accuracies(epsilons: Mapping[float, float]) -> dict[str, list[tuple[float, float]]]:
-        """Returns curves over the keys. Each key stands for an epsilon."""
-        ways = [MECHANISMS[name] for name in reversed(work.config.mechanisms)]
-        return {
-            f"{name}, {_SHORT[way]}": [
-                (x, pool.expected_accuracy(way, e, truth)) for x, e in epsilons.items()
-            ]
-            for name, pool in pools.items()
-            for way in ways
-        }
-
+def _draw_certified(result: Mapping[str, Any], work: frame.Work) -> None:
+    """Draws the share of test inputs whose answer k changed records cannot alter, over k."""
     shown = range(work.config.certificate.max_distance + 1)
-    draw(
-        "certified.png",
-        {
-            name: [(k, float(np.mean(pool.distance >= k))) for k in shown]
-            for name, pool in pools.items()
-        },
-        (
-            f"{dataset}: certified answers",
-            f"{len(truth)} test inputs. Evaluation only, not private.",
-        ),
-        (
-            "records added or removed, k",
-            "Share of test inputs whose answer k changed records cannot alter",
-        ),
+    curves = {
+        name: [(k, float(np.mean(pool.distance >= k))) for k in shown]
+        for name, pool in work.shared.pools.items()
+    }
+    inputs = len(work.shared.test["label"])
+    plot_curves(
+        work.root / "certified.png",
+        curves,
+        title=f"{result['dataset']}: certified answers",
+        subtitle=f"{inputs} test inputs. Evaluation only, not private.",
+        xlabel="records added or removed, k",
+        ylabel="Share of test inputs whose answer k changed records cannot alter",
     )
+
+
+def _draw_accuracies(result: Mapping[str, Any], work: frame.Work) -> None:
+    """Draws the expected accuracy over epsilon, and over the number of queries of one budget."""
+    plan, dataset = work.shared.plan, result["dataset"]
+    # The last two rows are DP-SGD and the answers without noise, see `_cells`.
     dp_sgd, exact = (row["expected"] for row in result["rows"][-2:])
-    lines = {f"without noise  {100 * exact:.1f}%": exact}
-    draw(
-        "accuracy_by_epsilon.png",
-        accuracies({float(e): float(e) for e in np.logspace(-2, 1, 31)}),
-        (
-            f"{dataset}: accuracy over ε",
-            "Pure ε of each answer. Expectation over the noise. Evaluation only, not private.",
-        ),
-        ("ε per query", "Accuracy of an answer"),
+    without_noise = {f"without noise  {100 * exact:.1f}%": exact}
+    epsilons = [float(epsilon) for epsilon in np.logspace(-2, 1, 31)]
+    plot_curves(
+        work.root / "accuracy_by_epsilon.png",
+        _accuracy_curves(dict(zip(epsilons, epsilons, strict=True)), work),
+        title=f"{dataset}: accuracy over ε",
+        subtitle="Pure ε of each answer. Expectation over the noise. Evaluation only, not private.",
+        xlabel="ε per query",
+        ylabel="Accuracy of an answer",
         xscale="log",
-        references=lines,
+        references=without_noise,
     )
-    numbers = sorted({int(q) for q in np.logspace(0, 4, 13).round()} | {plan.queries})
-    draw(
-        "accuracy_by_queries.png",
-        accuracies({q: prediction.query_epsilon(plan.epsilon, plan.delta, q) for q in numbers}),
-        (
-            f"{dataset}: accuracy over the number of queries",
-            f"All answers together {total}-DP. Evaluation only, not private.",
-        ),
-        ("number of queries", "Accuracy of an answer"),
+    numbers = {int(number) for number in np.logspace(0, 4, 13).round()} | {plan.queries}
+    by_number: dict[float, float] = {
+        number: prediction.query_epsilon(plan.epsilon, plan.delta, number)
+        for number in sorted(numbers)
+    }
+    plot_curves(
+        work.root / "accuracy_by_queries.png",
+        _accuracy_curves(by_number, work),
+        title=f"{dataset}: accuracy over the number of queries",
+        subtitle=f"All answers together {_budget(plan)}-DP. Evaluation only, not private.",
+        xlabel="number of queries",
+        ylabel="Accuracy of an answer",
         xscale="log",
-        references={f"DP-SGD  {100 * dp_sgd:.1f}%": dp_sgd} | lines,
+        references={f"DP-SGD  {100 * dp_sgd:.1f}%": dp_sgd} | without_noise,
     )
+
+
+def _accuracy_curves(
+    epsilons: Mapping[float, float], work: frame.Work
+) -> dict[str, list[tuple[float, float]]]:
+    """Returns a curve per pool and mechanism over the keys. Each key stands for an epsilon."""
+    truth = work.shared.test["label"]
+    curves = {}
+    for teacher, pool in work.shared.pools.items():
+        for name in reversed(work.config.mechanisms):
+            mechanism = MECHANISMS[name]
+            curves[f"{teacher}, {_SHORT[mechanism]}"] = [
+                (x, pool.expected_accuracy(mechanism, epsilon, truth))
+                for x, epsilon in epsilons.items()
+            ]
+    return curves
+
+
+def _draw_flips(result: Mapping[str, Any], work: frame.Work) -> None:
+    """Draws how often an answer differs from the model's, over the distance to the next flip."""
+    plan, classes = work.shared.plan, work.shared.classes
+    epsilon = result["epsilon_per_query"]
     distance = np.arange(101)
-    flips = {OURS: flip_probability(OURS, distance, each, bench.classes)}
-    if bench.classes == 2:
-        delta = plan.delta / plan.queries
-        flips |= {
-            "Cauchy, stability": mechanisms.flip_probability_cauchy(distance, epsilon=each),
-            "Laplace, stability, δ > 0": mechanisms.flip_probability_smooth_laplace(
-                distance, epsilon=each, delta=delta
-            ),
-            "Cauchy, paper": flip_probability(SMOOTH, distance, each, 2),
-        }
-    flips[GLOBAL] = flip_probability(GLOBAL, distance, each, bench.classes)
-    queries = f"ε = {each:.3f} per query: {plan.queries} queries at {total}"
-    draw(
-        "flips.png",
+    flips = {OURS: flip_probability(OURS, distance, epsilon, classes)}
+    if classes == 2:  # Cauchy and Laplace noise answer for two classes only.
+        flips["Cauchy, stability"] = mechanisms.flip_probability_cauchy(distance, epsilon=epsilon)
+        flips["Laplace, stability, δ > 0"] = mechanisms.flip_probability_smooth_laplace(
+            distance, epsilon=epsilon, delta=plan.delta / plan.queries
+        )
+        flips["Cauchy, paper"] = flip_probability(SMOOTH, distance, epsilon, 2)
+    flips[GLOBAL] = flip_probability(GLOBAL, distance, epsilon, classes)
+    cost = f"ε = {epsilon:.3f} per query: {plan.queries} queries at {_budget(plan)}"
+    plot_curves(
+        work.root / "flips.png",
         {
             name: [(k, float(share)) for k, share in enumerate(shares)]
             for name, shares in flips.items()
         },
-        ("How often an answer differs from the model's", f"{bench.classes} classes, {queries}"),
-        ("calibrated distance k'", "Flip probability"),
+        title="How often an answer differs from the model's",
+        subtitle=f"{classes} classes, {cost}",
+        xlabel="calibrated distance k'",
+        ylabel="Flip probability",
     )
 
 
+def _budget(plan: Any) -> str:
+    return f"({plan.epsilon:g}, {_power(plan.delta)})"
+
+
 def _table(result: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [
-        {
-            "teacher": row["teacher"],
-            "mechanism": row["answers"],
-            "per query": _percent(row["per_query"]),
-            "all inputs": _percent([row["expected"]] if "expected" in row else []),
-            "student": _percent(row["student"]),
-            "answered": f"{np.mean(row['answered']):.0f}/{result['queries']}"
-            if "answered" in row
-            else "all",
-        }
-        for row in result["rows"]
-    ]
+    return [_table_row(row, result["queries"]) for row in result["rows"]]
+
+
+def _table_row(row: frame.Row, queries: int) -> dict[str, str]:
+    answered = "all"
+    if "answered" in row:
+        answered = f"{np.mean(row['answered']):.0f}/{queries}"
+    return {
+        "teacher": row["teacher"],
+        "mechanism": row["answers"],
+        "per query": _percent(row["per_query"]),
+        "all inputs": _percent([row["expected"]] if "expected" in row else []),
+        "student": _percent(row["student"]),
+        "answered": answered,
+    }
 
 
 def _summary(result: Mapping[str, Any]) -> str:
