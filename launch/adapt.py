@@ -29,9 +29,9 @@ from jaxdp.data.shifts import Shift
 from jaxdp.files import write_durably
 from jaxdp.models import Pretrained
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
-from jaxdp.report import format_table, plot_curves, progress_bar
+from jaxdp.report import format_table, progress_bar
 
-from . import data, frame, models, plans, results
+from . import adapt_figures, data, frame, models, plans, results
 
 # How a method is run: as published, with its gradients clipped, or with noise for a target epsilon.
 ORIGINAL, CLIPPED = "original", "clipped"
@@ -61,16 +61,19 @@ class _Task:
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
-        at: Any = {name: config.privacy[name] for name in ("delta", "adjacency")}
+        terms: Any = {name: config.privacy[name] for name in ("delta", "adjacency")}
         budgets = progress_bar(config.privacy.budgets, label="noise", unit="budget")
-        noise = [calibrate_noise(GaussianDpEvent, epsilon=budget, **at) for budget in budgets]
+        noise = [calibrate_noise(GaussianDpEvent, epsilon=budget, **terms) for budget in budgets]
         self.noise = dict(zip(settings(config)[2:], noise, strict=True))
         self._network = models.network(config.model)
-        found = data.parts(
+        sources = data.parts(
             config.data, "public", "test", "tuning", prepare=self._network.preprocessing.prepare
         )
-        self.public, test, tuning = found["public"], found.get("test"), found.get("tuning")
-        streams, images = config.protocol.seeds // config.protocol.sources, config.data.images
+        self.public = sources["public"]
+        test = sources.get("test")
+        tuning = sources.get("tuning")
+        streams = config.protocol.seeds // config.protocol.sources
+        images = config.data.images
         used = images if config.protocol.domain_order == "shuffled" else streams * images
         self._domains = data.domains(config.data, config.data.corruptions)
         self._mine = self._photographs(test, self._domains, np.arange(used))
@@ -102,11 +105,9 @@ class _Task:
     @functools.cached_property
     def apply_fn(self) -> Callable[[Any, jax.Array], jax.Array]:
         apply_fn: Any = self._network.apply_fn
-        return (
-            restrict_classes(apply_fn, imagenet_r_classes())
-            if self.config.model.classes
-            else apply_fn
-        )
+        if not self.config.model.classes:
+            return apply_fn
+        return restrict_classes(apply_fn, imagenet_r_classes())
 
     def _method(self, name: str, number: int, counting: bool = False) -> tta.Method:
         """Returns a method by its name. The suffix "-COME" puts COME over that method."""
@@ -159,19 +160,17 @@ class _Task:
         stream.
         """
         protocol, number = self.config.protocol, seed // self.config.protocol.sources
-        how = {name: protocol[name] for name in ("batch_size", "order", "reset", "remainder")}
+        options = {name: protocol[name] for name in ("batch_size", "order", "reset", "remainder")}
         if protocol.domain_order == "shuffled":
             names = list(self._mine)
             order = shuffled(len(names), seed=number)
             mine = {names[k]: self._mine[names[k]] for k in order}
         else:
-            n = self.config.data.images
-            mine = {
-                name: source.take(np.arange(number * n, (number + 1) * n))
-                for name, source in self._mine.items()
-            }
+            images = self.config.data.images
+            rows = np.arange(number * images, (number + 1) * images)
+            mine = {name: source.take(rows) for name, source in self._mine.items()}
         units = {name: self._units(name, len(source)) for name, source in mine.items()}
-        return tta.Stream(mine, seed=number, units=units, **how)
+        return tta.Stream(mine, seed=number, units=units, **options)
 
     def _units(self, name: str, count: int) -> Sequence[Any]:
         """Returns the photograph behind each record of a domain.
@@ -297,37 +296,35 @@ def _cells(config: Any) -> Iterator[Cell]:
         )
     frame.known("methods", frame.some("methods", config.methods), _names())
     pairs = list(itertools.product(config.methods, settings(config)))
+    seeds = range(config.protocol.seeds)
     yield from (Cell("tuning", *pair, 0) for pair in pairs)
-    yield from (
-        Cell("runs", *pair, seed) for seed in range(config.protocol.seeds) for pair in pairs
-    )
-    yield from (Cell("runs", SOURCE, ORIGINAL, seed) for seed in range(config.protocol.seeds))
+    for seed in seeds:
+        yield from (Cell("runs", *pair, seed) for pair in pairs)
+    yield from (Cell("runs", SOURCE, ORIGINAL, seed) for seed in seeds)
 
 
 def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     config, task = work.config, work.shared
     if cell.part == "tuning":
         return _choose(cell, config, task)
+    stream = task.stream(cell.seed)
     if cell.method == SOURCE:  # a rate of 0 changes nothing
-        served = tta.serve(
-            task.adapter(cell, {"learning_rate": 0.0}), task.stream(cell.seed), account=None
-        )
+        served = tta.serve(task.adapter(cell, {"learning_rate": 0.0}), stream, account=None)
         return {"visits": 0, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
-    adapter = task.adapter(cell, work.row(Cell("tuning", cell.method, cell.setting, 0))["chosen"])
+    tuning = work.row(Cell("tuning", cell.method, cell.setting, 0))
+    adapter = task.adapter(cell, tuning["chosen"])
     # Every run has its own data set. All runs together would cost much more, as the summary says.
     label = f"{cell.method}, {cell.setting}"
-    terms = {name: config.privacy[name] for name in ("adjacency", "unit", "delta")} | {
-        "records": config.data.images
-    }
+    terms = {name: config.privacy[name] for name in ("adjacency", "unit", "delta")}
+    terms["records"] = config.data.images
     ledger = work.root / "ledger.sqlite"
+    event = getattr(adapter.method, "event", NonPrivateDpEvent())
     with frame.account(ledger, f"{label}, stream {cell.seed}", label=label, **terms) as account:
-        paid = tta.StreamAccount(
-            account, event=getattr(adapter.method, "event", NonPrivateDpEvent())
-        )
+        paid = tta.StreamAccount(account, event=event)
         scratch = work.folder(cell) / "scratch"
-        served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch)
-    found = {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
-    return found | _diagnostics(served)
+        served = tta.serve(adapter, stream, account=paid, workdir=scratch)
+    row = {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
+    return row | _diagnostics(served)
 
 
 def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
@@ -343,8 +340,9 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
         candidates = [
             {"learning_rate": length / norm, "clip_norm": norm} for length, norm in lengths
         ]
-    how = {name: config.protocol[name] for name in ("batch_size", "reset")}
-    stream, tried = tta.Stream(task.tuning, seed=0, **how), []
+    options = {name: config.protocol[name] for name in ("batch_size", "reset")}
+    stream = tta.Stream(task.tuning, seed=0, **options)
+    tried = []
     for candidate in candidates:
         served = tta.serve(task.adapter(cell, candidate), stream, account=None)
         tried.append({**candidate, "accuracy": _mean(served.accuracy), **_diagnostics(served)})
@@ -356,12 +354,12 @@ def _diagnostics(served: tta.Served) -> dict[str, float]:
     """Returns the mean length of an update and the share of images that took part, both since the
     last reset.
     """
-    made: Any = served.state.opt_state
-    found = {"length": float(made["length"] / jnp.maximum(made["steps"], 1))}
+    optimizer: Any = served.state.opt_state
+    diagnostics = {"length": float(optimizer["length"] / jnp.maximum(optimizer["steps"], 1))}
     if served.state.memory:
         taken, seen = np.asarray(served.state.memory[1])
-        found["taken"] = float(taken / max(seen, 1))
-    return found
+        diagnostics["taken"] = float(taken / max(seen, 1))
+    return diagnostics
 
 
 def _mean(accuracy: Mapping[str, float]) -> float:
@@ -391,59 +389,74 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     """Returns means and standard deviations over the seeds, per method, setting and corruption."""
-    config, privacy, cells = work.config, work.config.privacy, []
-    tuning, runs = (results.select(rows, part=part) for part in ("tuning", "runs"))
+    config, privacy = work.config, work.config.privacy
+    tuning = results.select(rows, part="tuning")
+    runs = results.select(rows, part="runs")
     chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
-
-    def over(mine: list[frame.Row], other: list[frame.Row]) -> list[float]:
-        """Returns mean and standard error of the difference to what was run on the same streams."""
-        at = {row["seed"]: row["mean"] for row in other}
-        return list(
-            crossed(
-                {row["seed"]: row["mean"] - at[row["seed"]] for row in mine},
-                config.protocol.sources,
-            )
-        )
-
+    cells = []
     for method, setting in dict.fromkeys((row["method"], row["setting"]) for row in runs):
-        mine = results.select(runs, method=method, setting=setting)
-        mean, deviation, _ = results.over_seeds(mine, "mean")
-        cell = {
-            "method": method,
-            "setting": setting,
-            **chosen.get((method, setting), {}),
-            "mean": mean,
-            "std": deviation,
-            "over_source": over(mine, results.select(runs, method=SOURCE)),
-            "over_original": over(mine, results.select(runs, method=method, setting=ORIGINAL)),
-            **{
-                name: results.moments(row[name] for row in mine).mean
-                for name in ("length", "taken")
-                if all(name in row for row in mine)
-            },
-            "per_corruption": {
-                name: results.moments(row["accuracy"][name] for row in mine).mean
-                for name in mine[0]["accuracy"]
-            },
-        }
-        if sigma := work.shared.noise.get(setting):
-            at: Any = {name: privacy[name] for name in ("delta", "adjacency")}
-            visits = max(row["visits"] for row in mine)
-            paid = tta.epsilons(GaussianDpEvent(sigma), visits=visits, **at)
-            costs = {"epsilon_sample": paid.sample, "epsilon_unit": paid.unit, "visits": visits}
-            cell |= {"noise_multiplier": sigma, **costs}
-        cells.append(cell)
+        hyper_parameters = chosen.get((method, setting), {})
+        cells.append(_cell_result(method, setting, hyper_parameters, runs, work))
+    tried: list[frame.Row] = []
+    for row in tuning:
+        about = {"method": row["method"], "setting": row["setting"]}
+        tried += [about | candidate for candidate in row["tried"]]
     return {
         "cells": cells,
         "seeds": config.protocol.seeds,
         "images": config.data.images,
         **{name: privacy[name] for name in ("delta", "adjacency", "unit")},
-        "tried": [
-            {"method": r["method"], "setting": r["setting"], **tried}
-            for r in tuning
-            for tried in r["tried"]
-        ],
+        "tried": tried,
     }
+
+
+def _cell_result(
+    method: str,
+    setting: str,
+    hyper_parameters: Mapping[str, float],
+    runs: Sequence[frame.Row],
+    work: frame.Work,
+) -> frame.Row:
+    """Returns means over the seeds of one method in one setting, and what they cost."""
+    mine = results.select(runs, method=method, setting=setting)
+    original = results.select(runs, method=method, setting=ORIGINAL)
+    sources = work.config.protocol.sources
+    mean, deviation, _ = results.over_seeds(mine, "mean")
+    cell: frame.Row = {
+        "method": method,
+        "setting": setting,
+        **hyper_parameters,
+        "mean": mean,
+        "std": deviation,
+        "over_source": _difference(mine, results.select(runs, method=SOURCE), sources),
+        "over_original": _difference(mine, original, sources),
+    }
+    for name in ("length", "taken"):
+        if all(name in row for row in mine):
+            cell[name] = results.moments(row[name] for row in mine).mean
+    cell["per_corruption"] = {
+        name: results.moments(row["accuracy"][name] for row in mine).mean
+        for name in mine[0]["accuracy"]
+    }
+    sigma = work.shared.noise.get(setting)
+    if not sigma:
+        return cell
+    terms: Any = {name: work.config.privacy[name] for name in ("delta", "adjacency")}
+    visits = max(row["visits"] for row in mine)
+    paid = tta.epsilons(GaussianDpEvent(sigma), visits=visits, **terms)
+    return cell | {
+        "noise_multiplier": sigma,
+        "epsilon_sample": paid.sample,
+        "epsilon_unit": paid.unit,
+        "visits": visits,
+    }
+
+
+def _difference(mine: Sequence[frame.Row], other: Sequence[frame.Row], sources: int) -> list[float]:
+    """Returns mean and standard error of the difference to what was run on the same streams."""
+    means = {row["seed"]: row["mean"] for row in other}
+    differences = {row["seed"]: row["mean"] - means[row["seed"]] for row in mine}
+    return list(crossed(differences, sources))
 
 
 def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
@@ -459,16 +472,18 @@ def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
       The mean, and the root of the sum of the squared standard errors of the means per source model
       and per stream. This counts the variation of single runs twice, so it is rather too large.
     """
+    by_source: dict[int, list[float]] = {}
+    by_stream: dict[int, list[float]] = {}
+    for seed, value in values.items():
+        by_source.setdefault(seed % sources, []).append(value)
+        by_stream.setdefault(seed // sources, []).append(value)
     errors = []
-    for level in (lambda seed: seed % sources, lambda seed: seed // sources):
-        groups: dict[int, list[float]] = {}
-        for seed, value in values.items():
-            groups.setdefault(level(seed), []).append(value)
+    for groups in (by_source, by_stream):
         if len(groups) > 1:
-            errors.append(
-                results.moments(results.moments(group).mean for group in groups.values()).error
-            )
-    return results.moments(values.values()).mean, math.hypot(*errors) if errors else math.nan
+            means = [results.moments(group).mean for group in groups.values()]
+            errors.append(results.moments(means).error)
+    error = math.hypot(*errors) if errors else math.nan
+    return results.moments(values.values()).mean, error
 
 
 def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
@@ -487,119 +502,80 @@ def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
 
 def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     *cells, source = result["cells"]
-    named = [({"method": c["method"], "setting": c["setting"]}, c) for c in cells]
     changed = [c for c in cells if c["setting"] != ORIGINAL]
-
-    def differences(over: str, shown: Sequence[frame.Row]) -> list[dict[str, str]]:
-        return results.pivot(
-            shown, "method", "setting", lambda c: results.percent(*c[0][over], sign="+")
-        )
-
-    return {
+    accuracy = (
         "Accuracy in percent over all corruptions, mean ± standard deviation of "
-        f"{result['seeds']} streams": (_accuracies([source, *cells])),
-        "Difference to no adaptation on the same streams ± standard error": differences(
-            "over_source", cells
-        ),
-        "Difference to the original method on the same streams ± standard error": (
-            differences("over_original", changed)
-        ),
+        f"{result['seeds']} streams"
+    )
+    difference = "Difference to {} on the same streams ± standard error"
+    diagnostics = (
         "Diagnostics, functions of the records: mean length of an update, and percent of images "
-        "that took part": [
-            name
-            | {
-                "length": c["length"],
-                "took part": results.percent(c["taken"]) if "taken" in c else None,
-            }
-            for name, c in named
-        ],
-        f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": [
-            {
-                "setting": c["setting"],
-                "noise multiplier": c["noise_multiplier"],
-                "epsilon of a sample": c["epsilon_sample"],
-                f"epsilon of a {result['unit']}": c["epsilon_unit"],
-                "visits": c["visits"],
-            }
-            for c in _private(cells)
-        ],
-        "Accuracy in percent per corruption": [
-            name | {k: results.percent(value) for k, value in c["per_corruption"].items()}
-            for name, c in [*named, ({"method": SOURCE, "setting": ORIGINAL}, source)]
-        ],
-        "Hyper-parameters": [
-            name | {"learning rate": c["learning_rate"], "clip norm": c.get("clip_norm")}
-            for name, c in named
-        ],
+        "that took part"
+    )
+    costs = f"What it costs at delta = {result['delta']:g}, {result['adjacency']}"
+    return {
+        accuracy: _accuracies([source, *cells]),
+        difference.format("no adaptation"): _differences(cells, "over_source"),
+        difference.format("the original method"): _differences(changed, "over_original"),
+        diagnostics: [_diagnostics_row(cell) for cell in cells],
+        costs: [_cost_row(cell, result["unit"]) for cell in _private(cells)],
+        "Accuracy in percent per corruption": [_corruptions_row(c) for c in result["cells"]],
+        "Hyper-parameters": [_hyper_parameters_row(cell) for cell in cells],
     }
+
+
+def _differences(cells: Sequence[frame.Row], over: str) -> list[dict[str, str]]:
+    """Returns a line per method with a column per setting."""
+    return results.pivot(
+        cells, "method", "setting", lambda mine: results.percent(*mine[0][over], sign="+")
+    )
+
+
+def _names_row(cell: frame.Row) -> frame.Row:
+    return {"method": cell["method"], "setting": cell["setting"]}
+
+
+def _diagnostics_row(cell: frame.Row) -> frame.Row:
+    taken = results.percent(cell["taken"]) if "taken" in cell else None
+    return _names_row(cell) | {"length": cell["length"], "took part": taken}
+
+
+def _cost_row(cell: frame.Row, unit: str) -> frame.Row:
+    return {
+        "setting": cell["setting"],
+        "noise multiplier": cell["noise_multiplier"],
+        "epsilon of a sample": cell["epsilon_sample"],
+        f"epsilon of a {unit}": cell["epsilon_unit"],
+        "visits": cell["visits"],
+    }
+
+
+def _corruptions_row(cell: frame.Row) -> frame.Row:
+    accuracies = cell["per_corruption"].items()
+    return _names_row(cell) | {name: results.percent(value) for name, value in accuracies}
+
+
+def _hyper_parameters_row(cell: frame.Row) -> frame.Row:
+    chosen = {"learning rate": cell["learning_rate"], "clip norm": cell.get("clip_norm")}
+    return _names_row(cell) | chosen
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     """Draws the figures. Writes methods.txt, which describes the private form of each method."""
-    config, root = work.config, work.root
-    *cells, source = result["cells"]
-    step, texts = {"learning_rate": 1.0, "clip_norm": 1.0}, []
-    for name in config.methods:
-        private = work.shared.adapter(Cell("runs", name, settings(config)[-1], 0), step)
+    _describe_methods(work)
+    adapt_figures.draw_streams(result, work.root, settings(work.config))
+    adapt_figures.draw_by_epsilon(result, work.root, work.config.methods)
+    adapt_figures.draw_stability(result, work.root)
+
+
+def _describe_methods(work: frame.Work) -> None:
+    hyper_parameters = {"learning_rate": 1.0, "clip_norm": 1.0}
+    setting = settings(work.config)[-1]
+    texts = []
+    for name in work.config.methods:
+        private = work.shared.adapter(Cell("runs", name, setting, 0), hyper_parameters)
         texts.append(f"{name}: {private.method.describe()}\n")
-    write_durably(root / "methods.txt", "\n".join(texts).encode())
-    names = list(enumerate(source["per_corruption"]))
-    about = f"{len(names)} corruptions, {result['seeds']} streams of {result['images']} photographs"
-    over_stream: Any = {
-        "subtitle": about,
-        "xlabel": "",
-        "xticks": {k: name.replace("_", " ") for k, name in names},
-    }
-
-    def curves(
-        shown: Sequence[frame.Row], less: Mapping[str, float]
-    ) -> dict[str, list[tuple[float, float]]]:
-        return {
-            c["method"]: [(k, c["per_corruption"][n] - less.get(n, 0.0)) for k, n in names]
-            for c in shown
-        }
-
-    for setting in settings(config):
-        mine, file = results.select(cells, setting=setting), f"{frame.file_name(setting)}.png"
-        title, ylabel = f"Accuracy over the stream, {setting}", "accuracy on the corruption"
-        shown = curves([*mine, source], {})
-        plot_curves(root / f"stream_{file}", shown, title=title, ylabel=ylabel, **over_stream)
-        title, ylabel = (
-            f"What adaptation gains over the stream, {setting}",
-            f"{ylabel} less that of the source model",
-        )
-        shown, zero = curves(mine, source["per_corruption"]), {SOURCE: 0.0}
-        plot_curves(
-            root / f"gain_{file}", shown, title=title, ylabel=ylabel, references=zero, **over_stream
-        )
-    on_log: Any = {"ylabel": "mean accuracy over the stream", "xscale": "log"}
-    if noisy := sorted((c for c in cells if "visits" in c), key=lambda c: c["epsilon_sample"]):
-        plot_curves(
-            root / "by_epsilon.png",
-            {
-                m: [(c["epsilon_sample"], c["mean"]) for c in noisy if c["method"] == m]
-                for m in config.methods
-            },
-            title="Accuracy under corruption against ε of a sample",
-            subtitle=f"{about}, δ = {result['delta']:g}",
-            xlabel="ε of one visit (log scale)",
-            xticks={c["epsilon_sample"]: c["setting"].removeprefix("epsilon ") for c in noisy},
-            references={SOURCE: source["mean"]},
-            **on_log,
-        )
-    moved = [row for row in result["tried"] if row["length"] > 0]
-    for method in dict.fromkeys(row["method"] for row in moved):
-        lengths: dict[str, list[tuple[float, float]]] = {}
-        for row in results.select(moved, method=method):
-            lengths.setdefault(row["setting"], []).append((row["length"], row["accuracy"]))
-        plot_curves(
-            root / f"stability_{method}.png",
-            {setting: sorted(points) for setting, points in lengths.items()},
-            title=f"{method}: accuracy against the length of an update",
-            subtitle="held-out corruptions, one point per learning rate",
-            xlabel="mean L2 norm of an update (log scale)",
-            **on_log,
-        )
+    write_durably(work.root / "methods.txt", "\n".join(texts).encode())
 
 
 def _summary(result: Mapping[str, Any]) -> str:
