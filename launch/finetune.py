@@ -62,42 +62,61 @@ def _cells(config: Any) -> Iterator[Model]:
 
 
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
-    config, (task, trainer), root, hosts = work.config, work.shared, work.root, work.hosts
-    start = fresh = models.fresh(task.network, config.init_seed)
-    if cell.model != "no_pretraining" and (backbone := _backbone(config, task, work)) is not None:
-        start = merge_pretrained(
-            fresh, backbone, exclude=("head",) if config.pretrain.new_head else ()
-        )
-    judge = functools.partial(finetune.accuracy, task.network.apply_fn)
-
-    def without_privacy() -> dict[str, Any]:
-        params = models.train(
-            task.network,
-            start,
-            task.private,
-            config.no_privacy,
-            seed=config.init_seed,
-            augment=augmentation(task.spec),
-            optimizer=functools.partial(models.adam_on, chosen=task.chosen),
-            label="no privacy",
-        )
-        return {"accuracy": judge(params, task.test)}
-
+    start = _start(cell, work)
     if cell.model == "no_privacy":
-        return hosts.first(without_privacy)
-    private = config.private
-    label, terms, folder = (
-        cell.model.replace("_", " "),
-        task.terms(private),
-        work.folder(cell),
+        return work.hosts.first(lambda: _without_privacy(start, work))
+    return _privately(cell, start, work)
+
+
+def _start(cell: Model, work: frame.Work) -> Params:
+    """Returns the parameters before fine-tuning, with those of the public backbone if any."""
+    config, task = work.config, work.shared.task
+    fresh = models.fresh(task.network, config.init_seed)
+    if cell.model == "no_pretraining":
+        return fresh
+    backbone = _backbone(config, task, work)
+    if backbone is None:
+        return fresh
+    exclude = ("head",) if config.pretrain.new_head else ()
+    return merge_pretrained(fresh, backbone, exclude=exclude)
+
+
+def _accuracy(params: Params, task: tasks.Task) -> float:
+    return finetune.accuracy(task.network.apply_fn, params, task.test)
+
+
+def _without_privacy(start: Params, work: frame.Work) -> dict[str, Any]:
+    config, task = work.config, work.shared.task
+    params = models.train(
+        task.network,
+        start,
+        task.private,
+        config.no_privacy,
+        seed=config.init_seed,
+        augment=augmentation(task.spec),
+        optimizer=functools.partial(models.adam_on, chosen=task.chosen),
+        label="no privacy",
     )
+    return {"accuracy": _accuracy(params, task)}
+
+
+def _privately(cell: Model, start: Params, work: frame.Work) -> dict[str, Any]:
+    """Fine-tunes under the ledger, and keeps the parameters of the private model."""
+    config, hosts = work.config, work.hosts
+    private, task, trainer = config.private, work.shared.task, work.shared.trainer
+    folder = work.folder(cell)
     with contextlib.ExitStack() as opened:
         account: Any = None  # Process 0 alone has it.
         writers: list[Callback] = []
 
         def open_files() -> None:
             nonlocal account
-            ledger = frame.account(root / _ledger(cell), task.private.name, label=label, **terms)
+            ledger = frame.account(
+                work.root / _ledger(cell),
+                task.private.name,
+                label=cell.model.replace("_", " "),
+                **task.terms(private),
+            )
             account = opened.enter_context(ledger)
             writers.extend(opened.enter_context(frame.watching(config, folder)))
 
@@ -110,7 +129,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             account=account,
             workdir=folder,
             checkpoint_every=private.checkpoint_every,
-            evaluate=lambda params: {"accuracy": judge(jax.device_get(params), task.test)},
+            evaluate=lambda params: {"accuracy": _accuracy(jax.device_get(params), task)},
             evaluate_every=private.get("evaluate_every") or None,
             callbacks=writers,
         )
@@ -118,15 +137,12 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
 
         def judged() -> dict[str, Any]:
             if cell.model == "private":
-                save_params(root / "params.safetensors", task.serving(params))
-            changes = results.changes(
-                *(models.right(task.network, model, task.test) for model in (start, params))
-            )
-            return {
-                **changes,
-                "accuracy": changes["after"],
-                "epsilon": account.epsilon(delta=private.delta),
-            }
+                save_params(work.root / "params.safetensors", task.serving(params))
+            before = models.right(task.network, start, task.test)
+            after = models.right(task.network, params, task.test)
+            changes = results.changes(before, after)
+            epsilon = account.epsilon(delta=private.delta)
+            return {**changes, "accuracy": changes["after"], "epsilon": epsilon}
 
         return hosts.first(judged)
 
@@ -192,11 +208,9 @@ def _summary(result: Mapping[str, Any]) -> str:
     spent = f"{result['epsilon']:.3f}"
     rows = [{"model": "private", "test accuracy": result["private"], "epsilon": spent}]
     paid = {"no privacy": "inf", "no pre-training": spent}
-    rows += [
-        {"model": n, "test accuracy": result[n], "epsilon": e}
-        for n, e in paid.items()
-        if n in result
-    ]
+    for name, epsilon in paid.items():
+        if name in result:
+            rows.append({"model": name, "test accuracy": result[name], "epsilon": epsilon})
     text = format_table(rows)
     text += (
         f"\n\nThe ledger recomputes epsilon = {spent} at delta = {result['delta']:g} for "
@@ -213,14 +227,13 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 
 def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
-    (task, trainer), private = opened(), config.private
-    loss, start = models.loss(task.network), models.fresh(task.network, config.init_seed)
+    task, trainer = opened()
+    private = config.private
+    loss = models.loss(task.network)
+    start = models.fresh(task.network, config.init_seed)
     records, units = task.blank()
-    how: dict[str, Any] = {"steps": private.steps, "every": private.checkpoint_every}
-    how["terms"] = task.terms(private)
-    if task.public is not None and not (
-        config.pretrain.weights or models.has_backbone(config.model)
-    ):
+    has_weights = config.pretrain.weights or models.has_backbone(config.model)
+    if task.public is not None and not has_weights:
         yield plans.public_training(
             "public pre-training", loss, start, task.public, config.pretrain
         )
@@ -230,8 +243,17 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
                 "reference without privacy", loss, start, records, config.no_privacy
             )
             continue
-        how |= {"ledger": str(_ledger(cell)), "folder": f"cells/{cell.model}"}
-        yield plans.training(cell.model.replace("_", " "), trainer, units, start, **how)
+        yield plans.training(
+            cell.model.replace("_", " "),
+            trainer,
+            units,
+            start,
+            steps=private.steps,
+            every=private.checkpoint_every,
+            terms=task.terms(private),
+            ledger=str(_ledger(cell)),
+            folder=f"cells/{cell.model}",
+        )
 
 
 def _ledger(cell: Model) -> pathlib.Path:
