@@ -43,7 +43,7 @@ from jaxdp.files import (
 )
 from jaxdp.models import Preprocessing
 from jaxdp.models.pretrained import load_params, save_params
-from jaxdp.privacy import Account, Ledger
+from jaxdp.privacy import Account, DpEvent, Ledger
 from jaxdp.release import Release, Till, alone, stream
 from jaxdp.split import exchange as messages
 from jaxdp.split.backbone import in_batches
@@ -90,72 +90,99 @@ def run_server(
                 f"the server of Split Adaptation has one client, got {names}. Give --exchange one "
                 "folder, or --keys a folder that was made with one --party."
             )
-        model = models.network(config.model)
-        backbone = split.Backbone(
-            model.model, model.preprocessing, config.cut or split.two_thirds(model.model)
-        )
+        backbone = _backbone(config)
         messages.check_augmentation(backbone, copies=config.copies, n_patches=config.n_patches)
         bound.enter_context(frame.bind("split server", config, root))
         if not (root / "frontend").exists():
             _make_frontend(config, backbone, root)
-        sent = read_package(root / "frontend")
-        shipment = messages.unpack_frontend(sent)
-
-        def ask(question: bytes) -> bytes:
-            (one,) = client.names
-            if one not in (found := client.ask({one: question}, timeout=timeout)):
-                raise TimeoutError(
-                    f"{shown(one)} gave no answer within {timeout:g} seconds, or refused, as its "
-                    "own output says. Start both again as before. They keep what they sent and "
-                    "pay nothing twice."
-                )
-            return found[one]
-
-        told = ask(sent)
-        upload, name = (
-            messages.unpack_upload(told, shipment, limits=limits),
-            hashlib.sha256(told).hexdigest(),
-        )
-        kept = root / f"adapted-{name}.safetensors"
-
-        def gradients(logits: np.ndarray, images: np.ndarray) -> np.ndarray:
-            told = ask(
-                pack("logits", fields={"upload": name}, arrays={"logits": logits, "images": images})
-            )
-            arrays = unpack(told, "gradients", limits=limits, name="the package 'gradients'").arrays
-            messages.check_arrays(arrays, {"gradients": (logits.shape, np.float32)})
-            return arrays["gradients"]
-
-        if not kept.exists():
-            back = load_params(root / "backend.safetensors")
-            save_params(kept, _adapted(config, shipment, back, upload, gradients))
-        backbone = dataclasses.replace(
-            backbone, model=backbone.model.clone(num_classes=upload.num_classes)
-        )
-        adapted = split.Adapted(backbone, load_params(kept))
-        asked = ask(pack("adapted", fields={"upload": name}, arrays={}))
-        queries = messages.unpack_queries(asked, shipment, limits=limits)
-        logits = (
-            in_batches(adapted.logits, queries, 256)
-            if len(queries)
-            else np.zeros((0, upload.num_classes))
-        )
-        ask(
-            pack(
-                "answers",
-                fields={"upload": name},
-                arrays={"logits": np.asarray(logits, np.float32)},
-            )
-        )
-        mode = messages.mode_of(upload)
-        result = {"mode": mode, "bytes": len(told), "queries": len(queries)}
+        frontend = read_package(root / "frontend")
+        shipment = messages.unpack_frontend(frontend)
+        server = _Server(config, root, limits, backbone, shipment, client, timeout)
+        result = server.serve(frontend)
         write_json(root / "result.json", result)
+        mode, queries = result["mode"], result["queries"]
         labels = "" if mode == "private" else " except the loss gradients, which reveal the labels"
         print(
-            f"server: The client uploaded {result['bytes']:,} bytes ({mode}). {len(queries)} "
+            f"server: The client uploaded {result['bytes']:,} bytes ({mode}). {queries} "
             f"queries were answered. The server read no other private data{labels}."
         )
         return result
+
+
+def _backbone(config: Any) -> split.Backbone:
+    model = models.network(config.model)
+    cut = config.cut or split.two_thirds(model.model)
+    return split.Backbone(model.model, model.preprocessing, cut)
+
+
+@dataclasses.dataclass
+class _Server:
+    """The questions of a server to its client.
+
+    Attributes:
+      config, limits, client, timeout: The arguments of `run_server`.
+      root: The workdir.
+      backbone: The network as the config describes it.
+      shipment: The frontend that the client gets.
+    """
+
+    config: Any
+    root: pathlib.Path
+    limits: Limits | None
+    backbone: split.Backbone
+    shipment: messages.Shipment
+    client: links.Parties
+    timeout: float
+
+    def serve(self, frontend: bytes) -> dict[str, Any]:
+        """Sends the frontend, adapts to the upload, answers the queries, and returns the result."""
+        upload_bytes = self._ask(frontend)
+        upload = messages.unpack_upload(upload_bytes, self.shipment, limits=self.limits)
+        name = hashlib.sha256(upload_bytes).hexdigest()
+        adapted = self._adapted(upload, name)
+        query_bytes = self._ask(pack("adapted", fields={"upload": name}, arrays={}))
+        queries = messages.unpack_queries(query_bytes, self.shipment, limits=self.limits)
+        logits: Any = np.zeros((0, upload.num_classes))
+        if len(queries):
+            logits = in_batches(adapted.logits, queries, 256)
+        arrays = {"logits": np.asarray(logits, np.float32)}
+        self._ask(pack("answers", fields={"upload": name}, arrays=arrays))
+        return {
+            "mode": messages.mode_of(upload),
+            "bytes": len(upload_bytes),
+            "queries": len(queries),
+        }
+
+    def _ask(self, question: bytes) -> bytes:
+        (name,) = self.client.names
+        answers = self.client.ask({name: question}, timeout=self.timeout)
+        if name not in answers:
+            raise TimeoutError(
+                f"{shown(name)} gave no answer within {self.timeout:g} seconds, or refused, as "
+                "its own output says. Start both again as before. They keep what they sent and "
+                "pay nothing twice."
+            )
+        return answers[name]
+
+    def _adapted(self, upload: Any, name: str) -> split.Adapted:
+        """Returns the model of an upload, from its file in the workdir or adapted now."""
+        path = self.root / f"adapted-{name}.safetensors"
+        if not path.exists():
+            back = load_params(self.root / "backend.safetensors")
+            gradients = functools.partial(self._gradients, name)
+            save_params(path, _adapted(self.config, self.shipment, back, upload, gradients))
+        model = self.backbone.model.clone(num_classes=upload.num_classes)
+        return split.Adapted(dataclasses.replace(self.backbone, model=model), load_params(path))
+
+    def _gradients(self, name: str, logits: np.ndarray, images: np.ndarray) -> np.ndarray:
+        """Returns the client's gradients of the loss, for the upload of this name."""
+        question = pack(
+            "logits", fields={"upload": name}, arrays={"logits": logits, "images": images}
+        )
+        answer = self._ask(question)
+        package = unpack(answer, "gradients", limits=self.limits, name="the package 'gradients'")
+        messages.check_arrays(package.arrays, {"gradients": (logits.shape, np.float32)})
+        return package.arrays["gradients"]
 
 
 def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) -> None:
@@ -200,14 +227,12 @@ def _adapted(
     if isinstance(upload, messages.Uploaded):
         return adapt_by_client(key, backbone, back, jax.device_put(upload), ask, **options).back
     private = isinstance(upload, messages.Private)
-    x = (
-        split.lift(shipment.projection, upload.released.features)
-        if private
-        else jnp.asarray(upload.representations)
-    )
-    copies = split.augment_then_noise(
-        copies_key, x, laplace_scale=0.0, **copying
-    )  # the noise is there already
+    if private:
+        x = split.lift(shipment.projection, upload.released.features)
+    else:
+        x = jnp.asarray(upload.representations)
+    # The representations have their noise already.
+    copies = split.augment_then_noise(copies_key, x, laplace_scale=0.0, **copying)
     if not private:
         return adapt_by_client(key, backbone, back, copies, ask, **options).back
     matrix = jnp.asarray(split.label_noise_matrix(upload.num_classes, upload.release.label_epsilon))
@@ -324,13 +349,14 @@ class _Client:
 
     @property
     def _asks(self) -> bool:
-        wanted = self.config.mode != "private" if self.queries is None else self.queries
-        return wanted and len(self._images[1]["image"]) > 0
+        wants_queries = self.config.mode != "private" if self.queries is None else self.queries
+        return wants_queries and len(self._images[1]["image"]) > 0
 
     def _frontend(self, question: bytes) -> bytes:
         """Pays for the upload and the queries, makes and keeps them, and returns the upload."""
-        config, root, kept = self.config, self.root, self.root / "frontend"
-        if kept.exists() and read_package(kept) != question:
+        config, root = self.config, self.root
+        frontend_path = root / "frontend"
+        if frontend_path.exists() and read_package(frontend_path) != question:
             raise ValueError(
                 f"{shown(root)} was started with another frontend. Use a new workdir at one of "
                 "the parties."
@@ -338,12 +364,10 @@ class _Client:
         shipment = self._shipment = messages.unpack_frontend(question, limits=self.limits)
         few, test = self._images
         _check_client(config, shipment, few, test)
-        _check_same_images(
-            {**few, **{f"test_{name}": array for name, array in test.items()}}, root / "images.json"
-        )
-        missing = [
-            name for name in ("upload", "queries")[: 1 + self._asks] if not (root / name).exists()
-        ]
+        arrays = few | {f"test_{name}": array for name, array in test.items()}
+        _check_same_images(arrays, root / "images.json")
+        packages = ["upload", "queries"] if self._asks else ["upload"]
+        missing = [name for name in packages if not (root / name).exists()]
         if "queries" in missing and (root / "result.json").exists():
             raise ValueError(
                 f"the run in {shown(root)} has ended without queries, and the secret that "
@@ -354,12 +378,11 @@ class _Client:
         common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
         unproven: dict[str, Any] = common | {"allow_unproven": True}
         # What a private upload costs is the budget of the images.
-        terms: dict[str, Any] = (
-            common | {"epsilon": config.epsilon} if config.mode == "private" else unproven
-        )
+        private = common | {"epsilon": config.epsilon}
+        terms: dict[str, Any] = private if config.mode == "private" else unproven
         images = frame.own_account(self.ledger, DATASET, records=len(few["image"]), **terms)
-        asked = {"records": len(test["image"]), **unproven}
-        others = [frame.own_account(self.ledger, QUERIES, **asked)] if self._asks else []
+        query_terms = {"records": len(test["image"]), **unproven}
+        others = [frame.own_account(self.ledger, QUERIES, **query_terms)] if self._asks else []
         self.till.settle([images, *others])
         if missing:
             noisy = split.perturb_params(
@@ -369,19 +392,19 @@ class _Client:
                 split.represent, shipment.backbone, shipment.frontend, noisy
             )
         if "upload" in missing:
-            upload = _upload(
-                config, shipment, images, extract(few["image"]), few["label"], root / "upload"
-            )
-            write_package(kept, question)
+            x = extract(few["image"])
+            upload = _upload(config, shipment, images, x, few["label"], root / "upload")
+            write_package(frontend_path, question)
             self.till.release(upload)
         if "queries" in missing:
-            x, scale = extract(test["image"]), config.query_laplace_scale
             what = plan_noisy(
-                *others, representations=x, laplace_scale=scale, label="split adaptation, queries"
+                *others,
+                representations=extract(test["image"]),
+                laplace_scale=config.query_laplace_scale,
+                label="split adaptation, queries",
             )
-            self.till.release(
-                dataclasses.replace(what, keep=functools.partial(self._keep_queries, shipment))
-            )
+            keep = functools.partial(self._keep_queries, shipment)
+            self.till.release(dataclasses.replace(what, keep=keep))
         return read_package(root / "upload")
 
     def _keep_queries(self, shipment: messages.Shipment, made: Any) -> None:
@@ -394,8 +417,8 @@ class _Client:
                 "labels."
             )
         gradients = messages.loss_gradients(self._images[0]["label"], self.config.num_classes)
-        found = gradients(package.arrays["logits"], package.arrays["images"])
-        return pack("gradients", fields={}, arrays={"gradients": found})
+        loss_gradients = gradients(package.arrays["logits"], package.arrays["images"])
+        return pack("gradients", fields={}, arrays={"gradients": loss_gradients})
 
     def _adapted(self, package: Package) -> bytes:
         if self._asks:
@@ -406,22 +429,24 @@ class _Client:
 
     def _answers(self, package: Package) -> bytes:
         """Ends the run."""
-        config, root, (_, test), accuracy = self.config, self.root, self._images, None
-        asked = len(test["image"]) if self._asks else 0
-        messages.check_arrays(package.arrays, {"logits": ((asked, config.num_classes), np.float32)})
-        if asked:
+        config, root = self.config, self.root
+        _, test = self._images
+        accuracy = None
+        query_count = len(test["image"]) if self._asks else 0
+        shape = (query_count, config.num_classes)
+        messages.check_arrays(package.arrays, {"logits": (shape, np.float32)})
+        if query_count:
             logits = package.arrays["logits"]
             write_durably(root / "predictions.npy", lambda file: np.save(file, predicted(logits)))
-            accuracy = (
-                float(judge(logits, test["label"]).correct.mean()) if "label" in test else None
-            )
+            if "label" in test:
+                accuracy = float(judge(logits, test["label"]).correct.mean())
         epsilon = self.ledger.account(DATASET).epsilon(delta=config.delta)
         self.result = {
             "mode": config.mode,
             "bytes": len(read_package(root / "upload")),
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": config.delta,
-            "queries": asked,
+            "queries": query_count,
             "accuracy": accuracy,
         }
         write_json(root / "result.json", self.result)
@@ -457,7 +482,7 @@ def _upload(
     """Returns the release of the upload in the config's mode. `folder` keeps the upload as it is
     sent.
     """
-    given: dict[str, Any] = {"representations": x, "label": f"split adaptation, {config.mode}"}
+    inputs: dict[str, Any] = {"representations": x, "label": f"split adaptation, {config.mode}"}
     make: Any = messages.MODES[config.mode]
 
     def send(upload: Any) -> None:
@@ -465,20 +490,20 @@ def _upload(
 
     if config.mode == "private":
         assert shipment.projection is not None  # `_check_client` has checked
-        release, projection = _private_release(config, shipment.clip_norm), shipment.projection
+        release = _private_release(config, shipment.clip_norm)
         private = plan_release(
-            account, release=release, labels=labels, projection=projection, **given
+            account, release=release, labels=labels, projection=shipment.projection, **inputs
         )
         return dataclasses.replace(private, keep=lambda made: send(make(Released(**made), release)))
     if not np.isfinite(x).all():
         raise ValueError(
             "representations must be finite, but some are NaN or infinite. Leave those images out."
         )
-    given["laplace_scale"] = config.laplace_scale
+    inputs["laplace_scale"] = config.laplace_scale
     if config.mode == "noise_once":
-        what: Any = plan_noisy(account, **given)
+        what: Any = plan_noisy(account, **inputs)
     else:
-        what = plan_copies(account, **given, **_copying(shipment))
+        what = plan_copies(account, **inputs, **_copying(shipment))
     return dataclasses.replace(what, keep=lambda made: send(make(made, config.num_classes)))
 
 
@@ -497,14 +522,15 @@ def client_charges(
     private, ledger = config.mode == "private", os.fspath(ledger_path or "ledger.sqlite")
     terms = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
     unproven = terms | {"allow_unproven": True}
-    event = (
-        _private_release(config, 1.0).event
-        if private
-        else split.published_event(config.laplace_scale)
-    )
-    mine = terms | {"epsilon": config.epsilon} if private else unproven
+    if private:
+        event: DpEvent = _private_release(config, 1.0).event
+        mine = terms | {"epsilon": config.epsilon}
+    else:
+        event = split.published_event(config.laplace_scale)
+        mine = unproven
     charges = [plans.Item(f"the upload, {config.mode}", DATASET, event, mine, ledger=ledger)]
-    if not private if queries is None else queries:
+    asks = not private if queries is None else queries
+    if asks:
         event = split.published_event(config.query_laplace_scale)
         charges.append(plans.Item("the queries", QUERIES, event, unproven, ledger=ledger))
     return charges
@@ -538,16 +564,18 @@ def _client_images(
     exist.
     """
     if config.images:
-        optional, remedy = (
-            ("test_image", "test_label"),
-            "Make it again with the arrays 'image' and 'label'.",
-        )
         arrays = read_npz(
-            config.images, ["image", "label"], optional=optional, remedy=remedy, limits=limits
+            config.images,
+            ["image", "label"],
+            optional=("test_image", "test_label"),
+            remedy="Make it again with the arrays 'image' and 'label'.",
+            limits=limits,
         )
         few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
         test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}
-        return few, test | ({"label": arrays["test_label"]} if "test_label" in arrays else {})
+        if "test_label" in arrays:
+            test["label"] = arrays["test_label"]
+        return few, test
     images = _read(config.data, preprocessing)
     pool, test_images = images.split((0.5, 0.5), seed=config.data_seed)
     return few_shots(pool, config.shots, seed=None), everything(test_images)
