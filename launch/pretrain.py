@@ -103,19 +103,23 @@ def _batches(config: Any, train: Examples) -> pretrain.Batches:
 
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     config, task = work.config, work.shared
-    predict, batches = task.network.apply_fn, task.batches
-    judge = functools.partial(pretrain.robust_accuracy, predict)
     folder = work.folder(cell)
+    sizes = {name: value for name, value in vars(task.batches).items() if name != "num_examples"}
+
+    def accuracy(params: Any) -> float:
+        (share,) = pretrain.robust_accuracy(
+            task.network.apply_fn, params, task.test, std=0.0, draws=1
+        )
+        return float(share)
+
     with frame.watching(config, folder) as writers:
         state = pretrain.fit(
             task.trainer,
             models.fresh(task.network, config.seed),
             task.train,
-            **{name: value for name, value in vars(batches).items() if name != "num_examples"},
+            **sizes,
             augment=augmentation(task.spec),
-            evaluate=lambda state: {
-                "accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])
-            },
+            evaluate=lambda state: {"accuracy": accuracy(state.params)},
             workdir=folder,
             checkpoint_every=config.train.checkpoint_every,
             evaluate_every=config.train.get("evaluate_every") or None,
@@ -123,28 +127,36 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             label=cell.method,
         )
     save_params(work.root / "params.safetensors", state.params)
-    how, params = config.robustness, state.params
-    noisy = functools.partial(judge, params, task.test, draws=how.draws, seed=config.seed)
-    images = task.test.gather(np.arange(min(how.inputs, len(task.test))))["image"]
-    rho = pretrain.parameter_robustness(predict, params, images, draws=how.draws, seed=config.seed)
     lengths = [row["perturbation_norm"] for row in read_metrics(folder / "metrics.jsonl")]
     tenth = max(len(lengths) // 10, 1)
     return {
-        "accuracy": float(judge(params, task.test, std=0.0, draws=1)[0]),
-        "robust_accuracy": {
-            kind: {
-                "std": list(stds),
-                "draws": noisy(std=stds, relative=kind == "relative").tolist(),
-            }
-            for kind, stds in (("absolute", how.std), ("relative", how.relative_std))
-        },
-        "rho": rho._asdict(),
+        "accuracy": accuracy(state.params),
+        **_robustness(state.params, config, task),
         # Means over the first and the last tenth of the steps show whether the ball of radius gamma
         # was reached.
         "perturbation_norm": {
             "first": float(np.mean(lengths[:tenth])),
             "last": float(np.mean(lengths[-tenth:])),
         },
+    }
+
+
+def _robustness(params: Any, config: Any, task: _Task) -> dict[str, Any]:
+    """Returns the accuracies under noise on the parameters, and rho."""
+    predict, robustness = task.network.apply_fn, config.robustness
+    draws = {"draws": robustness.draws, "seed": config.seed}
+    noisy = functools.partial(pretrain.robust_accuracy, predict, params, task.test, **draws)
+    absolute = noisy(std=robustness.std, relative=False)
+    relative = noisy(std=robustness.relative_std, relative=True)
+    rows = np.arange(min(robustness.inputs, len(task.test)))
+    images = task.test.gather(rows)["image"]
+    rho = pretrain.parameter_robustness(predict, params, images, **draws)
+    return {
+        "robust_accuracy": {
+            "absolute": {"std": list(robustness.std), "draws": absolute.tolist()},
+            "relative": {"std": list(robustness.relative_std), "draws": relative.tolist()},
+        },
+        "rho": rho._asdict(),
     }
 
 
