@@ -3,10 +3,11 @@
 A *set of images* has the fields of `DataSpec`, with these differences:
 
     source     a key of `jaxdp.data.spec.FORMATS`, or "package.module:function"
-    parts      the part of each role, one of `ROLES`. Several parts in a tuple are several sources or
-               streams.
+    parts      the part of each role, one of `ROLES`. Several parts in a tuple are several sources
+               or streams.
                    bundled  a share of the set (below 1), or a number of records
-                   tfds     a split of `name`, or of another set as "cifar100/train[:8000]"; "" for none
+                   tfds     a split of `name`, or of another set as "cifar100/train[:8000]";
+                            "" for none
                    npz      a part of the file, a file of the folder, or a split of TFDS as above
                    hf, folder, function   `part` of the spec
     split      in place of parts, for one whole set: `part` of the spec
@@ -16,7 +17,8 @@ A set under domain shift also has the fields
 
     severity        1 to 5
     corruptions     names of shifts; "clean" means no shift
-    corrupted_name  tfds: a set of images that are corrupted already; "" corrupts the test images here
+    corrupted_name  tfds: a set of images that are corrupted already; "" corrupts the test
+                    images here
     strengths       {shift: strength}: shifts of `jaxdp.data.shifts.STRENGTHS`
     others          {shift: a whole set of images}: shifts that are other sets with the same classes
 
@@ -96,18 +98,21 @@ def specs(
     source = config.get("source", source)
     format_of(source, where="config.data")  # raises if the source is unknown
     check_group(config, grouped=grouped)
-    parts = _parts(config)
+    part_by_role = _parts(config)
     shared = _shared_fields(config) | terms(config, unit=unit) | {"source": source}
     if source == "bundled":
-        places = _bundled_places(config, parts)
+        places = _bundled_places(config, part_by_role)
     else:
-        places = {role: _place(config, source, role, part) for role, part in parts.items()}
+        places = {role: _place(config, source, role, part) for role, part in part_by_role.items()}
     every = {
         role: DataSpec(role=role, where="config.data", **{**shared, **place})
         for role, place in places.items()
     }
     check_records_apart(every)
-    return {name: every[name] for role in roles for name in every if _kind(name) == role}
+    ordered: dict[str, DataSpec] = {}
+    for role in roles:
+        ordered |= {name: spec for name, spec in every.items() if _kind(name) == role}
+    return ordered
 
 
 def parts(
@@ -215,16 +220,16 @@ def _parts(config: Any) -> dict[str, Any]:
     """Returns the parts by role, in the order of `ROLES`: {"private": 0.5, "sources": (0.1, 0.2)}
     becomes {"private": 0.5, "sources 0": 0.1, "sources 1": 0.2}.
     """
-    parts = dict[str, Any]()
+    part_by_role = dict[str, Any]()
     for role in ROLES:
         part = config.parts.get(role)
         if not part:
             continue
         if isinstance(part, list | tuple):
-            parts |= {f"{role} {k}": one for k, one in enumerate(part)}
+            part_by_role |= {f"{role} {k}": one for k, one in enumerate(part)}
         else:
-            parts[role] = part
-    return parts
+            part_by_role[role] = part
+    return part_by_role
 
 
 def _kind(role: str) -> str:

@@ -3,9 +3,11 @@ next to nothing.
 
 The part `features` of a model has the fields
 
-    keep        "" computes the whole network in every step. "memory" keeps the features of a run in host memory,
-                "workdir" also in features_*.npz in the workdir. These hold private data as the images do
-    dimensions  of `jaxdp.models.Features`, from PUBLIC images; 0, or no public images, leaves the features as they are
+    keep        "" computes the whole network in every step. "memory" keeps the features of a run in
+                host memory, "workdir" also in features_*.npz in the workdir. These hold private
+                data as the images do
+    dimensions  of `jaxdp.models.Features`, from PUBLIC images; 0, or no public images, leaves the
+                features as they are
     whiten      of `jaxdp.models.Features`
 
 Nothing is charged: each record has its own features, by a function that no private record changed.
@@ -105,8 +107,8 @@ class Frozen:
         """The public map of the features."""
         if self.public is None or not self._maps:
             return None
-        how = {"dimensions": self.config.dimensions, "whiten": self.config.whiten}
-        return Features.from_public(self._features("public", self.public), **how)
+        options = {"dimensions": self.config.dimensions, "whiten": self.config.whiten}
+        return Features.from_public(self._features("public", self.public), **options)
 
     def head(self) -> Head:
         """Returns the trained part, with a head of zeros."""
@@ -139,14 +141,14 @@ class Frozen:
     def _features(self, role: str, images: Examples) -> np.ndarray:
         path = self.root / f"features_{role}.npz"
         if self.config.keep == "workdir" and path.exists():
-            kept = read_npz(path, ["features", "of"])
-            if str(kept["of"]) == self._of(images):
-                return kept["features"]
+            stored = read_npz(path, ["features", "of"])
+            if str(stored["of"]) == self._of(images):
+                return stored["features"]
         compute = jax.jit(functools.partial(head_inputs, self.network))
-        found = models.outputs(compute, images, batch_size=_BATCH, label=f"features, {role}")
+        features = models.outputs(compute, images, batch_size=_BATCH, label=f"features, {role}")
         if self.config.keep == "workdir":
-            write_durably(path, lambda file: np.savez(file, features=found, of=self._of(images)))
-        return found
+            write_durably(path, lambda file: np.savez(file, features=features, of=self._of(images)))
+        return features
 
     def _of(self, images: Examples) -> str:
         """Returns the hash of the images and of the network that features belong to."""

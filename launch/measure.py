@@ -44,12 +44,12 @@ def measure(programs: Mapping[str, Program], images: int, *, timed: bool) -> Mea
         if not program.passes:
             continue
         memory = compiled.memory_analysis()
-        parts = (
+        sizes = (
             memory.argument_size_in_bytes,
             memory.output_size_in_bytes,
             memory.temp_size_in_bytes,
         )
-        peak = max(peak, sum(parts) - memory.alias_size_in_bytes)
+        peak = max(peak, sum(sizes) - memory.alias_size_in_bytes)
         if timed:
             seconds += (
                 _seconds(compiled, program.args) * program.passes * -(-images // program.images)

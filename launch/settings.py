@@ -70,7 +70,9 @@ _NAMES: Mapping[_Rule, str] = {
     _SHARE: "pretrain_fraction label_share patch_share confidence whiten keep drops",
     _SEVERITY: "severity",
 }
-_RULES = {name: rule for rule, names in _NAMES.items() for name in names.split()}
+_RULES: dict[str, _Rule] = {}
+for _rule, _names in _NAMES.items():
+    _RULES |= dict.fromkeys(_names.split(), _rule)
 
 
 def check_numbers(config: Any) -> None:
@@ -84,16 +86,21 @@ def check_numbers(config: Any) -> None:
       ValueError: The message has the field, its value and the allowed values.
     """
     for names, value in _numbers(config, ()):
-        named = [name for name in names if name != "values"]
-        rule = next(
-            (found for i in (-3, -2, -1) if (found := _RULES.get(".".join(named[i:])))), _ANY
-        )
+        rule = _rule_of([name for name in names if name != "values"])
         if not rule.allows(value):
             field = ".".join(names)
             raise ValueError(
                 f"config.{field} must be {rule.says}, got {value!r}. Change it with "
                 f"--config.{field}=..."
             )
+
+
+def _rule_of(names: list[str]) -> _Rule:
+    """Returns the rule of the longest known ending of a field's names."""
+    for length in (3, 2, 1):
+        if rule := _RULES.get(".".join(names[-length:])):
+            return rule
+    return _ANY
 
 
 @contextlib.contextmanager
@@ -109,10 +116,13 @@ def named(part: str, config: Any, **fields: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        argument, rest = re.match(r"(\w*)(.*)", str(error), flags=re.DOTALL).groups()  # type: ignore[union-attr]
-        field = fields.get(argument) or (f"{part}.{argument}" if argument in config else None)
-        if field is None:
+        text = str(error)
+        rest = re.sub(r"^\w*", "", text)
+        argument = text.removesuffix(rest)
+        field = fields.get(argument)
+        if not field and argument not in config:
             raise
+        field = field or f"{part}.{argument}"
         raise ValueError(f"config.{field}{rest}") from error
 
 

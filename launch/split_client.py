@@ -44,8 +44,8 @@ def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
     """Runs the client."""
     from . import parties, report
 
-    given = {flag.name: flag.value for flag in _FIELDS if flag.value is not None}
-    config.client.update(given)
+    fields = {flag.name: flag.value for flag in _FIELDS if flag.value is not None}
+    config.client.update(fields)
     if dry_run:
         charges = parties.client_charges(
             config.client, ledger_path=_LEDGER.value, queries=_QUERIES.value

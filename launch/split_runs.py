@@ -275,9 +275,15 @@ class Bench:
         )
         if variant == "untuned":
             return frontends[0], self.backbone.divide(self.params)[1]
-        how = {"learning_rate": options.learning_rate, "epochs": epochs}
         back = split.tune_backend(
-            tuning_key, self.backbone, self.params, frontends, images, labels, **how
+            tuning_key,
+            self.backbone,
+            self.params,
+            frontends,
+            images,
+            labels,
+            learning_rate=options.learning_rate,
+            epochs=epochs,
         )
         return frontends[0], back
 

@@ -35,11 +35,14 @@ def make(
 
     Args:
       config: The `private` part of a study's config:
-        method, method_options       a key of `jaxdp.finetune.METHODS`, and its arguments beyond `dp_sgd`, by its name
+        method, method_options       a key of `jaxdp.finetune.METHODS`, and its arguments beyond
+                                     `dp_sgd`, by its name
         epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
         batch_size, steps
-        truncated_batch_size         the largest batch, with its own event; 0 or no field truncates none
-        physical_batch_size          the number of examples per compiled call; 0 lets the library choose
+        truncated_batch_size         the largest batch, with its own event; 0 or no field truncates
+                                     none
+        physical_batch_size          the number of examples per compiled call; 0 lets the library
+                                     choose
         clip_norm
         learning_rate, schedule, optimizer, optimizer_options, weight_decay  see `optimizer`
         augmult                      augmented views per example; 0 does not augment
@@ -118,10 +121,12 @@ def optimizer(config: Any, part: str = "private") -> optax.GradientTransformatio
     Args:
       config: Has steps, learning_rate and
 
-        optimizer, optimizer_options  the name of a function of optax with a `learning_rate`, and its arguments by name
-        weight_decay                  of the function, or added to the gradient where the function has none
-        schedule                      "constant", "cosine", "linear" to zero, or "warmup", which rises for a tenth of
-                                      the steps and falls as a cosine
+        optimizer, optimizer_options  the name of a function of optax with a `learning_rate`, and
+                                      its arguments by name
+        weight_decay                  of the function, or added to the gradient where the function
+                                      has none
+        schedule                      "constant", "cosine", "linear" to zero, or "warmup", which
+                                      rises for a tenth of the steps and falls as a cosine
       part: The name of the part, for errors.
 
     Raises:
@@ -151,8 +156,10 @@ def optimizer(config: Any, part: str = "private") -> optax.GradientTransformatio
         )
     if "weight_decay" in known:
         return make(rates[config.schedule], weight_decay=decay, **options)
-    made = make(rates[config.schedule], **options)
-    return optax.chain(optax.add_decayed_weights(decay), made) if decay else made
+    method = make(rates[config.schedule], **options)
+    if not decay:
+        return method
+    return optax.chain(optax.add_decayed_weights(decay), method)
 
 
 def _anchors(public: Any, count: int, num_classes: int, part: str) -> dict[str, np.ndarray]:
@@ -193,13 +200,13 @@ def fit(
       private: Has steps, checkpoint_every and delta.
       scratch: The workdir of the run.
     """
-    how = {
+    options = {
         "steps": private.steps,
         "checkpoint_every": private.checkpoint_every,
         "callbacks": callbacks,
     }
     state = finetune.fit(
-        trainer, start, source, account=account, workdir=scratch, progress=False, **how
+        trainer, start, source, account=account, workdir=scratch, progress=False, **options
     )
     return released(state), {
         "epsilon_spent": account.epsilon(delta=private.delta),

@@ -29,13 +29,13 @@ def combinations(datasets: Iterable[Sequence[Counts]]) -> list[Counts]:
     Parts {a, b} of one dataset and {c} of another one give {a + c, b + c}.
     """
     sums: list[Counts] = [Counter()]
-    for parts in datasets:
-        if len(sums) * len(parts) > COMBINATIONS:
+    for counts_of_parts in datasets:
+        if len(sums) * len(counts_of_parts) > COMBINATIONS:
             # The union of the parts covers each of them.
-            parts = [functools.reduce(operator.or_, parts)]
+            counts_of_parts = [functools.reduce(operator.or_, counts_of_parts)]
         longer_sums = []
         for counts in sums:
-            longer_sums += [counts + part for part in parts]
+            longer_sums += [counts + part for part in counts_of_parts]
         sums = maximal(longer_sums)
     return sums
 

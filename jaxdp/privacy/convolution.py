@@ -121,15 +121,15 @@ def losses_of(
         ]
         if math.fsum(count * part.uncovered for part, count in leaves) <= infinite:
             break
-    parts = []
+    trimmed = []
     for part, count in leaves:
         # A power of two, so that growing counts use the same distribution.
         exponent = math.frexp(infinite / len(leaves) / count)[1] - 1
         # Smaller shares are almost below float64, and nothing is left out.
         if exponent > -1000:
             part = part.trimmed(2.0**exponent)
-        parts.append((part, count))
-    return Losses(tuple(parts))
+        trimmed.append((part, count))
+    return Losses(tuple(trimmed))
 
 
 # --- Bounds by moments --------------------------------------------------------------------------

@@ -189,8 +189,8 @@ class LedgerReader:
         Key None holds the releases on the whole dataset.
         """
         with self._transaction("DEFERRED") as db:
-            parts = self._spends.by_part(db, dataset_of(db, name))
-        return {part: compose(counts) for part, counts in parts.items()}
+            spent_by_part = self._spends.by_part(db, dataset_of(db, name))
+        return {part: compose(counts) for part, counts in spent_by_part.items()}
 
     def report(self, *, delta: float = 1e-5) -> dict[str, Any]:
         """Returns the whole account as plain data for JSON.

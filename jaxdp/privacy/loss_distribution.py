@@ -129,7 +129,9 @@ class LossDistribution:
         self.uncovered = uncovered
         self.losses, self.log_masses = self._nodes(None)
         sign = -1 if reverse else 1
-        ends = [sign * loss for piece in pieces for loss in piece.ends()]
+        ends: list[float] = []
+        for piece in pieces:
+            ends += [sign * loss for loss in piece.ends()]
         self.lowest = min([float(self.losses.min()), *ends])
         self.highest = max([float(self.losses.max()), *ends])
         # The probability of the largest losses that are taken for infinite.

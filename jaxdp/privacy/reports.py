@@ -188,7 +188,7 @@ def _grown(
             if row["json"] not in events:
                 events[row["json"]] = composition(from_json(row["json"]))
             spent.setdefault(row["partition"], Counter()).update(events[row["json"]])
-        parts = [spent[""] + counts for part, counts in spent.items() if part]
-        compositions = maximal(parts) or [spent[""]]
+        spent_on_parts = [spent[""] + counts for part, counts in spent.items() if part]
+        compositions = maximal(spent_on_parts) or [spent[""]]
         epsilon = max(epsilon_of(dataset, counts, delta) for counts in compositions)
         yield _Stretch(key, rows, epsilon)

@@ -67,27 +67,27 @@ class Spends:
         # One step: no interrupt can count a spend twice.
         self._snapshots[dataset.id] = snapshot
         if partition is None:
-            parts = snapshot.parts or []
+            counts_of_parts = snapshot.parts or []
         else:
-            parts = self._parts(db, dataset, partition)
-        return [snapshot.whole.plus(part) for part in parts] or [snapshot.whole]
+            counts_of_parts = self._parts(db, dataset, partition)
+        return [snapshot.whole.plus(part) for part in counts_of_parts] or [snapshot.whole]
 
     def _caught_up(
         self, db: sqlite3.Connection, dataset: Dataset, snapshot: _Snapshot, last: int
     ) -> _Snapshot:
         """Returns a snapshot with the spends behind its position, up to `last`."""
         whole = snapshot.whole
-        parts = snapshot.parts
+        counts_of_parts = snapshot.parts
         for row in db.execute(
             "SELECT event, partition, count(*) AS spends FROM spends WHERE id > ? AND dataset = ? "
             "GROUP BY 1, 2",
             (snapshot.position, dataset.id),
         ).fetchall():
             if row["partition"]:
-                parts = None
+                counts_of_parts = None
             else:
                 whole = whole.plus(self._event(db, row["event"]), row["spends"])
-        return _Snapshot(whole, parts, last)
+        return _Snapshot(whole, counts_of_parts, last)
 
     def by_part(self, db: sqlite3.Connection, dataset: Dataset) -> dict[str | None, Counts]:
         """Returns what was spent on each part alone. None is the whole dataset."""

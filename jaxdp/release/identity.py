@@ -54,7 +54,8 @@ _PURE_CALL = re.compile(
     r"|__gpu\$xla\.gpu\.triton|triton_kernel_call|tpu_custom_call|mosaic_gpu\w*"
     r"|Qr|Eigh|LuDecomposition|Cholesky|TriangularSolve|TopK|ApproxTopK"
     r"|ProductOfElementaryHouseholderReflectors|PartialReduce|MoveToHost|MoveToDevice"
-    r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint|annotate_device_placement"
+    r"|Sharding|SPMDFullToShardShape|SPMDShardToFullShape|LayoutConstraint"
+    r"|annotate_device_placement"
     r"|xla\.sdy\.\w+|shape_assertion|mhlo\.\w+|chlo\.\w+"
 )
 
@@ -143,7 +144,10 @@ def devices() -> list[jax.Device]:
 
     It may compute on others than the default ones.
     """
-    return [device for backend in backends().values() for device in backend.devices()]
+    every: list[jax.Device] = []
+    for backend in backends().values():
+        every += backend.devices()
+    return every
 
 
 def environment() -> dict[str, Any]:

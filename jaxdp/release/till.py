@@ -272,11 +272,11 @@ class Till:
           BudgetExceeded: The accounts are of another ledger, which has no room for the kept
               release.
         """
-        kept = self.kept(what)
-        if kept is not None:
+        stored = self.kept(what)
+        if stored is not None:
             # A crash between keeping and deleting leaves the seed.
             self._delete_seed()
-            return kept
+            return stored
         keep = self.keeper(what)
         with self.paying(what) as secret:
             arrays: dict[str, Any] = jax.tree.map(np.asarray, what.compute(secret))

@@ -264,8 +264,8 @@ class _Loop:
             payment = BatchPayment(self.account, units, self.entering, self.run)
 
         def facts() -> list[Any]:
-            parts = self.adapter.parts(before)
-            return [self._constants, parts, batch.images, batch.mask, repr(units)]
+            state = self.adapter.parts(before)
+            return [self._constants, state, batch.images, batch.mask, repr(units)]
 
         what = release.Release(
             label=_LABEL,
@@ -506,11 +506,11 @@ class _Files:
             raise ValueError(
                 f"{shown(path)} holds the state of another adapter. Use a new workdir."
             )
-        parts = [
+        state_leaves = [
             jax.device_put(array.view(leaf.dtype))
             for array, leaf in zip(arrays, leaves, strict=True)
         ]
-        state = adapter.whole(jax.tree.unflatten(structure, parts), empty.key)
+        state = adapter.whole(jax.tree.unflatten(structure, state_leaves), empty.key)
         # A batch whose row was written, but not its state, is served again.
         self._rows.truncate_after(int(facts["batches"]))
         rows = read_metrics(self.workdir / _ROWS)

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -49,10 +49,8 @@ Train = Callable[[Data], Any]
 ROWS, CLIP = 16, 0.1
 UNIT = CLIP / ROWS
 DELTA, TRIALS = 1e-5, 20_000
-RARE = {
-    "randomised response of a certified vote",
-    "Cauchy noise on values",
-}  # A twin of each shows in rare answers.
+# A twin of each of these shows in rare answers only.
+RARE = {"randomised response of a certified vote", "Cauchy noise on values"}
 QUERY = np.float32(1.0)
 # Keys of this kind give the same noise on all devices.
 KEY = jax.random.key(38, impl="threefry2x32")
@@ -223,42 +221,109 @@ def flips_of_half_the_noise(epsilon: float) -> Callable[..., Any]:
 # --- The cases ----------------------------------------------------------------------------------
 
 
-def answers(
-    mechanism: str,
-    *,
-    surpluses: Sequence[int],
-    candidates: Data,
-    claimed: float,
-    epsilon: float | None = None,
-    train: Train = one_model,
-    apply_fn: Any = label,
-    output_range: tuple[float, float] | None = None,
-    adjacency: Adjacency = "add_remove",
-    patch: Callable[[], Any] = contextlib.nullcontext,
-) -> Run:
-    """Returns the audit of one answer under the claim of an epsilon, with something patched."""
-    each = epsilon or claimed
+@dataclasses.dataclass(frozen=True)
+class Answers:
+    """The audit of one answer under the claim of an epsilon. It is a `case.Run`.
 
-    def ask(data: Any, queries: Any, **terms: Any) -> np.ndarray:
-        terms |= {"epsilon": each, "mechanism": mechanism}
-        if output_range is None:
-            return private_predict(train(data), apply_fn, queries, **terms)
-        return private_values(train(data), apply_fn, queries, output_range=output_range, **terms)
+    Attributes:
+      mechanism: A key of `METHODS`.
+      claimed: The epsilon that is claimed.
+      surpluses: The data without a canary, see `records`.
+      candidates: The canaries.
+      epsilon: The epsilon of the noise, by default `claimed`.
+      train: Returns a model, or the members of an ensemble, from data.
+      apply_fn: Returns the output of a model.
+      output_range: The range of values. None asks for labels.
+      adjacency: The relation of the two data sets.
+      patch: What breaks the mechanism of a twin.
+    """
 
-    def run(trials: int, seed: bytes) -> Audit:
-        terms: dict[str, Any] = {
-            "adjacency": adjacency,
-            "confidence": case.CONFIDENCE,
-            "seed": seed,
-        }
-        cost = event(1, epsilon=each, mechanism=mechanism)
-        with patch():
+    mechanism: str
+    _: dataclasses.KW_ONLY
+    claimed: float
+    surpluses: Sequence[int]
+    candidates: Data
+    epsilon: float | None = None
+    train: Train = one_model
+    apply_fn: Any = label
+    output_range: tuple[float, float] | None = None
+    adjacency: Adjacency = "add_remove"
+    patch: Callable[[], Any] = contextlib.nullcontext
+
+    def __call__(self, trials: int, seed: bytes) -> Audit:
+        cost = event(1, epsilon=self._epsilon, mechanism=self.mechanism)
+        with self.patch():
             audit = audit_answers(
-                ask, cost, QUERY, records(surpluses), candidates, trials=trials, **terms
+                self._ask,
+                cost,
+                QUERY,
+                records(self.surpluses),
+                self.candidates,
+                trials=trials,
+                adjacency=self.adjacency,
+                confidence=case.CONFIDENCE,
+                seed=seed,
             )
+        return under(audit, self.claimed)
+
+    @property
+    def _epsilon(self) -> float:
+        return self.epsilon or self.claimed
+
+    def _ask(self, data: Any, queries: Any, **terms: Any) -> np.ndarray:
+        terms |= {"epsilon": self._epsilon, "mechanism": self.mechanism}
+        model = self.train(data)
+        if self.output_range is None:
+            return private_predict(model, self.apply_fn, queries, **terms)
+        terms["output_range"] = self.output_range
+        return private_values(model, self.apply_fn, queries, **terms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Votes:
+    """The audit of one answer of Confident-GNMax under the claim for another. It is a `case.Run`.
+
+    Attributes:
+      honest: The mechanism whose cost is claimed.
+      mechanism: The mechanism that answers, by default `honest`.
+      surpluses, candidates, train, adjacency, patch: As in `Answers`.
+    """
+
+    honest: ensembles.ConfidentGNMax
+    _: dataclasses.KW_ONLY
+    surpluses: Sequence[int]
+    candidates: Data
+    train: Train
+    mechanism: ensembles.ConfidentGNMax | None = None
+    adjacency: Adjacency = "add_remove"
+    patch: Callable[[], Any] = contextlib.nullcontext
+
+    def __call__(self, trials: int, seed: bytes) -> Audit:
+        cost = self._mechanism.event(1, max_answers=1)
+        with self.patch():
+            audit = audit_answers(
+                self._ask,
+                cost,
+                QUERY,
+                records(self.surpluses),
+                self.candidates,
+                trials=trials,
+                claim="gaussian",
+                adjacency=self.adjacency,
+                delta=DELTA,
+                confidence=case.CONFIDENCE,
+                seed=seed,
+            )
+        claimed = claim(self.honest.event(1, max_answers=1), adjacency="add_remove", delta=DELTA)
         return under(audit, claimed)
 
-    return run
+    @property
+    def _mechanism(self) -> ensembles.ConfidentGNMax:
+        return self.mechanism or self.honest
+
+    def _ask(self, data: Any, queries: Any, **terms: Any) -> np.ndarray:
+        terms |= {"mechanism": self._mechanism, "max_answers": len(queries)}
+        return pate_predict(self.train(data), label, queries, **terms)
 
 
 ANY_LABEL = "any other label costs the same: there is no distance or norm to be wrong about"
@@ -273,7 +338,7 @@ def certified(mechanism: str, epsilon: float, *, half: Run | str, loose: str | N
     At distance 0 the label flips. Further away only changes in the distance show. `loose` says why
     two changes for one are within the claim.
     """
-    audit = functools.partial(answers, mechanism, claimed=epsilon)
+    audit = functools.partial(Answers, mechanism, claimed=epsilon)
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: half,
         case.NO_CLIPPING: audit(surpluses=[-8], candidates=OUTLIER, train=forgetful),
@@ -298,7 +363,7 @@ def certified_vote(epsilon: float) -> Any:
     vote.
     """
     train = ensemble(3)
-    audit = functools.partial(answers, "randomised_response", claimed=epsilon, train=train)
+    audit = functools.partial(Answers, "randomised_response", claimed=epsilon, train=train)
     flip: dict[str, Any] = {"surpluses": [2, -2, 0], "candidates": _records([1], [2])}
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: audit(**flip, epsilon=2 * epsilon),
@@ -325,7 +390,7 @@ def laplace_vote(epsilon: float) -> Any:
     """Returns audits of the noisy votes of an ensemble of five. A clear vote shows the most of
     epsilon.
     """
-    audit = functools.partial(answers, "global_laplace", claimed=epsilon, train=ensemble(5))
+    audit = functools.partial(Answers, "global_laplace", claimed=epsilon, train=ensemble(5))
     last = _records([1], [4])
     clear: dict[str, Any] = {"surpluses": [2, 2, 2, 2, 0], "candidates": last}
     twins: Mapping[str, Run | str] = {
@@ -351,7 +416,7 @@ def laplace_vote(epsilon: float) -> Any:
 
 def global_labels(mechanism: str, epsilon: float) -> Any:
     """Returns audits of answers that have the same noise at every distance."""
-    audit = functools.partial(answers, mechanism, claimed=epsilon, surpluses=[0], candidates=ONE_TO)
+    audit = functools.partial(Answers, mechanism, claimed=epsilon, surpluses=[0], candidates=ONE_TO)
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: audit(epsilon=2 * epsilon),
         case.NO_CLIPPING: ANY_LABEL,
@@ -365,7 +430,7 @@ def global_labels(mechanism: str, epsilon: float) -> Any:
 def cauchy_values(epsilon: float) -> Any:
     """Returns audits of values between -1 and 1. A record moves them by half of the range."""
     range_: dict[str, Any] = {"apply_fn": value, "output_range": (-1.0, 1.0)}
-    audit = functools.partial(answers, "cauchy_values", claimed=epsilon, **range_)
+    audit = functools.partial(Answers, "cauchy_values", claimed=epsilon, **range_)
     moved: dict[str, Any] = {"surpluses": [0], "candidates": ONE_TO}
 
     def halved(
@@ -419,7 +484,7 @@ def laplace_values(epsilon: float) -> Any:
         "surpluses": [0],
         "candidates": ONE_TO,
     }
-    audit = functools.partial(answers, "laplace_values", claimed=epsilon, **range_)
+    audit = functools.partial(Answers, "laplace_values", claimed=epsilon, **range_)
     twins: Mapping[str, Run | str] = {
         case.HALF_THE_NOISE: audit(patch=lambda: half_the_noise("laplace")),
         case.NO_CLIPPING: by(unclipped),
@@ -435,46 +500,10 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
     """Returns audits of Confident-GNMax on a vote that is nearly even. The vote always passes the
     threshold.
     """
-    claimed = claim(gnmax.event(1, max_answers=1), adjacency="add_remove", delta=DELTA)
     last = _records([1], [4])
-    voters = ensemble(5, voter)
-
-    def audit(
-        *,
-        surpluses: Sequence[int] = (2, 2, -2, -2, 0),
-        candidates: Data = last,
-        train: Train = voters,
-        mechanism: ensembles.ConfidentGNMax = gnmax,
-        adjacency: Adjacency = "add_remove",
-        patch: Callable[[], Any] = contextlib.nullcontext,
-    ) -> Run:
-        def ask(data: Any, queries: Any, **terms: Any) -> np.ndarray:
-            terms |= {"mechanism": mechanism, "max_answers": len(queries)}
-            return pate_predict(train(data), label, queries, **terms)
-
-        def run(trials: int, seed: bytes) -> Audit:
-            terms: dict[str, Any] = {
-                "claim": "gaussian",
-                "adjacency": adjacency,
-                "delta": DELTA,
-                "seed": seed,
-            }
-            cost = mechanism.event(1, max_answers=1)
-            with patch():
-                audited = audit_answers(
-                    ask,
-                    cost,
-                    QUERY,
-                    records(surpluses),
-                    candidates,
-                    trials=trials,
-                    confidence=case.CONFIDENCE,
-                    **terms,
-                )
-            return under(audited, claimed)
-
-        return run
-
+    audit = functools.partial(
+        Votes, gnmax, surpluses=[2, 2, -2, -2, 0], candidates=last, train=ensemble(5, voter)
+    )
     whole = ensembles.ConfidentGNMax.answer
 
     def one_key(
@@ -505,88 +534,108 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
     return audit(), twins
 
 
-def _pure() -> dict[str, tuple[float, Any, str]]:
-    """Returns epsilon, audits and proof of each mechanism with a pure epsilon."""
+class _Pure(NamedTuple):
+    """A mechanism with a pure epsilon, its audit and the audits of its twins, and the proof."""
+
+    mechanism: str
+    epsilon: float
+    audits: tuple[Run, Mapping[str, Run | str]]
+    proof: str
+
+
+def _pure() -> Iterator[_Pure]:
     family = "`jaxdp.prediction.mechanisms`, proof for {}"
+    doubled = Answers(
+        "randomised_response", surpluses=[0], candidates=ONE_TO, claimed=1.0, epsilon=2.0
+    )
+    yield _Pure(
+        mechanism="randomised response",
+        epsilon=1.0,
+        audits=certified("randomised_response", 1.0, half=doubled),
+        proof=family.format("the family"),
+    )
+    half = functools.partial(answered_by, "smooth_cauchy", flips_of_half_the_noise(0.8))
+    cauchy = Answers("smooth_cauchy", surpluses=[0], candidates=ONE_TO, claimed=0.8, patch=half)
+    yield _Pure(
+        mechanism="rounded Cauchy noise",
+        epsilon=0.8,
+        audits=certified("smooth_cauchy", 0.8, half=cauchy),
+        proof=family.format("Cauchy noise"),
+    )
     nissim = (
         "its constants leave room: half the noise, or two changes for one, cost less than epsilon"
     )
-
-    half = functools.partial(answered_by, "smooth_cauchy", flips_of_half_the_noise(0.8))
-    cauchy = answers("smooth_cauchy", surpluses=[0], candidates=ONE_TO, claimed=0.8, patch=half)
-    doubled = answers(
-        "randomised_response", surpluses=[0], candidates=ONE_TO, claimed=1.0, epsilon=2.0
+    yield _Pure(
+        mechanism="rounded Cauchy noise as published",
+        epsilon=3.0,
+        audits=certified("paper_cauchy", 3.0, half=nissim, loose=nissim),
+        proof="Nissim, Raskhodnikova and Smith 2007, Corollary 2.4; `jaxdp.prediction.mechanisms`",
     )
-    return {
-        "randomised response": (
-            1.0,
-            certified("randomised_response", 1.0, half=doubled),
-            family.format("the family"),
-        ),
-        "rounded Cauchy noise": (
-            0.8,
-            certified("smooth_cauchy", 0.8, half=cauchy),
-            family.format("Cauchy noise"),
-        ),
-        "rounded Cauchy noise as published": (
-            3.0,
-            certified("paper_cauchy", 3.0, half=nissim, loose=nissim),
-            "Nissim, Raskhodnikova and Smith 2007, Corollary 2.4; `jaxdp.prediction.mechanisms`",
-        ),
-        "randomised response of a certified vote": (
-            1.0,
-            certified_vote(1.0),
-            "arXiv:2406.13433, Theorem 5.3; `jaxdp.prediction.ensembles.vote`",
-        ),
-        "rounded Laplace noise": (
-            1.0,
-            global_labels("global_laplace", 1.0),
-            family.format("the family"),
-        ),
-        "k-ary randomised response": (
-            1.0,
-            global_labels("global_response", 1.0),
-            family.format("the family"),
-        ),
-        "Laplace noise on votes": (
-            1.0,
-            laplace_vote(1.0),
-            "Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.ensembles.laplace_vote`",
-        ),
-        "Cauchy noise on values": (
-            1.0,
-            cauchy_values(1.0),
-            "`jaxdp.prediction.mechanisms.cauchy_values`, by (**) of the module",
-        ),
-        "Laplace noise on values": (
-            1.0,
-            laplace_values(1.0),
-            "Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.mechanisms.laplace_values`",
-        ),
-    }
+    yield _Pure(
+        mechanism="randomised response of a certified vote",
+        epsilon=1.0,
+        audits=certified_vote(1.0),
+        proof="arXiv:2406.13433, Theorem 5.3; `jaxdp.prediction.ensembles.vote`",
+    )
+    yield _Pure(
+        mechanism="rounded Laplace noise",
+        epsilon=1.0,
+        audits=global_labels("global_laplace", 1.0),
+        proof=family.format("the family"),
+    )
+    yield _Pure(
+        mechanism="k-ary randomised response",
+        epsilon=1.0,
+        audits=global_labels("global_response", 1.0),
+        proof=family.format("the family"),
+    )
+    yield _Pure(
+        mechanism="Laplace noise on votes",
+        epsilon=1.0,
+        audits=laplace_vote(1.0),
+        proof="Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.ensembles.laplace_vote`",
+    )
+    yield from _pure_values()
+
+
+def _pure_values() -> Iterator[_Pure]:
+    yield _Pure(
+        mechanism="Cauchy noise on values",
+        epsilon=1.0,
+        audits=cauchy_values(1.0),
+        proof="`jaxdp.prediction.mechanisms.cauchy_values`, by (**) of the module",
+    )
+    yield _Pure(
+        mechanism="Laplace noise on values",
+        epsilon=1.0,
+        audits=laplace_values(1.0),
+        proof="Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.mechanisms.laplace_values`",
+    )
 
 
 def _cases() -> Iterator[Case]:
-    for name, (epsilon, (run, twins), proof) in _pure().items():
-        trials = 4 * TRIALS if name in RARE else TRIALS
+    for pure in _pure():
+        run, twins = pure.audits
         yield Case(
-            name,
-            f"an answer: pure epsilon {epsilon:g}, add/remove",
-            proof,
-            run,
-            twins,
-            trials=trials,
+            mechanism=pure.mechanism,
+            claim=f"an answer: pure epsilon {pure.epsilon:g}, add/remove",
+            proof=pure.proof,
+            run=run,
+            twins=twins,
+            trials=4 * TRIALS if pure.mechanism in RARE else TRIALS,
         )
+    root_two = math.sqrt(2)
     gnmax = ensembles.ConfidentGNMax(
-        threshold=-50.0, sigma_threshold=3 * math.sqrt(2), sigma_votes=math.sqrt(2)
+        threshold=-50.0, sigma_threshold=3 * root_two, sigma_votes=root_two
     )
     run, twins = pate(gnmax)
     yield Case(
-        "PATE's Confident-GNMax",
-        "a query and its answer: Gaussians of multipliers 4.243 and 1, add/remove",
-        "Papernot et al. 2018, arXiv:1802.08908, Algorithm 1; `jaxdp.prediction.ConfidentGNMax`",
-        run,
-        twins,
+        mechanism="PATE's Confident-GNMax",
+        claim="a query and its answer: Gaussians of multipliers 4.243 and 1, add/remove",
+        proof="Papernot et al. 2018, arXiv:1802.08908, Algorithm 1; "
+        "`jaxdp.prediction.ConfidentGNMax`",
+        run=run,
+        twins=twins,
         trials=TRIALS,
     )
 

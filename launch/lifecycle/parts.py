@@ -169,15 +169,15 @@ def hospitals(config: Any) -> int:
     """Returns the number of hospitals: the parts of the role "sources", or `sources` if they share
     one part.
     """
-    given = config.parts.sources
-    return len(given) if isinstance(given, list | tuple) else config.sources
+    sources = config.parts.sources
+    return len(sources) if isinstance(sources, list | tuple) else config.sources
 
 
 def _stream(config: Any) -> dict[str, str]:
     """Returns the shift of each domain of the stream. Several parts are real domains, under no
     artificial shift.
     """
-    given = config.parts.stream
-    if isinstance(given, list | tuple):
-        return {pathlib.Path(str(part)).stem: CLEAN for part in given}
+    streams = config.parts.stream
+    if isinstance(streams, list | tuple):
+        return {pathlib.Path(str(part)).stem: CLEAN for part in streams}
     return {shift: shift for shift in config.get("stream_shifts", (CLEAN,))}
