@@ -4,13 +4,16 @@ A *model* has the fields
 
     name, options  as in `jaxdp.models.create`
     num_classes    only where the data does not say it
-    preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel; () for tokens
-    checkpoint     a public file in one of the namings of `jaxdp.models.load_checkpoint`; "" or left out for none
+    preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel;
+                   () for tokens
+    checkpoint     a public file in one of the namings of `jaxdp.models.load_checkpoint`; "" or
+                   left out for none
     naming         of the checkpoint, "auto" by default
 
 Studies that fine-tune one model also read
 
-    trainable      "all", "head", "norms", "lora" or a regular expression, see `jaxdp.models.trainable`
+    trainable      "all", "head", "norms", "lora" or a regular expression, see
+                   `jaxdp.models.trainable`
     lora           rank, and `layers`, see `jaxdp.models.with_lora`. A rank of 0 adds nothing
     features       of a model of which only the head is trained, see `launch/frozen.py`
 """

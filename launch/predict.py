@@ -6,7 +6,8 @@ methods are one certified model or an ensemble, mechanisms with and without cert
 DP-SGD. Each gets Q queries and one total (epsilon, delta). Besides the files of all studies, the
 workdir holds:
 
-    answers.npz, ledger.sqlite   the test inputs that were asked about, the private answers, and their cost
+    answers.npz, ledger.sqlite   the test inputs that were asked about, the private answers, and
+                                 their cost
     student.safetensors          a model trained on the private answers, free to use and publish
     network.safetensors          the frozen network of the features, if one is used
     references/ledger.sqlite     the cost of the models and answers that serve comparison only

@@ -213,7 +213,8 @@ def _summary(result: Mapping[str, Any]) -> str:
     return (
         f"{result['method']} on {result['provenance']['train']['name']}\n\n{format_table(rows)}\n\n"
         f"rho: at least {rho['local']:.4g} (worst direction), {rho['random']:.4g} (random "
-        f"directions). ||Delta||: {length['first']:.4g} in the first steps, {length['last']:.4g} in the last."
+        f"directions). ||Delta||: {length['first']:.4g} in the first steps, "
+        f"{length['last']:.4g} in the last."
     )
 
 

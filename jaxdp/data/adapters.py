@@ -139,7 +139,11 @@ def from_hf(
     )
 
 
-def _open_hf(datasets: Any, dataset: str, split: str | None) -> Any:
+def _open_hf(
+    datasets: Any,
+    dataset: str,
+    split: str | None,
+) -> Any:
     """Opens a folder that `save_to_disk` wrote, or loads the data set with a name."""
     folder = pathlib.Path(dataset)
     files = (folder / "state.json", folder / "dataset_dict.json")
@@ -333,7 +337,11 @@ def from_folder(
     )
 
 
-def _read_image_table(root: pathlib.Path, table: str, texts: Sequence[str]) -> Table:
+def _read_image_table(
+    root: pathlib.Path,
+    table: str,
+    texts: Sequence[str],
+) -> Table:
     """Reads the table of a folder of images, whose paths all lead into the folder."""
     rows = read_table(root / table, needed=("path", *texts))
     for row, path in enumerate(rows.columns["path"]):

@@ -16,7 +16,12 @@ from jaxdp.data.sources import Examples
 from jaxdp.files import shown
 
 
-def from_arrays(*, num_classes: int = 0, name: str = "arrays", **columns: Any) -> Examples:
+def from_arrays(
+    *,
+    num_classes: int = 0,
+    name: str = "arrays",
+    **columns: Any,
+) -> Examples:
     """Copies local arrays into a source, one keyword per column.
 
         source = jaxdp.data.from_arrays(tokens=tokens, mask=mask, name="reviews")

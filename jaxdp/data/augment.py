@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 
 
-def random_crop(key: jax.Array, image: jax.Array, *, padding: int = 4) -> jax.Array:
+def random_crop(
+    key: jax.Array,
+    image: jax.Array,
+    *,
+    padding: int = 4,
+) -> jax.Array:
     """Pads by reflection and cuts a window of the original size at a uniformly random place.
 
     Args:

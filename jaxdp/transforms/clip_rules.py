@@ -29,7 +29,7 @@ class ClipRule(Protocol):
 
         Args:
           norms: [B], at least 0.
-          clip_norm: [], at least 0.
+          clip_norm: [], at least 0. A rule that divides by it returns 1 where it is infinite.
         """
 
     def bound(self, clip_norm: Any) -> Any:
