@@ -315,9 +315,8 @@ def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
                 start = time.perf_counter()
                 kind(folder)
                 seconds[name].append((time.perf_counter() - start) / batches)
-    return {
-        name: 1e3 * float(np.median(times[1:])) for name, times in seconds.items()
-    }  # the first compiles
+    # the first compiles
+    return {name: 1e3 * float(np.median(times[1:])) for name, times in seconds.items()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,6 +23,7 @@ from jaxdp.report import format_table
 from jaxdp.transforms import noise
 
 SEED = bytes(16)
+# name, options, batch size
 MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "resnet20": ("resnet20", {}, 64),
     "vit": (
@@ -30,7 +31,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
         problems.VIT,
         32,
     ),
-}  # name, options, batch size
+}
 
 
 def old_noise(key: jax.Array, tree: Any) -> Any:

@@ -29,10 +29,11 @@ def work(entry: foreign_programs.Entry) -> dict[str, counts.Count]:
         return jax.vmap(loss, (None, 0))(params, batch).sum()
 
     clipped = jaxdp.clipped_grad(problem.loss, clip_norm=1.0)
+    # as the libraries expect
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
-    ):  # as the libraries expect
+    ):
         return {
             "plain": counts.count(jax.grad(total), params, batch),
             "clipped": counts.count(lambda p, b: clipped(p, b).grads, params, batch),

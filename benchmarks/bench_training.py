@@ -48,12 +48,13 @@ class Case(NamedTuple):
     batch_size: int  # in private training, UPDATE in public
 
 
+# configs/dpadapter_table1.py:cpu
 CNN = {
     "widths": (16, 32, 64),
     "dense": 0,
     "norm": "group",
     "activation": jax.nn.relu,
-}  # configs/dpadapter_table1.py:cpu
+}
 CASES = {"cnn": Case("cnn", CNN, 16, 256), "resnet20": Case("resnet20", {}, 32, 64)}
 CLASSES, RECORDS = 10, 5000
 UPDATE, ASCENTS = 50, (50, 500)  # m2 and m1

@@ -20,9 +20,8 @@ report, and the others go on. The report is written after every case."""
 import argparse
 import os
 
-os.environ.setdefault(
-    "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-)  # leaves room for torch in the same process
+# leaves room for torch in the same process
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import concurrent.futures
 import functools

@@ -136,9 +136,8 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
         optional("flwr.serverapp", "flower"),
         optional("flwr.simulation", "flower"),
     )
-    os.environ["PYTHONPATH"] = str(
-        pathlib.Path(__file__).resolve().parents[1]
-    )  # for the processes of Ray
+    # for the processes of Ray
+    os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).resolve().parents[1])
     server, report = serverapp.ServerApp(), dict[str, Any]()
 
     def find(grid: Any) -> dict[str, int]:

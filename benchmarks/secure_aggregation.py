@@ -108,9 +108,8 @@ def simulated(
         optional("flwr.server.workflow", "flower"),
         optional("flwr.common", "flower"),
     )
-    os.environ["PYTHONPATH"] = str(
-        pathlib.Path(__file__).resolve().parents[1]
-    )  # for the processes of Ray
+    # for the processes of Ray
+    os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).resolve().parents[1])
     _, test, model, params = setting()
     averages, found, weights = list[_Leaves](), list[bytes](), list[int]()
 
@@ -152,9 +151,8 @@ def simulated(
 
         def send_and_receive(*arguments: Any, **options: Any) -> list[Any]:
             answers = list(real(*arguments, **options))
-            for content in (
-                answer.content for answer in answers if answer.has_content()
-            ):  # the workflow empties them
+            # the workflow empties them
+            for content in (answer.content for answer in answers if answer.has_content()):
                 found.extend(told(content))
                 records = content.metric_records.values()
                 weights.extend(

@@ -31,11 +31,12 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "source": "tfds",
                 "name": "cifar10",
                 "data_dir": "",
+                # "cifar100/train" to pre-train on it
                 "parts": {
                     "public": "",
                     "private": "train",
                     "test": "test",
-                },  # "cifar100/train" to pre-train on it
+                },
                 "unit": "example",  # of privacy, for the ledger
                 "adjacency": "add_remove",
                 "crop_padding": 4,

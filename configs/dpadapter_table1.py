@@ -75,15 +75,13 @@ def get_config(size: str = "paper") -> ConfigDict:
         {
             "watch": "",  # "tensorboard", "wandb" or both with a comma
             "seeds": (0, 1, 2),  # of upstream models and of new heads, not of any noise
-            "sets": {
-                name: _set(*what) for name, what in _SETS.items()
-            },  # what differs from `pretrain.data`
+            # what differs from `pretrain.data`
+            "sets": {name: _set(*what) for name, what in _SETS.items()},
             "pretrain": pretrain,  # also which model
             "upstreams": {  # what differs from `pretrain`, besides "none"
                 "standard": {"method": {"name": "standard"}},
-                "SAM": _amp(
-                    100, pretrain.train.steps // 2
-                ),  # the paper's "vanilla SAM", gamma 1 and m = 100
+                # the paper's "vanilla SAM", gamma 1 and m = 100
+                "SAM": _amp(100, pretrain.train.steps // 2),
                 "DPAdapter": {"method": {"name": "dpadapter"}},
                 **{f"DPAdapter γ={gamma:g}": _dpadapter(gamma=gamma) for gamma in _GAMMAS},
                 **{
@@ -98,11 +96,12 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "length 1, large m1": _dpadapter(gamma=1.0, rule="normalise"),
                 "length 0.2, large m1": _dpadapter(gamma=0.2, rule="normalise"),
             },
+            # which robust accuracy the figures show
             "robust": {
                 "std": 0.1,
                 "relative": False,
                 "draws": 10,
-            },  # which robust accuracy the figures show
+            },
             "private": {
                 "method": "dp_sgd",
                 "method_options": METHOD_OPTIONS,
@@ -177,11 +176,12 @@ def get_config(size: str = "paper") -> ConfigDict:
                     "epsilons": (1.0, 4.0),
                     "comparisons": (
                         ("upstream", "length 1, m1=50", "length 1, large m1"),  # is it the batch?
+                        # or the length?
                         (
                             "upstream",
                             "length 0.2, large m1",
                             "length 1, large m1",
-                        ),  # or the length?
+                        ),
                     ),
                 },
                 "beyond": {

@@ -42,9 +42,8 @@ def get_config() -> ConfigDict:
         }
     )
     with config.unlocked():
-        config.model.preprocessing = ConfigDict(
-            {"size": 28, "mean": (0.5,), "std": (0.25,)}
-        )  # change: public numbers
+        # change: public numbers
+        config.model.preprocessing = ConfigDict({"size": 28, "mean": (0.5,), "std": (0.25,)})
     config.augmentation.crop_padding = 2
     config.split.directions = 2  # at most the number of classes
     config.finetune.batch_size, config.finetune.physical_batch_size = 512, 0

@@ -12,11 +12,12 @@ METHOD_OPTIONS = {  # beyond DP-SGD. The values are the papers'.
             "polynomial": {"end": 2.0, "power": 3.0, "period": 100},
         }
     },
+    # Andrew et al. 2021
     "adp_clip": {
         "quantile": 0.5,
         "clip_learning_rate": 0.2,
         "unit_norm": True,
-    },  # Andrew et al. 2021
+    },
     "gep": {  # Yu et al. 2021 take 2000 anchors, 1000 directions and C_0, C_1 = 5, 2
         "anchors": 256,
         "basis_size": 60,
@@ -31,11 +32,12 @@ TUNING = {  # of a model, see launch/models.py
     "naming": "auto",
     "trainable": "all",  # or "head", "norms", "lora", or a regular expression over paths
     "lora": {"rank": 0, "layers": ".*attention/(query|value)"},
+    # "memory" or "workdir", see launch/frozen.py
     "features": {
         "keep": "",
         "dimensions": 0,
         "whiten": 0.5,
-    },  # "memory" or "workdir", see launch/frozen.py
+    },
 }
 
 

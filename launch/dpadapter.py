@@ -66,9 +66,8 @@ class _Bench:
         private = copy.deepcopy(self.config.private)
         private.update(self.config.methods[method])
         private.learning_rate = rate or private.learning_rate
-        steps = private.epochs * -(
-            -len(self.task(dataset)[1]) // private.batch_size
-        )  # epochs of ceil(1 / q) steps
+        # epochs of ceil(1 / q) steps
+        steps = private.epochs * -(-len(self.task(dataset)[1]) // private.batch_size)
         with private.unlocked():
             private.update({"epsilon": epsilon, "steps": steps})
             private.checkpoint_every = min(private.checkpoint_every, steps)

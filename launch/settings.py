@@ -29,9 +29,8 @@ class _Rule(NamedTuple):
 _ANY = _Rule(-math.inf, math.inf, "finite")
 _COUNT = _Rule(1, math.inf, "an integer of at least 1", whole=True)
 _COUNT_OR_NONE = _Rule(0, math.inf, "an integer of at least 0", whole=True)
-_POSITIVE = _Rule(
-    1e-30, 1e30, "positive, between 1e-30 and 1e+30"
-)  # in the range of float32, with room for products
+# in the range of float32, with room for products
+_POSITIVE = _Rule(1e-30, 1e30, "positive, between 1e-30 and 1e+30")
 _NOT_NEGATIVE = _Rule(0, 1e30, "at least 0 and at most 1e+30")
 _SHARE = _Rule(0, 1, "in [0, 1]")
 _BELOW_ONE = _Rule(0, math.nextafter(1, 0), "in [0, 1)")

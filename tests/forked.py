@@ -37,6 +37,7 @@ PYTHON = [
 ]
 STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")
 LEDGERS = ("jaxdp.privacy", "jaxdp.command")  # Without JAX.
+# Without jaxdp.
 DEPENDENCIES = (
     "jax",
     "flax.linen",
@@ -44,7 +45,7 @@ DEPENDENCIES = (
     "orbax.checkpoint",
     "ml_collections",
     "dp_accounting",
-)  # Without jaxdp.
+)
 PARTIES = ("configs.split.two_parties", "launch.parties", "jaxdp.split.noisy_upload")
 
 

@@ -153,11 +153,12 @@ def test_cycles_count_loops_branches_and_kernels():
             "%three = s32[]{:T(128)} constant(1)",
             5 * 110 + 1007,
         ),
+        # no turn of it is changed here
         (
             "tuple(%fusion.3, %bound.3)",
             "tuple(%fusion.3, %i.3)",
             5 * 130 + 1007,
-        ),  # no turn of it is changed here
+        ),
         ("tuple(%zero, %copied)", "tuple(%zero, %other)", 130 + 1007),  # the bound is not known
         ("true_computation=%dear", "true_computation=%cheap", 650 + 8),
     ],
@@ -206,9 +207,8 @@ def test_bundles_of_loops_count_as_often_as_they_turn(tmp_path):
     (tmp_path / "1-kernel.1-00-schedule-analysis_final_bundles.txt").write_text("no schedule")
     found = compiled_targets.of_tpu(parsed(TPU), compiled_targets.TARGETS["v5e"], str(tmp_path))
     (kernel,) = found["pallas"]
-    assert (
-        kernel["bundles"] == 699 and kernel["cycles"] == kernel["cycles_of_bytes"] > 699
-    )  # bytes take longer
+    # bytes take longer
+    assert kernel["bundles"] == 699 and kernel["cycles"] == kernel["cycles_of_bytes"] > 699
 
 
 def test_equal_kernels_share_their_schedule(tmp_path):

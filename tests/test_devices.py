@@ -142,9 +142,8 @@ def recalibrated(name):
 
 
 def divided(name):
-    model, params = network(
-        "vit_tiny", **{**TRANSFORMER, "depth": 3}
-    )  # offsite tuning drops a block
+    # offsite tuning drops a block
+    model, params = network("vit_tiny", **{**TRANSFORMER, "depth": 3})
     backbone = split.Backbone(model, models.Preprocessing(size=8, mean=(0.3,), std=(0.4,)), cut=1)
     front, _ = backbone.divide(params)
     own, labels = images(6), np.arange(6) % 4

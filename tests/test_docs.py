@@ -231,9 +231,8 @@ def parsed(words):
     return values.config.to_dict()  # raises if there was no file
 
 
-@pytest.mark.filterwarnings(
-    "ignore:the load_module:DeprecationWarning"
-)  # ml_collections reads config files by it
+# ml_collections reads config files by it
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")
 def test_commands_of_launchers_exist(monkeypatch):
     monkeypatch.chdir(ROOT)
     for wrong in (

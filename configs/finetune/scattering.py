@@ -17,10 +17,11 @@ from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
 
+# side, channels, training images
 _IMAGES = {
     "cifar10": (32, 3, 50_000),
     "fashion_mnist": (28, 1, 60_000),
-}  # side, channels, training images
+}
 
 
 def get_config(chosen: str = "cifar10") -> ConfigDict:

@@ -48,10 +48,11 @@ def get_config() -> ConfigDict:
             "certificate": {"max_distance": 100},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
             "ensemble": {"members": 10, "salt": "digits"},
+            # required share of members, and noise of the check over the votes
             "pate": {
                 "threshold": 0.6,
                 "ratio": 1.0,
-            },  # required share of members, and noise of the check over the votes
+            },
             "student": {"steps": 20, "learning_rate": 5.0, "repetitions": 10},
             "dp_sgd": {
                 "steps": 100,

@@ -45,10 +45,11 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "source": "tfds",
                 "name": "cifar10",
                 "data_dir": "",
+                # the public images train the classifier
                 "parts": {
                     "public": "train",
                     "test": "test",
-                },  # the public images train the classifier
+                },
                 "prepare": False,  # whether images differ in size and are cut to the model's
                 # "" corrupts images here, "cifar10_corrupted" reads the published set
                 "corrupted_name": "",
@@ -129,11 +130,12 @@ def get_config(source: str = "trained") -> ConfigDict:
                     "sources": 50,
                     "samples": 30,
                 },
+                # where methods are compared
                 "centre": {
                     "sources": 50,
                     "samples": 30,
                     "epsilon": 1.0,
-                },  # where methods are compared
+                },
             },
             "figures": {
                 "methods": (

@@ -25,9 +25,8 @@ def get_config() -> ConfigDict:
             "epsilon": 1.0,  # of all answers of a hospital together, pure
             "adjacency": "add_remove",
             "num_classes": 5,
-            "server": {
-                "fewest": 0
-            },  # the number of hospitals that must answer every round. 0 is all.
+            # the number of hospitals that must answer every round. 0 is all.
+            "server": {"fewest": 0},
             "client": {
                 # an .npz file with logits [n, m] and labels [n], optionally group [n]
                 "records": "",

@@ -27,10 +27,11 @@ def get_config() -> ConfigDict:
         "images": 0,
     }
     config.data = {
+        # airplane, automobile, bird, cat, deer, dog
         "server": {
             **cifar10,
             "classes": (0, 1, 2, 3, 4, 5),
-        },  # airplane, automobile, bird, cat, deer, dog
+        },
         "pretrain_fraction": 5 / 6,
         "server_images": 1000,
         "client": {**cifar10, "classes": (6, 7, 8, 9)},  # frog, horse, ship, truck

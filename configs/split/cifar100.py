@@ -49,9 +49,8 @@ def get_config() -> ConfigDict:
             "std": (0.2023, 0.1994, 0.2010),
         },
     }
-    config.methods = tuple(
-        name for name in config.methods if name != "SA, noise once"
-    )  # Figure 4 has it
+    # Figure 4 has it
+    config.methods = tuple(name for name in config.methods if name != "SA, noise once")
     config.stolen = config.stolen[:-1]  # no second public model, so no auxiliary backend
     config.learning_rates = (3e-4, 1e-3, 3e-3, 1e-2)
     config.tuning.seeds = (1,)

@@ -44,11 +44,12 @@ def get_config() -> ConfigDict:
                 "pretrain_fraction": 0.7,
                 "server_images": 0,  # at most so many of D_S. 0 takes all.
                 "client": {**digits, "classes": (5, 6, 7, 8, 9)},
+                # the half from which no shots are drawn
                 "client_test": {
                     **digits,
                     "name": "",
                     "classes": (),
-                },  # the half from which no shots are drawn
+                },
                 # Learning rates are chosen on D_S turned by 90 degrees, which the backbone has
                 # never seen.
                 "tuning": {**digits, "name": "", "classes": (), "rotate": 1},

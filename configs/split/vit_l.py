@@ -19,11 +19,12 @@ from configs.split import digits
 CLIENTS = {
     # Data set, training and test split. DomainNet's smallest domain is Clipart.
     "cifar100": ("cifar100", "train", "test"),
+    # all of it would be 271 GB at this size
     "places365": (
         "places365_small",
         "train[:2%]",
         "validation[:20%]",
-    ),  # all of it would be 271 GB at this size
+    ),
     "domainnet": ("domainnet/clipart", "train", "test"),
 }
 
@@ -53,12 +54,10 @@ def get_config(client: str = "cifar100") -> ConfigDict:
         "naming": "auto",
         "preprocessing": {},  # from the checkpoint
     }
-    config.stolen = config.stolen[
-        :-1
-    ]  # "Auxiliary backend" needs another public model in config.auxiliary
-    config.head_hidden = (
-        1024 if client == "places365" else 0
-    )  # two linear maps, whose width the paper does not state
+    # "Auxiliary backend" needs another public model in config.auxiliary
+    config.stolen = config.stolen[:-1]
+    # two linear maps, whose width the paper does not state
+    config.head_hidden = 1024 if client == "places365" else 0
     config.server.learning_rate = 1e-5
     config.client.laplace_unit = "representation"
     config.adaptation.epochs = 100

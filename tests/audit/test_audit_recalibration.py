@@ -16,9 +16,8 @@ import pytest
 from jaxdp.audit import recalibration as canaries
 from jaxdp.recalibration import AccT, HistogramBinning, NllT, Party
 
-MODULE = sys.modules[
-    "jaxdp.recalibration.recalibrate"
-]  # the package shows the function of this name
+# the package shows the function of this name
+MODULE = sys.modules["jaxdp.recalibration.recalibrate"]
 SEED, CLASSES = bytes(range(16)), 3
 RNG = np.random.default_rng(0)
 LOGITS, LABELS = RNG.normal(size=(5, CLASSES)).astype(np.float32), RNG.integers(0, CLASSES, 5)

@@ -99,9 +99,8 @@ def test_images_of_a_folder_are_read_on_demand(folder):
     )
     (folder / "5.png").unlink()
     part = source.take([0, 4])
-    assert (
-        part.gather([1])["age"] == 44 and len(part.fingerprint) == 64
-    )  # the missing image is in another part
+    # the missing image is in another part
+    assert part.gather([1])["age"] == 44 and len(part.fingerprint) == 64
     assert part.load().fingerprint == part.fingerprint
     with pytest.raises(FileNotFoundError, match=r"5\.png"):
         source.gather([5])

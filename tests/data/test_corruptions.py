@@ -286,9 +286,8 @@ def test_motion_blur_is_the_shifted_sum_of_the_library(degrees):
 def test_glass_blur_takes_every_pixel_from_nearby():
     position = np.indices((32, 32))
     image = np.stack([*(8 * position + 4), np.zeros((32, 32), int)], axis=-1).astype(np.uint8)
-    shuffled = cifar_c.apply(
-        image, "glass_blur", 1, np.random.default_rng(0)
-    )  # blurs by 0.05 pixels: not at all
+    # blurs by 0.05 pixels: not at all
+    shuffled = cifar_c.apply(image, "glass_blur", 1, np.random.default_rng(0))
     moved = shuffled[..., :2] // 8 - np.moveaxis(position, 0, -1)
     edge = np.ones((32, 32), bool)
     edge[2:, 2:] = False

@@ -88,9 +88,8 @@ def test_a_split_is_uniform():
     counts = np.zeros((6, 6))
     for seed in range(600):
         counts[np.arange(6), source.split([1.0], seed=seed)[0].rows] += 1
-    assert (
-        np.sum((counts - 100) ** 2 / 100) * 5 / 6 < 52.6
-    )  # chi-square, 25 degrees of freedom, 0.1 %
+    # chi-square, 25 degrees of freedom, 0.1 %
+    assert np.sum((counts - 100) ** 2 / 100) * 5 / 6 < 52.6
 
 
 @pytest.mark.parametrize("fractions", [[], [0.5, 0.0], [-0.1], [0.8, 0.3]])

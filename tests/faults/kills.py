@@ -178,9 +178,8 @@ def _recalibrate(root: pathlib.Path) -> None:
 
 
 def _recalibrate_claims(root: pathlib.Path) -> list[tuple[float, float]]:
-    return [
-        (2.0, _spent(root / "ledger.sqlite", f"source {i}")) for i in range(3)
-    ]  # two methods at epsilon 1
+    # two methods at epsilon 1
+    return [(2.0, _spent(root / "ledger.sqlite", f"source {i}")) for i in range(3)]
 
 
 def _adapt(root: pathlib.Path) -> None:

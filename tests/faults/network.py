@@ -126,9 +126,8 @@ class Job:
                     continue  # the SuperLink refuses it until the server's program has come
                 due.pop(key)
                 self._start(key)
-            for key in [
-                key for key, then in ended.items() if now > then + _IDLE
-            ]:  # the other party waits for it
+            # the other party waits for it
+            for key in [key for key, then in ended.items() if now > then + _IDLE]:
                 ended.pop(key)
                 due[key] = now
             if (count := told.stat().st_size if told.exists() else 0) != last[

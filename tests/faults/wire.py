@@ -125,9 +125,8 @@ def _hasten() -> None:
         module.HEARTBEAT_DEFAULT_INTERVAL = HEARTBEAT_SECONDS  # type: ignore[attr-defined]
     heartbeat.HEARTBEAT_CALL_TIMEOUT = fleet_http_client.HEARTBEAT_CALL_TIMEOUT = 2
     real = time.sleep
-    time.sleep = lambda seconds: real(
-        0.5 if seconds == 3 else seconds
-    )  # how a SuperNode waits for messages
+    # how a SuperNode waits for messages
+    time.sleep = lambda seconds: real(0.5 if seconds == 3 else seconds)
 
 
 def hook() -> None:

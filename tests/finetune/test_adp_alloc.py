@@ -292,9 +292,8 @@ def test_a_schedule_that_turns_negative_is_no_privacy(truncated):
         trainer.event(0, 5)
     for steps in (5, 7):
         assert epsilon(schedule_event(falling, 1.5, sampler, steps), delta=1e-5) == math.inf
-    assert (
-        epsilon(schedule_event(falling, 1.0, sampler, 3), delta=1e-5) == math.inf
-    )  # no noise at all
+    # no noise at all
+    assert epsilon(schedule_event(falling, 1.0, sampler, 3), delta=1e-5) == math.inf
 
 
 @pytest.mark.slow

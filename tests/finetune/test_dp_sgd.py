@@ -309,9 +309,8 @@ def test_with_ascent_gradients_are_taken_uphill_of_the_last_release(probability)
             for name in params
         }
         trace = {name: released[name] + MOMENTUM * trace[name] for name in params}
-        params = {
-            name: params[name] - RATE * trace[name] for name in params
-        }  # the step starts where it was
+        # the step starts where it was
+        params = {name: params[name] - RATE * trace[name] for name in params}
         assert_close(state.released, released)
         assert_close(state.params, params)
 
@@ -548,9 +547,8 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
     # first.
     params = {"kernel": np.zeros((FEATURES, CLASSES)), "bias": jnp.full((CLASSES,), 1.0)}
     state, source = trainer.init(params), source_of()
-    for k in range(
-        100
-    ):  # known keys with which empty batches and batches of two parts come after the first of two
+    # known keys with which empty batches and batches of two parts come after the first of two
+    for k in range(100):
         state = state._replace(
             noise=state.noise._replace(key=noise.stream(bytes([k] * 16), "test"))
         )
@@ -668,9 +666,8 @@ def test_other_sizes_are_traced_while_the_first_is_compiled_or_after_its_step(mo
         assert names == every[:3]
         programs.wait(0)
         assert names == every[:3] if cached else names[3] == every[3]
-        state, _ = trainer.step(
-            state, source, meanwhile=bool
-        )  # deletes the arrays of the first state
+        # deletes the arrays of the first state
+        state, _ = trainer.step(state, source, meanwhile=bool)
         programs.wait(1)
         assert names == every and programs.text == text == text_of(trainer, state, source)
 

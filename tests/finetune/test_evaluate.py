@@ -13,9 +13,8 @@ from jaxdp.privacy.events import composition
 
 N = 137
 RNG = np.random.default_rng(0)
-ANGLES = np.pi / 4 + np.pi / 2 * np.array(
-    [1, 0, 2, 3]
-)  # right for the classes 2 and 3, wrong for the others
+# right for the classes 2 and 3, wrong for the others
+ANGLES = np.pi / 4 + np.pi / 2 * np.array([1, 0, 2, 3])
 PARAMS = jnp.asarray([np.cos(ANGLES), np.sin(ANGLES)], jnp.float32)
 SOURCE = data.bundled("blobs").take(np.arange(N))
 

@@ -183,9 +183,8 @@ def test_a_basis_lasts_for_basis_every_steps():
         bases.append(flat(state.carried))
     same = [bool((one == other).all()) for one, other in itertools.pairwise(bases)]
     assert same == [True, True, False, True, True, False]
-    assert (
-        trainer_of(basis_every=1).init(params_of()).carried is None
-    )  # nothing to keep in checkpoints
+    # nothing to keep in checkpoints
+    assert trainer_of(basis_every=1).init(params_of()).carried is None
 
 
 # --- Sensitivity --------------------------------------------------------------------------------
@@ -426,9 +425,8 @@ def test_noise_along_and_across_the_basis(share, factors):
         z * factor * clip / batch for factor, clip in zip(factors, (2.0, 0.5), strict=True)
     )
     along, across = noise_of_empty_batches(z, share)
-    assert has_std(
-        along, math.hypot(embedding, residual)
-    )  # the residual's noise has all directions
+    # the residual's noise has all directions
+    assert has_std(along, math.hypot(embedding, residual))
     assert has_std(across, residual)
     for scale in (0.7, 1.3):
         assert not has_std(scale * along, math.hypot(embedding, residual))
@@ -457,6 +455,7 @@ def test_a_step_is_one_gaussian_on_one_sample(share):
         (50_000, 1000, 5000, 2.547, 4.0, None),
         (50_000, 1000, 5000, 2.705, 3.69, 3.40),
         (50_000, 1000, 5000, 8.191, 1.0, None),
+        # where the doubled divergences of the public code promise 4
         (
             50_000,
             256,
@@ -464,7 +463,7 @@ def test_a_step_is_one_gaussian_on_one_sample(share):
             1.488,
             4.12,
             3.79,
-        ),  # where the doubled divergences of the public code promise 4
+        ),
         (5_000, 256, 1953, 4.237, 3.60, 3.32),
     ],
 )
@@ -493,9 +492,8 @@ def test_what_is_changed_after_a_crash_pays_again(tmp_path, monkeypatch):
     def crash(*args):
         raise RuntimeError("crash")
 
-    monkeypatch.setattr(
-        finetune.PrivateTrainer, "step", crash
-    )  # by then the chunk has been charged
+    # by then the chunk has been charged
+    monkeypatch.setattr(finetune.PrivateTrainer, "step", crash)
     # Noise that compiles in no time: each trainer has its own programs.
     monkeypatch.setattr(
         noise, "gaussian", lambda key, tree, std, **_: jax.tree.map(lambda x: std + 0 * x, tree)
@@ -506,9 +504,8 @@ def test_what_is_changed_after_a_crash_pays_again(tmp_path, monkeypatch):
     for options in ({}, {}, *CHANGES):
         with pytest.raises(RuntimeError, match="crash"):
             finetune.fit(
-                trainer_of(
-                    **{"basis_every": 2, "physical_batch_size": ANCHORS, **options}
-                ),  # one chunk of anchors
+                # one chunk of anchors
+                trainer_of(**{"basis_every": 2, "physical_batch_size": ANCHORS, **options}),
                 params_of(),
                 source_of(features_of()),
                 steps=3,

@@ -235,9 +235,8 @@ def test_a_run_charges_an_account_of_the_same_unit_and_no_other():
             match=f"trainer protects one '{trainer.unit}'.* registered with unit='{unit}'",
         ):
             fit(trainer, source, unit)
-    assert (
-        fit(trainer_of(group=False), single, "patient")[1] > 0
-    )  # declared: every patient has one record
+    # declared: every patient has one record
+    assert fit(trainer_of(group=False), single, "patient")[1] > 0
 
 
 def test_groups_that_are_not_there_are_refused_before_anything_is_spent():

@@ -25,14 +25,16 @@ CHAIN = [
     (["four_steps", 2, [1, "compile"]], 0),  # before a payment
     (["four_steps", 2, [0, "batches"]], 2),  # paid, before the first step
     (["four_steps", 2, [1, "step"]], 2),  # The chunk is repeated and not paid again.
+    # after the last step of the second chunk, before its commit
     (
         ["four_steps", 2, [0, "save"]],
         4,
-    ),  # after the last step of the second chunk, before its commit
+    ),
+    # restores the first chunk. The program of the second is another: it is paid again.
     (
         ["four_steps", 4, None],
         6,
-    ),  # restores the first chunk. The program of the second is another: it is paid again.
+    ),
     (["six_steps", 1, None], 8),  # One process restores what four have saved.
 ]
 JOBS = {

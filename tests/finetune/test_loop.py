@@ -70,11 +70,12 @@ CHOSEN = [
     ({"at": "checkpoint", "time": 1}, 0, 0),  # before the secret seed is in its place
     ({"at": "reserved", "time": 1}, 3, 0),
     ({"at": "step", "time": 3}, 3, 2),
+    # the first chunk is kept, of the second only the metrics are
     (
         {"at": "kept", "time": 2},
         6,
         6,
-    ),  # the first chunk is kept, of the second only the metrics are
+    ),
     # The metrics of repeated steps have been dropped. The second chunk's checkpoint is written but
     # not in its place.
     ({"at": "checkpoint", "time": 2}, 6, 6),
@@ -741,10 +742,11 @@ def test_callbacks_see_every_step_once_its_row_is_written(tmp_path):
     trainer, ledger, seen = blobs_trainer(ema_decay=0.5), blobs_ledger(delta=1e-5), []
 
     def callback(step, row, params):
+        # the row is on disk when its step ends
         assert metrics(tmp_path)[-1] == {
             "step": step,
             **row,
-        }  # the row is on disk when its step ends
+        }
         seen.append((step, np.asarray(params["w"])))
 
     state = fit(trainer, ledger, workdir=tmp_path, steps=3, callbacks=[callback])

@@ -62,10 +62,11 @@ def excess(counts):
         ("data", None),
         ("fsdp", None),
         ("data", (shards, "auto_devices", lambda: 1)),  # a sum for each position of a kernel
+        # XLA alone places what is divided
         (
             "fsdp",
             (meshes.Layout, "whole", lambda layout: layout),
-        ),  # XLA alone places what is divided
+        ),
     ],
 )
 @pytest.mark.slow

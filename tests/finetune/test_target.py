@@ -24,9 +24,8 @@ def make(name="dp_sgd", **options):
 def test_the_noise_of_a_target_costs_at_most_the_target_and_hardly_less(name):
     event = make(name, **TARGET).event(0, 3)
     assert 1.99 < epsilon(event, delta=1e-5) <= 2.0
-    assert (
-        epsilon(make(name, **{**TARGET, "steps": 4}).event(0, 3), delta=1e-5) < 1.99
-    )  # steps count
+    # steps count
+    assert epsilon(make(name, **{**TARGET, "steps": 4}).event(0, 3), delta=1e-5) < 1.99
 
 
 @pytest.mark.slow

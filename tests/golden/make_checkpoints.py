@@ -16,10 +16,11 @@ FOLDER = Path(__file__).parent / "checkpoints"
 LANGUAGE = Path(__file__).parent / "language"
 SIZES = {"vit": 8, "convnext": 64, "swin": 32}
 WIDTHS, DEPTHS = (4, 6, 8, 10), (1, 1, 2, 1)
+# grids of 16x16, 8x8 (where windows shift) and 4x4 (one window)
 SWIN_DEPTHS, SWIN_HEADS = (
     (1, 2, 1),
     (1, 2, 4),
-)  # grids of 16x16, 8x8 (where windows shift) and 4x4 (one window)
+)
 
 
 def images(kind: str) -> np.ndarray:

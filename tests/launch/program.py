@@ -93,9 +93,8 @@ def call(arguments):
         flags.FLAGS.is_parsed(),
     )
     handlers, level = logger.handlers[:], logger.level
-    platforms = jax.config.values[
-        "jax_platforms"
-    ]  # which a plan for another machine sets, and a token names
+    # which a plan for another machine sets, and a token names
+    platforms = jax.config.values["jax_platforms"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(flagsaver.flagsaver())
         stack.enter_context(mock.patch.object(sys, "argv", [module, *flags_of_it]))

@@ -144,12 +144,13 @@ def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished):
     assert tuple(task.tuning) == ("speckle_noise", "gaussian_blur")
     clean = data.bundled("digits").split([0.6, 0.4], seed=0)[1].gather(np.arange(128))["label"]
     seen = [*(task.stream(seed).domains["contrast"] for seed in (0, 1)), *task.tuning.values()]
+    # other photographs for each stream and tuning
     parts = [
         clean[:32],
         clean[32:64],
         clean[64:128],
         clean[64:128],
-    ]  # other photographs for each stream and tuning
+    ]
     for found, expected in zip(seen, parts, strict=True):
         np.testing.assert_array_equal(found.gather(np.arange(len(found)))["label"], expected)
 
@@ -168,11 +169,12 @@ def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monk
 
     monkeypatch.setattr(Adapter, "step", dies)
     batches = 64 // tiny.adapt().protocol.batch_size
+    # in a run without noise, and twice in one with noise
     crashes = {
         0,
         2 * batches + 2,
         2 * batches + 4,
-    }  # in a run without noise, and twice in one with noise
+    }
     for _ in crashes:
         with pytest.raises(KeyboardInterrupt):
             frame.run(adapt.STUDY, tiny.adapt(), tmp_path)

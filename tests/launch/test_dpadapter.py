@@ -157,9 +157,8 @@ def test_paired_differences_average_within_a_seed_first():
     mean, error, higher, pairs = results.paired_difference(ROWS, "upstream", "a", "b", **places)
     assert (mean, error) == (pytest.approx(0.125), pytest.approx(0.075))
     assert (higher, pairs) == (3, 4)
-    assert math.isnan(
-        results.paired_difference(ROWS[::2], "upstream", "a", "b", **places)[1]
-    )  # one seed has no error
+    # one seed has no error
+    assert math.isnan(results.paired_difference(ROWS[::2], "upstream", "a", "b", **places)[1])
     with pytest.raises(ValueError, match="no cell has a partner in which method is 'GEP'"):
         results.paired_difference(ROWS, "method", "DP-SGD", "GEP", **places)
 

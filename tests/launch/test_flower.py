@@ -114,12 +114,10 @@ def test_split_adaptation_survives_the_death_of_every_process(federation, monkey
         federation.plant(folder, "")
     federation.kill(node)
     lapses = time.monotonic() + OFFLINE_SECONDS
-    federation.wires[server] = {
-        "kill": ["out /v1/runtime/push-object", 5, "after"]
-    }  # a message is 5 objects
-    federation.wires[client] = {
-        "kill": ["out /v1/runtime/push-messages", 1, "before"]
-    }  # it has paid
+    # a message is 5 objects
+    federation.wires[server] = {"kill": ["out /v1/runtime/push-object", 5, "after"]}
+    # it has paid
+    federation.wires[client] = {"kill": ["out /v1/runtime/push-messages", 1, "before"]}
     for key in (server, client):
         federation.start_program(key.split()[0], "clinic-1", "split")
     time.sleep(max(0.0, lapses - time.monotonic()))

@@ -190,9 +190,8 @@ def test_a_workdir_belongs_to_one_study_config_and_release(tmp_path):
     with pytest.raises(ValueError, match="belongs to the study 'toy', not to 'finetune'"):
         frame.check_same_config("finetune", config(), tmp_path)
     assert contents(tmp_path) == before
-    (tmp_path / "config.json").write_text(
-        json.dumps(config().to_dict())
-    )  # as the first releases wrote it
+    # as the first releases wrote it
+    (tmp_path / "config.json").write_text(json.dumps(config().to_dict()))
     with pytest.raises(ValueError, match="was made by another release of jaxdp"):
         frame.run(STUDY, config(), tmp_path)
     (tmp_path / "config.json").write_text("{")

@@ -232,10 +232,11 @@ def test_a_whole_life_on_images_of_five_sites_protects_patients(folder, tmp_path
     }
     assert watched == ({"pretrain", "finetune"} if study.watch else set())
     (adapted,) = (tmp_path / "life" / "cells" / "adapt").glob("*/row.json")
+    # two images, in two batches or in one
     assert json.loads(adapted.read_text())["result"]["visits"] in (
         2,
         4,
-    )  # two images, in two batches or in one
+    )
     with Ledger(tmp_path / "life" / "ledger.sqlite") as ledger:
         entries = {entry["name"]: entry for entry in ledger.report()["datasets"]}
     assert set(entries) == {

@@ -210,9 +210,8 @@ def test_a_run_goes_on_with_the_hospitals_that_are_left(network, tmp_path):
     answer = functools.partial(network.hospitals["clinic-1"]._talk.answer)
     other = network.hospitals["clinic-2"]._talk.answer(first, round=0)
     np.testing.assert_array_equal(whole, answer(first, round=0) + other)
-    np.testing.assert_array_equal(
-        doubled, 2 * answer(second, round=k)
-    )  # one of two stands for both
+    # one of two stands for both
+    np.testing.assert_array_equal(doubled, 2 * answer(second, round=k))
     scale = recalibration.noise_scale(network.hospitals["clinic-1"]._method, num_classes=5, **HOW)
     assert variance == scale.variance * 2
     assert network.spends() == {"clinic-1": (1, 1.0), "clinic-2": (1, 1.0), "clinic-3": (0, 0.0)}
@@ -260,9 +259,8 @@ def test_wrong_questions_are_refused(network, change, match):
     hospital = network.hospitals["clinic-1"]
     with pytest.raises(ValueError, match=match):
         hospital.answer(question(hospital, **change))
-    if (
-        "cannot be answered" not in match
-    ):  # a right question at the wrong time has begun the conversation
+    # a right question at the wrong time has begun the conversation
+    if "cannot be answered" not in match:
         assert network.spends()["clinic-1"] == (0, 0.0)
 
 

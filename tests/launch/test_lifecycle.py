@@ -248,9 +248,8 @@ def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(
     assert "Not done: recalibrate, deploy, audit_recalibrate." in printed
     report = (copied / "report.html").read_text()
     assert "RuntimeError: error.txt in its folder has the message for the owners" in report
-    assert (
-        "hospital&gt; 3" not in report and "<hospital>" not in report
-    )  # it may depend on what hospitals have
+    # it may depend on what hospitals have
+    assert "hospital&gt; 3" not in report and "<hospital>" not in report
     (written,) = copied.glob("cells/recalibrate/*/error.txt")
     assert "the line to <hospital> 3 is dead" in written.read_text()
     assert spent(copied) == before
@@ -260,9 +259,8 @@ def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(
     assert ran == ["recalibrate", *skipped]
     after = spent(copied)
     assert after["hospital 0"] == 1.5 and after["stream"] == before["stream"]
-    life.run(
-        tiny.lifecycle(), copied
-    )  # what was made with the first config is still there, and paid for
+    # what was made with the first config is still there, and paid for
+    life.run(tiny.lifecycle(), copied)
     assert len(ran) == 3 and spent(copied) == after
 
 
@@ -366,9 +364,8 @@ def test_after_a_private_stage_has_failed_nothing_more_is_spent(tmp_path, finish
     }
     assert set(spent(root).values()) == {0.0}
     with Ledger(root / "ledger.sqlite") as ledger:
-        assert all(
-            not entry["holds"] for entry in ledger.report()["datasets"]
-        )  # the room is given back
+        # the room is given back
+        assert all(not entry["holds"] for entry in ledger.report()["datasets"])
 
 
 def test_a_lifecycle_goes_on_with_a_budget_that_is_all_reserved(tmp_path, finished, monkeypatch):
@@ -403,9 +400,8 @@ def test_a_lifecycle_goes_on_with_a_budget_that_is_all_reserved(tmp_path, finish
 def test_a_lost_ledger_is_told_everything_again(copied, ran):
     before = spent(copied)
     (copied / "ledger.sqlite").unlink()
-    with pytest.raises(
-        LedgerDamaged, match="is missing: only its head exists"
-    ):  # nobody starts from 0 by accident
+    # nobody starts from 0 by accident
+    with pytest.raises(LedgerDamaged, match="is missing: only its head exists"):
         life.run(tiny.lifecycle(), copied)
     (copied / "ledger.sqlite.head").unlink()
     life.run(tiny.lifecycle(), copied)
@@ -440,9 +436,8 @@ def test_what_cannot_be_run_says_so_before_anything_is_spent(tmp_path, capsys):
 
     config = tiny.lifecycle()
     config.data.parts = {name: "cifar10/test" for name in parts.ROLES}
-    config.data.update(
-        {"source": "tfds", "data_dir": str(tmp_path)}
-    )  # neither the data nor a network: none is asked
+    # neither the data nor a network: none is asked
+    config.data.update({"source": "tfds", "data_dir": str(tmp_path)})
     refused(config, r"data set 'cifar10' is not prepared(.|\n)*tfds build cifar10")
     refused(tiny.lifecycle(data__source="tfds"), r"config\.data\.parts\.public must be a split")
     refused(tiny.lifecycle(data__parts__public=1797), r"add up to at most 1797")
@@ -601,13 +596,11 @@ def test_ctrl_c_at_the_launcher_and_the_same_command_again(tmp_path, finished, m
     running, printed, errors = program.start(command(root, **changes), tmp_path)
     wait_for(lambda: list(root.glob("cells/finetune/*/charges.jsonl")), running)
     dropped = lambda: errors.read_text().count("Exception ignored in")  # noqa: E731
-    while (
-        running.poll() is None
-    ):  # Python drops the exception where a destructor or JAX's callback of gc runs
+    # Python drops the exception where a destructor or JAX's callback of gc runs
+    while running.poll() is None:
         before, end = dropped(), time.monotonic() + 5
-        if (
-            "stopped by the user" not in (root / "report.html").read_text()
-        ):  # a signal at its end would kill it
+        # a signal at its end would kill it
+        if "stopped by the user" not in (root / "report.html").read_text():
             running.send_signal(signal.SIGINT)
         while running.poll() is None and dropped() == before and time.monotonic() < end:
             time.sleep(0.02)
@@ -663,9 +656,10 @@ def test_kill_9_in_the_middle_of_a_release(copied, tmp_path, monkeypatch):
         KILLED, copied, tmp_path / "seen", repr(tiny.LIFECYCLE), modules=program.MODULES
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    # it counts
     assert (
         spent(copied)["hospital 0"] == spent(copied)["hospital 1"] == 1 and unfinished(copied) == 2
-    )  # it counts
+    )
     (seed,) = copied.rglob("secret_seed")
     first_stages(monkeypatch, 3)
     states = life.run(tiny.lifecycle(), copied)
@@ -691,9 +685,8 @@ def test_a_disk_that_is_full_when_the_ledger_is_written(copied, monkeypatch, cap
     said = capsys.readouterr()
     assert "Traceback" not in said.err
     assert re.search(r"deploy: failed, OSError: ledger '.*' cannot be read or written", said.out)
-    assert (
-        spent(copied)["hospital 0"] == 1 and unfinished(copied) == 0
-    )  # not charged, as nothing was computed
+    # not charged, as nothing was computed
+    assert spent(copied)["hospital 0"] == 1 and unfinished(copied) == 0
     assert "What was protected" in document.write(copied).read_text()
     life.run(tiny.lifecycle(), copied)
     assert spent(copied)["hospital 0"] == 2 and unfinished(copied) == 0
@@ -787,9 +780,8 @@ def test_the_deployed_model_is_beside_each_step(finished):
     found = cache.find(root / states["deploy"]["folder"]).result
     (models,) = found["models"].values()
     assert list(models) == ["fine-tuned", "only recalibrated", "only adapted", "deployed"]
-    assert (
-        models["fine-tuned"]["accuracy"] == models["only recalibrated"]["accuracy"]
-    )  # confidences change no answer
+    # confidences change no answer
+    assert models["fine-tuned"]["accuracy"] == models["only recalibrated"]["accuracy"]
     assert models["only adapted"]["accuracy"] == models["deployed"]["accuracy"]
     assert models["fine-tuned"]["low"] == models["fine-tuned"]["high"] == 0.0
     assert cache.find(root / states["recalibrate"]["folder"]).result["ece"] == {

@@ -55,9 +55,8 @@ def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
         mock.patch.object(lm, "bits", side_effect=[3.0, KeyboardInterrupt]),
         pytest.raises(KeyboardInterrupt),
     ):
-        frame.run(
-            lm.STUDY, tiny.lora(public, references=True), root
-        )  # after the first checkpoint of two
+        # after the first checkpoint of two
+        frame.run(lm.STUDY, tiny.lora(public, references=True), root)
     assert steps_charged(root, "texts/private") == 4  # the next two were reserved
     with mock.patch.object(lm, "bits", side_effect=judged):
         result = frame.run(lm.STUDY, tiny.lora(public, references=True), root)
@@ -69,9 +68,8 @@ def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
     network = models.load_checkpoint(
         public / "model.safetensors", model=lm.models.network(config.model).model
     )
-    served = models.load_params(
-        root / "params.safetensors", like=network.params
-    )  # W + A B has the form of W
+    # W + A B has the form of W
+    served = models.load_params(root / "params.safetensors", like=network.params)
     changed = jax.tree.map(
         lambda a, b: (np.asarray(a) != np.asarray(b)).any(), served, network.params
     )

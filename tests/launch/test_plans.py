@@ -304,7 +304,6 @@ def test_the_programs_of_a_training_are_those_that_go_to_a_compiler(capsys, monk
     assert rows["memory of v5e"].startswith("fits: 0 MB") and rows["epsilon"].endswith("add_remove")
     assert f"for {config.private.steps:,} of them" in rows["all steps"]
     assert all(program.platforms == ("tpu",) for program, _ in sent)
-    assert any(
-        "tpu_custom_call" in program.mlir_module() for program, _ in sent
-    )  # at least the noise
+    # at least the noise
+    assert any("tpu_custom_call" in program.mlir_module() for program, _ in sent)
     assert sum(donated != () for _, donated in sent) == 2  # the addition and the update

@@ -124,11 +124,12 @@ def test_references_are_charged_to_a_ledger_of_their_own(finished):
     # Two pools and two mechanisms, each 30 answers in 3 repetitions.
     assert counts[PureDpEvent(result["epsilon_per_query"])] == 4 * 30 * 3
     kinds = Counter(type(event).__name__ for event in counts)
+    # the latter: PATE, DP-SGD
     assert kinds == {
         "PureDpEvent": 1,
         "GaussianDpEvent": 2,
         "PoissonSampledDpEvent": 1,
-    }  # the latter: PATE, DP-SGD
+    }
     assert (
         sum(n for event, n in counts.items() if type(event).__name__ == "PoissonSampledDpEvent")
         == 3 * 2
@@ -247,11 +248,12 @@ def test_a_run_that_dies_after_every_step_repeats_it_and_pays_once(tmp_path, mon
             assert ledger.report()["datasets"][0]["open"] == []
         charged.append(counts)
     assert charged[0] == {each: 30} and charged[1].pop(each) == 4 * 30
+    # steps of DP-SGD, thresholds and answers of PATE
     assert sorted(charged[1].values()) == [
         3,
         30,
         30,
-    ]  # steps of DP-SGD, thresholds and answers of PATE
+    ]
     assert not list(tmp_path.rglob("secret_seed"))
 
 
@@ -353,9 +355,8 @@ def test_logits_and_loss_are_those_of_a_dense_network(classes, bias):
     model = Dense(inputs=4, num_classes=classes, hidden=(5,), bias=bias, init_seed=0)
     start = model.init()
     example = {"features": jnp.asarray([0.5, -1.0, 2.0, 0.1]), "label": jnp.int32(1)}
-    assert float(model.loss(start, example)) == pytest.approx(
-        math.log(classes), rel=1e-6
-    )  # the last layer is zero
+    # the last layer is zero
+    assert float(model.loss(start, example)) == pytest.approx(math.log(classes), rel=1e-6)
 
     key = jax.random.key(1)
     params = jax.tree.map(lambda leaf: leaf + jax.random.normal(key, leaf.shape), start)
@@ -417,9 +418,8 @@ def test_expected_accuracies_are_those_of_the_answers(classes, votes):
         # many draws.
         tolerance = 5 * math.sqrt(0.25 / 80_000 * (2 if votes and way == teachers.GLOBAL else 1))
         assert abs(accuracy - pool.expected_accuracy(way, 0.4, truth)) < tolerance
-        assert (
-            abs(accuracy - pool.expected_accuracy(way, 1.2, truth)) > tolerance
-        )  # the test can tell
+        # the test can tell
+        assert abs(accuracy - pool.expected_accuracy(way, 1.2, truth)) > tolerance
 
 
 def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
@@ -442,10 +442,11 @@ def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
     )
     norms = np.linalg.norm(gradients, axis=(1, 2), keepdims=True)
     assert (norms > 0.3).any()
+    # what is declared, by which sums are divided, and more than that cannot be drawn
     for records in (
         40,
         32,
-    ):  # what is declared, by which sums are divided, and more than that cannot be drawn
+    ):
         config.training.records, config.dp_sgd.batch_size = records, 32
         trainer = predict.dp_sgd(config, model, 40)
         state = trainer.init(model.init())

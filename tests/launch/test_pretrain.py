@@ -40,9 +40,8 @@ def finished(tmp_path_factory):
         with pytest.raises(KeyboardInterrupt):
             frame.run(pretrain.STUDY, tiny.pretrain(), workdir)
     assert (workdir / "config.json").exists() and not (workdir / "params.safetensors").exists()
-    watch = (
-        "tensorboard" if importlib.util.find_spec("tensorboardX") else ""
-    )  # a resumed run may be watched otherwise
+    # a resumed run may be watched otherwise
+    watch = "tensorboard" if importlib.util.find_spec("tensorboardX") else ""
     fields = {**tiny.PRETRAIN, "watch": watch}
     return workdir, *program.study(
         "pretrain", "configs/pretrain/digits.py:dpadapter", workdir, fields

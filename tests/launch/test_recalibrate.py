@@ -116,9 +116,8 @@ def test_tables_hold_what_was_kept(finished):
         {row[0]: row[1:] for row in table[2:]} for table in tables
     )
     for name in METHODS:
-        shifted = [
-            kept[shift, name] for shift in ("contrast", "fog")
-        ]  # the clean images do not count
+        # the clean images do not count
+        shifted = [kept[shift, name] for shift in ("contrast", "fog")]
         for table, factors in ((overall, ("sources", "samples", "epsilon")), (centre, ("centre",))):
             for column, (score, mean) in enumerate(
                 [("ece", np.median), ("ece", np.mean), ("brier", np.median), ("brier", np.mean)]

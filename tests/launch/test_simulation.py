@@ -60,9 +60,8 @@ def judged(found, records, order, trial, setting):
     functions."""
     used = np.asarray(order.rows[trial])[: setting.sources * setting.samples]
     confidence, right = found.apply(records.logits), records.correct
-    test = np.isin(
-        np.arange(300), used, invert=True
-    )  # a mask, so that all trials share compiled programs
+    # a mask, so that all trials share compiled programs
+    test = np.isin(np.arange(300), used, invert=True)
     errors = (np.float64(confidence) - np.asarray(right))[test]
     return float(ece(confidence, right, mask=test)), np.mean(errors**2)
 
@@ -153,9 +152,8 @@ def test_equal_states_are_followed_once_and_lose_no_temperature(method):
     fibonacci = [1, 1]
     while len(fibonacci) < 12 + 3:
         fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    assert (
-        apart == fibonacci[-1] - 1 == 609 and len(ends) < 2 * apart
-    )  # 4^13 scripts would take hours
+    # 4^13 scripts would take hours
+    assert apart == fibonacci[-1] - 1 == 609 and len(ends) < 2 * apart
 
 
 def test_a_temperature_that_is_not_tabulated_gives_no_number(records, order, monkeypatch):

@@ -111,10 +111,11 @@ def test_the_attackers_are_where_they_belong(finished):
     attacks = finished[1]["attacks"]
     assert set(attacks["Split Adaptation"]) == {"mean image", "noise-aware", "aggregating", "FORA"}
     assert set(attacks["Split learning"]) == {"mean image", "noise-aware"}
+    # 8x8: no 11-tap window
     assert set(attacks["Split learning"]["noise-aware"]) == {
         "psnr",
         "ssim_uniform7",
-    }  # 8x8: no 11-tap window
+    }
 
 
 def test_what_was_paid_for_and_lost_is_made_again_and_not_paid_again(finished, tmp_path):

@@ -133,9 +133,8 @@ def test_two_layers_of_a_head_are_counted():
     two = Backbone(TINY.model, TINY.preprocessing, 3, head_hidden=9)
     found, plain = cost("lp", two, **JOB), tiny("lp")
     assert found.parameters - plain.parameters == (WIDTH * 9 + 9) + (9 * CLASSES + CLASSES) - P_HEAD
-    assert found.training_flops == 2 * (
-        2 * WIDTH * 9 + 3 * 9 * CLASSES
-    )  # no gradient by the features
+    # no gradient by the features
+    assert found.training_flops == 2 * (2 * WIDTH * 9 + 3 * 9 * CLASSES)
 
 
 @pytest.mark.slow
@@ -183,9 +182,8 @@ def test_products_are_counted_wherever_they_are():
         count_macs(lambda a, b: jnp.einsum("nij,njk->nik", a, b), shape(7, 2, 3), shape(7, 3, 5))
         == 7 * 30
     )
-    assert (
-        count_macs(jax.grad(lambda a, b: jnp.sum((a @ b) ** 2)), a, b) == 30 + 30
-    )  # forward, and one operand's
+    # forward, and one operand's
+    assert count_macs(jax.grad(lambda a, b: jnp.sum((a @ b) ** 2)), a, b) == 30 + 30
 
     def loop(a):
         return lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ c, a)

@@ -71,9 +71,8 @@ def start(party, root, *flags, forbidden):
 
 def finish(*parties):
     """Runs parties at the same time. Returns the standard output of each."""
-    forked.run(
-        "", modules=program.MODULES
-    )  # starts the interpreters, before two threads ask for them
+    # starts the interpreters, before two threads ask for them
+    forked.run("", modules=program.MODULES)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         ended = [run.result() for run in list(map(pool.submit, parties))]
     assert [process.returncode for process in ended] == [0] * len(parties), [
@@ -166,9 +165,8 @@ def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
 
 
 def test_two_processes_adapt_as_published(private, images, tmp_path):
-    shutil.copytree(
-        private[0] / "server", tmp_path / "server"
-    )  # the same server meets another client
+    # the same server meets another client
+    shutil.copytree(private[0] / "server", tmp_path / "server")
     ledger = tmp_path / "own.sqlite"
     flags = [
         "--mode",

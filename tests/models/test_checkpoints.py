@@ -109,12 +109,13 @@ def changed(case, folder, change):
 
 
 def test_the_cases_cover_every_naming():
+    # tested further below and in test_language.py
     others = {
         "cifar_resnet",
         "gpt2",
         "hf_gpt2",
         "hf_llama",
-    }  # tested further below and in test_language.py
+    }
     others |= {naming for naming, *_ in test_public_convnets.CASES.values()}
     assert {naming for naming, _, _ in CASES.values()} == set(NAMINGS) - others
     assert set(CASES) == set(FILES) == set(LOGITS) == set(make_checkpoints.BUILDERS)

@@ -348,9 +348,8 @@ def test_a_standardised_resnet_ignores_scale_and_shift_of_its_kernels() -> None:
     )
     apply = jax.jit(model.apply)
     expected, found = (apply({"params": p}, images) for p in (params, moved))
-    np.testing.assert_allclose(
-        found, expected, rtol=1e-4, atol=1e-4
-    )  # float32 loses a digit to the shift
+    # float32 loses a digit to the shift
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert params["stage_0_block_0_conv_0"]["gain"].shape == (16,)
 
 

@@ -93,9 +93,8 @@ def test_lora_of_a_checkpoint_is_clipped_merged_and_generates():
     )
     assert np.abs(logits - LOGITS["hf_llama"]).max() > 0.01
     changed = apply(params, TOKENS.at[:, 4].add(1) % 31)
-    np.testing.assert_allclose(
-        changed[:, :4], logits[:, :4], rtol=1e-5, atol=1e-5
-    )  # a later token is not seen
+    # a later token is not seen
+    np.testing.assert_allclose(changed[:, :4], logits[:, :4], rtol=1e-5, atol=1e-5)
     how = {"clip_norm": 1.0, "trainable": models.trainable("lora", params)}
     ours, theirs = (
         jax.jit(jaxdp.clipped_grad(loss_of(tuned), engine=engine, **how))(params, TOKENS)
@@ -107,9 +106,8 @@ def test_lora_of_a_checkpoint_is_clipped_merged_and_generates():
         ours.grads["lora"],
         theirs.grads["lora"],
     )
-    assert not jax.tree.leaves(
-        jax.tree.map(lambda x: x.any() or None, ours.grads["blocks"])
-    )  # frozen: zeros
+    # frozen: zeros
+    assert not jax.tree.leaves(jax.tree.map(lambda x: x.any() or None, ours.grads["blocks"]))
     written = models.generate(tuned.apply_fn, params, [1, 2], length=8, seed=0)
     assert written[:2].tolist() == [1, 2] and (written >= 0).all()
 
@@ -157,12 +155,10 @@ def test_mistakes_are_sentences(tmp_path):
         load("hf_llama", num_heads=4, rotary_base=1e4)
     with pytest.raises(ValueError, match="needs a model with positions=16, not 17"):
         load("hf_llama", positions=17)
-    assert (
-        load("hf_llama", positions=9).model.positions == 9
-    )  # shorter texts need no table of positions
-    path = Path(
-        shutil.copy(make_checkpoints.LANGUAGE / "hf_gpt2" / "model.safetensors", tmp_path)
-    )  # no config.json
+    # shorter texts need no table of positions
+    assert load("hf_llama", positions=9).model.positions == 9
+    # no config.json
+    path = Path(shutil.copy(make_checkpoints.LANGUAGE / "hf_gpt2" / "model.safetensors", tmp_path))
     (tmp_path / "config.json").write_text('{"num_key_value_heads": 2}')  # as many as heads
     load("hf_gpt2", path)
     with pytest.raises(

@@ -39,9 +39,8 @@ def test_floats_give_what_bytes_give_and_stay_in_the_unit_interval():
     blocks = np.kron(np.array([[0.0, 1.0], [1.0, 0.0]]), np.ones((4, 4)))[..., None].repeat(
         3, axis=2
     )
-    prepared = Preprocessing(size=32, **IMAGENET).prepare(
-        [blocks]
-    )  # the cubic filter overshoots at every edge
+    # the cubic filter overshoots at every edge
+    prepared = Preprocessing(size=32, **IMAGENET).prepare([blocks])
     assert prepared.min() == 0 and prepared.max() == 1
 
 

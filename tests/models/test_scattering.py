@@ -42,9 +42,8 @@ def expected(image, scales, angles):
     psi = [
         [wavelet(size, j, np.pi * k / angles, angles) for k in range(angles)] for j in range(scales)
     ]
-    distance = np.minimum(
-        np.arange(size), size - np.arange(size)
-    )  # the Gaussian is 0 beyond half the torus
+    # the Gaussian is 0 beyond half the torus
+    distance = np.minimum(np.arange(size), size - np.arange(size))
     gauss = np.exp(-(distance**2) / (2 * (0.8 * 2 ** (scales - 1)) ** 2))
     gauss /= np.sqrt(2 * np.pi) * 0.8 * 2 ** (scales - 1)
     low = np.outer(gauss, gauss)

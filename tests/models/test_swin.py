@@ -244,10 +244,11 @@ def test_every_parameter_receives_a_gradient_and_layer_norms_are_recognised_by_t
         params
     )
     for (*modules, leaf), gradient in flatten_dict(gradients).items():
+        # softmax does not see a shift that all keys share
         unseen = (modules[-1], leaf) == (
             "key",
             "bias",
-        )  # softmax does not see a shift that all keys share
+        )
         assert unseen or np.abs(gradient).max() > 1e-6, (modules, leaf)
         assert any("norm" in module for module in modules) == (
             leaf in ("scale", "bias") and "norm" in modules[-1]

@@ -773,10 +773,11 @@ def test_a_batch_far_larger_than_declared(monkeypatch, most, batches):
     case = Case("bce", (1, 1), "add_remove", 8, 1, clip, 0.5**10, n=1400, ks=2)
     rng = np.random.default_rng(0)
     params = network(rng, (1, 1))
+    # each gradient is the clip
     x, y = (
         np.float32(100 + rng.random((case.n, 1))),
         np.zeros(case.n, np.float32),
-    )  # each gradient is the clip
+    )
     ours, other = (
         case.bounds(params, x[:n], y[:n], None, batches=batches) for n in (case.n, case.n - 1)
     )
@@ -1389,9 +1390,10 @@ def test_bounds_of_owners_contain_training_without_some_of_them():
             assert outside([train(rest)], row(bounds.lower, k), row(bounds.upper, k)) == 0
             stay = np.isin(owner, rest)
             single = np.arange(len(x))[:, None], np.ones((len(x), 1), bool)
+            # what the twin trains, without the same owners
             changed = retrained(
                 x.astype(np.float64), y, *single, np.flatnonzero(stay), divisor=len(x), **how
-            )  # what the twin trains, without the same owners
+            )
             escaped += outside([changed], row(twin.lower, k), row(twin.upper, k)) > 0
     assert escaped > 0
     part = jaxdp.prediction.partition_by_hash(owned, 4, salt=b"owners")

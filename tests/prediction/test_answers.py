@@ -282,9 +282,8 @@ def test_a_seed_reproduces_a_release_and_two_releases_never_share_noise(certifie
     bounds, ledger = Bounds(0, 0), ledger_for()
     first = predict(bounds, 200, ledger)
     assert (predict(bounds, 200, ledger) == first).all() and (predict(bounds, 200) == first).all()
-    assert ledger.events("data") == {
-        None: SelfComposedDpEvent(PureDpEvent(0.5), 200)
-    }  # one release, paid once
+    # one release, paid once
+    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.5), 200)}
     others = [
         predict(Bounds(0, 0, lower=np.float32(1)), 200, ledger),  # in nothing that the answers show
         predict(bounds, 200, ledger, mechanism="global_response"),
@@ -970,9 +969,8 @@ def test_real_bounds_vote_and_answer():
         assert ((asked["x"] @ member.params["w"] > 0) == certificate.label).all()
     votes = np.stack([c.label for c in certificates]), np.stack([c.distance for c in certificates])
     winners, distances = ensembles.vote(*votes, num_classes=2)
-    assert (
-        distances[-1] == 1 and np.median(distances) > 12
-    )  # Unanimous: two members have to change their label.
+    # Unanimous: two members have to change their label.
+    assert distances[-1] == 1 and np.median(distances) > 12
     ledger = ledger_for()
     ask = {"account": account(ledger), "seed": SEED}
     answers = prediction.private_predict(members, logit, asked, epsilon=1.0, **ask)

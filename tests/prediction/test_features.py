@@ -6,9 +6,8 @@ import pytest
 from jaxdp.prediction.features import FeatureMap
 
 
-@pytest.mark.parametrize(
-    "count", [400, 12]
-)  # more and fewer vectors than coordinates: two ways to find the axes
+# more and fewer vectors than coordinates: two ways to find the axes
+@pytest.mark.parametrize("count", [400, 12])
 def test_a_whitened_public_sample_has_unit_covariance_and_zero_mean(count):
     public = (
         np.random.default_rng(0).normal(size=(count, 20)) @ np.diag(np.linspace(0.1, 3, 20)) + 5.0

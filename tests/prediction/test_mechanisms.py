@@ -203,9 +203,8 @@ def test_randomised_response_loses_epsilon_exactly(num_classes, epsilon):
         worst = largest_ratio(
             exact_table("response", epsilon, num_classes, 400), num_classes, 2**64
         )
-        rounding = decimal.Decimal(
-            "1e-9" if epsilon < 10 else "1e-3"
-        )  # exp(-40) is a few hundred of 2**64 only.
+        # exp(-40) is a few hundred of 2**64 only.
+        rounding = decimal.Decimal("1e-9" if epsilon < 10 else "1e-3")
         assert decimal.Decimal(epsilon) * (1 - rounding) < worst.ln() <= decimal.Decimal(epsilon)
 
 
@@ -293,9 +292,8 @@ def test_cauchy_noise_on_values_is_private_for_joint_changes(epsilon, share):
 
     assert epsilon * 0.999 < worst(multiplier) <= epsilon * (1 + 1e-9)
     assert worst(multiplier * 0.7) > epsilon * 1.005
-    assert multiplier <= 1 / (
-        epsilon - beta
-    )  # Never more noise than paying for the two changes separately.
+    # Never more noise than paying for the two changes separately.
+    assert multiplier <= 1 / (epsilon - beta)
 
 
 def hockey_stick(epsilon, one, other):

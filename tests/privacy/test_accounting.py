@@ -466,10 +466,11 @@ def test_mixed_kinds_fall_back_to_rdp():
 @pytest.mark.parametrize(
     ("event", "delta"),
     [
+        # many losses of little weight
         (
             ComposedDpEvent([dp_sgd(1e-5, 0.1, 30), GaussianDpEvent(20.0)]),
             1e-2,
-        ),  # many losses of little weight
+        ),
         (dp_sgd(1e-5, 0.05, 1000), 1e-6),
         (dp_sgd(1e-5, 0.3, 30), 1e-4),
         (GaussianDpEvent(0.0026), DELTA),

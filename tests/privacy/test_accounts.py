@@ -481,9 +481,8 @@ def test_a_spend_takes_from_its_hold_what_they_share(ledger):
         under.check(ComposedDpEvent([times(4, a), b, c, PureDpEvent(0.01)]))
     record = spend(under, ComposedDpEvent([times(4, a), b, c]), token="t")
     assert hold.left("data") == b
-    assert (
-        spend(under, ComposedDpEvent([times(4, a), b, c]), token="t").id == record.id
-    )  # takes nothing
+    # takes nothing
+    assert spend(under, ComposedDpEvent([times(4, a), b, c]), token="t").id == record.id
     assert hold.left("data") == b
     assert account.epsilon() == pytest.approx(0.7)
     with pytest.raises(BudgetExceeded):
@@ -500,9 +499,8 @@ def test_spend_all_takes_from_holds(ledger):
         a, b = hold.account("a"), hold.account("b")
         ledger.spend_all([(a, times(2)), (b, TENTH), (a, times(3))])
         assert (hold.left("a"), hold.left("b")) == (times(4), times(8))
-        with pytest.raises(
-            BudgetExceeded, match="'b'"
-        ):  # on all or none: the room of a is not taken either
+        # on all or none: the room of a is not taken either
+        with pytest.raises(BudgetExceeded, match="'b'"):
             ledger.spend_all([(a, TENTH), ("b", times(2))])
         assert hold.left("a") == times(4)
         ledger.check([(a, times(5)), (b, times(9))])
@@ -565,9 +563,8 @@ def test_a_hold_without_a_budget_limits_nobody(ledger):
 @pytest.mark.slow
 def test_an_event_that_does_not_compose_with_what_is_held_is_refused(ledger):
     account = register(ledger, epsilon=8.0, delta=DELTA)
-    event = TruncatedSubsampledGaussianDpEvent(
-        100, 0.1, 20, 4.0
-    )  # has a PLD rule only, the other an RDP rule only
+    # has a PLD rule only, the other an RDP rule only
+    event = TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 4.0)
     with account.hold(ZCDpEvent(0.1)), pytest.raises(ValueError, match="no accounting rule"):
         spend(account, event)
     spend(account, event)
@@ -727,9 +724,8 @@ def test_total_is_the_worst_choice_of_parts(ledger):
     ledger.spend("a", many, partition="x")
     ledger.spend("a", one, partition="y")
     ledger.spend("b", TENTH)
-    ledger.spend(
-        "b", times(2), partition="x"
-    )  # parts of different datasets have nothing in common but the name
+    # parts of different datasets have nothing in common but the name
+    ledger.spend("b", times(2), partition="x")
     for delta in (0.0, 1e-2):
         choices = [ComposedDpEvent([part, times(3)]) for part in (many, one)]
         assert ledger.total(["a", "b"], delta=delta) == pytest.approx(
@@ -770,9 +766,8 @@ def test_a_renyi_filter_enters_a_total_with_its_budget(ledger):
     register(ledger, "a", epsilon=None)
     rest = GaussianDpEvent(4.0)
     ledger.spend("a", rest)
-    assert ledger.total(["f", "a"], delta=DELTA) == epsilon_at(
-        rest, delta=DELTA
-    )  # nothing was spent on f
+    # nothing was spent on f
+    assert ledger.total(["f", "a"], delta=DELTA) == epsilon_at(rest, delta=DELTA)
     ledger.spend("f", GaussianDpEvent(20.0))
     assert ledger.total(["f", "a"], delta=DELTA) == pytest.approx(
         2.0 + epsilon_at(rest, delta=9e-6), rel=1e-9

@@ -496,10 +496,11 @@ def test_a_token_is_paid_once_by_all(ledger):
     assert (ledger.epsilon("a"), ledger.epsilon("b")) == (0.8, 0.6)
     with pytest.raises(BudgetExceeded), ledger.spend_all([("a", PureDpEvent(0.8))], token="u"):
         raise AssertionError
+    # the second would be taken for a retry of the first
     twice = [
         ("a", PureDpEvent(0.1)),
         ("a", PureDpEvent(0.1)),
-    ]  # the second would be taken for a retry of the first
+    ]
     with (
         pytest.raises(ValueError, match="each dataset pays once"),
         ledger.spend_all(twice, token="v"),
@@ -885,9 +886,8 @@ def test_a_million_spends_answer_in_a_second(path):
         elapsed = time.process_time() - start
     assert report["datasets"][0]["spends"][0]["spends"] == 1_000_000
     assert value == epsilon_at(SelfComposedDpEvent(STEP, 1_000_000), delta=DELTA)
-    assert (
-        elapsed < 5.0
-    )  # Processor time, about 2 s; a scan of a million rows per question would take longer.
+    # Processor time, about 2 s; a scan of a million rows per question would take longer.
+    assert elapsed < 5.0
 
 
 @pytest.mark.slow

@@ -167,9 +167,8 @@ def test_kill_at_random_instants_while_another_process_spends(path, tmp_path):
     statuses, total = table(path)
     ran = released.stat().st_size
     assert ran >= 20
-    assert (
-        ran <= total <= ran + 13
-    )  # Whatever ran was charged; each kill strands one reservation at most.
+    # Whatever ran was charged; each kill strands one reservation at most.
+    assert ran <= total <= ran + 13
     assert statuses.get("reserved", 0) <= 13
     with Ledger(path) as ledger:
         assert ledger.epsilon("data") == pytest.approx(total * 1e-6)
@@ -347,9 +346,8 @@ assert [os.waitpid(pid, 0)[1] for pid in pids] == [0] * 4
 @pytest.mark.slow
 def test_other_processes_do_not_take_what_is_held(path):
     counts = list(map(int, run(HOLDERS, path).stdout.split()))
-    assert (
-        97 <= sum(counts) <= 100
-    )  # Three may be left: too few for those who want four, after the first has gone.
+    # Three may be left: too few for those who want four, after the first has gone.
+    assert 97 <= sum(counts) <= 100
     assert table(path)[1] == sum(counts)
 
 

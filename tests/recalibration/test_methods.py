@@ -106,10 +106,11 @@ def test_golden_section_is_algorithm_1_with_one_release_less(spacing, iterations
         for method, answer in [
             (NllT(bracket=bracket, iterations=iterations), lambda t, f=f: [f(t)]),
             (AccT(bracket=bracket, iterations=iterations), lambda t, f=f: [-f(t)]),  # |v|
+            # sum of |v|
             (
                 EceT(bracket=bracket, iterations=iterations),
                 lambda t, f=f: [f(t), -1.0, 1.0],
-            ),  # sum of |v|
+            ),
         ]:
             ask = Recorder(lambda k, t, answer=answer: answer(t))
             found = play(method, ask, 0.0)
@@ -368,12 +369,10 @@ def people(m, rng):
     """Records of every kind: unsure, sure, right, wrong, tied, extreme, invalid."""
     sizes = np.repeat([0.0, 1e-3, 0.1, 0.5, 1.0, 2.0, 5.0, 30.0, 1e4, 1e30, 3e38], 12)
     logits = np.clip(rng.normal(size=(len(sizes), m)), -1, 1) * sizes[:, None]
-    logits[::4, 1:] = np.minimum(
-        logits[::4, 1:], logits[::4, :1]
-    )  # the first class wins, or is tied
-    few = np.zeros(
-        (24, m)
-    )  # one class ahead of the rest by little to much: confidences all over the place
+    # the first class wins, or is tied
+    logits[::4, 1:] = np.minimum(logits[::4, 1:], logits[::4, :1])
+    # one class ahead of the rest by little to much: confidences all over the place
+    few = np.zeros((24, m))
     few[:, 0] = np.linspace(0.0, 12.0, 24) + math.log(m - 1) / 2
     logits = np.concatenate([logits, few, few, -few]).astype(np.float32)
     labels = np.where(
@@ -429,10 +428,11 @@ def added_by_people(m):
         found = {}
         for name, method in METHODS.items():
             asked = temperatures if isinstance(method, AccT | NllT | EceT) else jnp.ones(1)
+            # the first is special in the split forms, the others are alike
             rounds = (
                 0,
                 method.rounds - 1,
-            )  # the first is special in the split forms, the others are alike
+            )
             found[name] = {
                 k: jax.lax.map(functools.partial(summands, method, k, records), asked)
                 for k in rounds

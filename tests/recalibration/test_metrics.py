@@ -13,9 +13,8 @@ import pytest
 from jaxdp.recalibration import metrics
 from jaxdp.recalibration.metrics import brier, classwise_ece, equal_width_bin, nll, reliability
 
-ece = jax.jit(
-    metrics.ece, static_argnames=("bins", "binning", "debiased")
-)  # compiles faster than it runs eagerly
+# compiles faster than it runs eagerly
+ece = jax.jit(metrics.ece, static_argnames=("bins", "binning", "debiased"))
 BINNINGS = ("equal_width", "equal_mass")
 KINDS = tuple(itertools.product(BINNINGS, (False, True)))  # (binning, debiased)
 

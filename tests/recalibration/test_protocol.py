@@ -146,9 +146,8 @@ def sums_of(method, k, logits, labels, owner, sources, scale, temperature=1.3):
 @pytest.mark.parametrize("method", [AccT(), NllT(), EceT(), HistogramBinning()], ids=repr)
 def test_sums_are_exact_integers_in_any_order_of_records(method):
     logits, labels = people(500)
-    owner = np.sort(np.random.default_rng(1).choice([0, 1, 3], 500)).astype(
-        np.int32
-    )  # the source 2 is empty
+    # the source 2 is empty
+    owner = np.sort(np.random.default_rng(1).choice([0, 1, 3], 500)).astype(np.int32)
     scale = scale_of(method, 1.0)
     sums = sums_of(method, 0, logits, labels, owner, 4, scale)
     assert sums.dtype == np.int32 and (sums[2] == 0).all() and (sums[[0, 1, 3]] != 0).any(1).all()
@@ -263,9 +262,8 @@ def test_likelihood_ratios_of_neighbours_stay_within_epsilon_and_reach_it():
             sign * one > sign * (4.0 if sign > 0 else 3.0),
             sign * two > sign * (4.0 if sign > 0 else 3.0),
         )
-        assert (
-            error < 0.03 and abs(sign * ratio - epsilon) <= error
-        )  # 0.7 and 1.3 times the noise are 0.71 and 0.38
+        # 0.7 and 1.3 times the noise are 0.71 and 0.38
+        assert error < 0.03 and abs(sign * ratio - epsilon) <= error
 
 
 @pytest.mark.slow

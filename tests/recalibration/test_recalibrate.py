@@ -43,9 +43,8 @@ from jaxdp.transforms import noise
 from tests import forked
 
 KEY = noise.stream(bytes(range(16)), "test")
-MODULE = sys.modules[
-    "jaxdp.recalibration.recalibrate"
-]  # the package shows the function of this name
+# the package shows the function of this name
+MODULE = sys.modules["jaxdp.recalibration.recalibrate"]
 RATIO = (math.sqrt(5) - 1) / 2
 BY_NAME = {
     "acc": acc_t,

@@ -62,9 +62,8 @@ def test_calls_to_the_host_are_seen_and_other_custom_calls_are_not():
         )[0],
     )
     assert all(map(calls_host, hosts))
-    assert calls_host(
-        '"stablehlo.send"(%0, %1) {channel_handle = #c, is_host_transfer = true}'
-    )  # as TPUs have it
+    # as TPUs have it
+    assert calls_host('"stablehlo.send"(%0, %1) {channel_handle = #c, is_host_transfer = true}')
     plain = texts(
         *(
             jnp.linalg.qr,

@@ -247,11 +247,12 @@ def test_panels_share_the_y_axis_and_one_set_of_names_and_colours(saved, tmp_pat
         (name, colour) for name, same in colours.items() for colour in same
     }
     heights = {text.get_text(): text.get_position()[1] for text in right.texts}
+    # gone: where it was last seen
     for name, end in (
         ("ours", 0.03),
         ("theirs", 0.4),
         ("gone", 0.9),
-    ):  # gone: where it was last seen
+    ):
         assert heights[name] == pytest.approx(right.transLimits.transform((0, end))[1])
 
 

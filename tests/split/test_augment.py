@@ -178,9 +178,8 @@ def by_search(x: np.ndarray) -> np.ndarray:
             a, b = np.float64(x[i, j]), np.float64(x[k, j])
             lengths = np.linalg.norm(a) * np.linalg.norm(b)
             similarity[k] = a @ b / lengths if lengths else 0.0
-        found[j, i] = max(
-            sorted(similarity), key=similarity.__getitem__
-        )  # max takes the first of equal ones
+        # max takes the first of equal ones
+        found[j, i] = max(sorted(similarity), key=similarity.__getitem__)
     return found
 
 

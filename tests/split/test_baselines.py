@@ -181,10 +181,11 @@ def test_exactly_the_named_parameters_move(trained, public, name):
     start, end = trained[name]
     paths = set(flatten_dict(start.params, sep="/"))
     assert paths == set(flatten_dict(public[name], sep="/"))
+    # a new head
     assert moved(public[name], start.params) == HEAD and start.params["head"]["kernel"].shape == (
         12,
         2,
-    )  # a new head
+    )
     wanted = expected(name, paths)
     assert start.recipe.trained == wanted
     changed = moved(start.params, end.params)
@@ -244,9 +245,8 @@ def test_zeros_are_told_from_ones_and_other_learning_rates_keys_and_epochs_compi
 ):
     train, test = digits
     other = {"learning_rate": 2e-2, "key": jax.random.key(9), "epochs": 100 if name == "lp" else 15}
-    list(
-        jax.random.split(jax.random.key(0), other["epochs"])
-    )  # small programs that depend on the number of epochs
+    # small programs that depend on the number of epochs
+    list(jax.random.split(jax.random.key(0), other["epochs"]))
     with nothing_compiles():
         found = adapted(BASELINES[name], public[name], train, backbone=backbone_of(name), **other)
     assert accuracy(found, *test, batch_size=20) > 0.8  # of 60, half by chance

@@ -159,9 +159,8 @@ def test_the_frontend_holds_no_original_weight_and_nothing_of_the_backend(vit, s
             assert not np.isin(
                 array, np.concatenate([leaf.ravel() for leaf in weights.values()])
             ).any()
-            assert (
-                name.startswith("projection/") or array.size <= 8
-            )  # a scale, or one per channel or head
+            # a scale, or one per channel or head
+            assert name.startswith("projection/") or array.size <= 8
     assert {name.removeprefix("codes/") for name, x in arrays.items() if x.dtype == np.int8} == set(
         flatten_dict(vit.front, sep="/")
     )
@@ -383,9 +382,8 @@ def test_materialised_copies_are_those_that_would_be_made(copies, uploads):
         uploaded.batch(images, numbers), jax.jit(Copies.batch)(copies, images, numbers), rtol=1e-5
     )
     assert uploaded.copies.shape == (1 + COPIES, 9, 17, 8)
-    assert (
-        len(np.unique(uploaded.copies)) > 0.99 * uploaded.copies.size
-    )  # fresh noise on every number
+    # fresh noise on every number
+    assert len(np.unique(uploaded.copies)) > 0.99 * uploaded.copies.size
 
 
 @pytest.mark.slow
@@ -470,9 +468,8 @@ def test_uploads_that_do_not_fit_are_neither_sent_nor_taken(vit, shipment, uploa
     one = pack_upload(NoisyOnce(x[:1], 3), shipment._replace(n_patches=0))  # needs no neighbours
     with pytest.raises(ValueError, match="the package was made with another frontend"):
         unpack_upload(one, shipment)
-    every = private.released._replace(
-        labels=np.arange(9, dtype=np.int32) % 3
-    )  # released ones may lack a class
+    # released ones may lack a class
+    every = private.released._replace(labels=np.arange(9, dtype=np.int32) % 3)
     sent = pack_upload(Private(every, private.release), shipment)
     for fields in ({"mode": "raw"}, {"num_classes": 2}, {"mechanism": "none"}):
         with pytest.raises(ValueError, match="'upload' is whole but of no use"):
@@ -506,9 +503,8 @@ def test_gradients_are_those_of_the_cross_entropy(vit):
     got = loss_gradients(vit.labels, 3)(logits.astype(np.float32), images)
     assert got.dtype == np.float32
     np.testing.assert_allclose(got, np.stack(wanted, 1), atol=1e-6)
-    np.testing.assert_array_equal(
-        got.argmin(1), vit.labels[images]
-    )  # which is why it protects no label
+    # which is why it protects no label
+    np.testing.assert_array_equal(got.argmin(1), vit.labels[images])
 
 
 def test_impossible_questions_are_refused(vit):
@@ -539,9 +535,8 @@ def assert_same_model(one, other, representations):
     both = (flatten_dict(x.back, sep="/") for x in (one, other))
     first, second = both
     for path, leaf in first.items():
-        if not path.endswith(
-            "key/bias"
-        ):  # to which softmax is blind: its gradient is rounding, which Adam makes large
+        # to which softmax is blind: its gradient is rounding, which Adam makes large
+        if not path.endswith("key/bias"):
             np.testing.assert_allclose(leaf, second[path], atol=1e-4, err_msg=path)
 
 

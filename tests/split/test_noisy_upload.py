@@ -79,9 +79,8 @@ def test_directions_are_the_principal_components(count):
     np.testing.assert_allclose(mean, x.mean(0, dtype=np.float64), atol=1e-6)
     np.testing.assert_allclose(directions.T @ directions, np.eye(K), atol=1e-6)
     _, _, right = np.linalg.svd(flat - flat.mean(0), full_matrices=False)
-    for mine, theirs in zip(
-        directions.T, right[:K], strict=True
-    ):  # in this order; the sign is free
+    # in this order; the sign is free
+    for mine, theirs in zip(directions.T, right[:K], strict=True):
         assert abs(mine @ theirs) == pytest.approx(1, abs=1e-6)
 
 
@@ -366,10 +365,11 @@ def test_without_noise_there_is_no_epsilon():
     for changes in ({"noise_multiplier": 0.0}, {"label_epsilon": math.inf}):
         event = config(**changes).event
         assert privacy.epsilon(event, delta=1e-5, adjacency="replace_one") == math.inf
+        # the other part is recorded
         assert {type(part) for part in event.events} & {
             GaussianDpEvent,
             PureDpEvent,
-        }  # the other part is recorded
+        }
 
 
 @pytest.mark.slow
@@ -595,9 +595,8 @@ def test_with_a_seed_a_release_is_paid_once(projection):
 def test_the_order_of_the_images_is_not_released(projection):
     x, y = images(20, projection)
     order = np.argsort(y, kind="stable")
-    open_release = config(
-        noise_multiplier=1e-6, label_epsilon=50.0
-    )  # so that rows can be told apart
+    # so that rows can be told apart
+    open_release = config(noise_multiplier=1e-6, label_epsilon=50.0)
     places = []
     for k in range(30):
         with registered(epsilon=None) as ledger:
@@ -617,9 +616,8 @@ def test_the_order_of_the_images_is_not_released(projection):
             .argmin(1)
         )
         np.testing.assert_array_equal(np.sort(nearest), np.arange(20))
-        np.testing.assert_array_equal(
-            released.labels, y[order][nearest]
-        )  # features and labels stay together
+        # features and labels stay together
+        np.testing.assert_array_equal(released.labels, y[order][nearest])
         places.append(np.flatnonzero(nearest == 0)[0])
     assert len(set(places)) > 8  # of 20 places in 30 draws, about 15.7
 

@@ -146,10 +146,11 @@ def test_sites_are_found_after_jax_has_cached_the_frontend():
         num_classes=2, patch_size=4, window=2, width=2, depths=(2,), num_heads=(1,), mlp_ratio=1
     )
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
+    # held, so that their traces stay
     front, init = (
         backbone.front,
         functools.partial(backbone.model.init, stop=1),
-    )  # held, so that their traces stay
+    )
     jax.eval_shape(
         front, jax.eval_shape(init, jax.random.key(0), backbone.images)["params"], backbone.images
     )
@@ -468,9 +469,8 @@ def test_heads_of_all_windows_of_a_swin_share_scales(reference):
     attention = "stage_0_block_0/attention"
     weights = params["stage_0_block_0"]["attention"]["query"]
     (x,) = observed[f"{attention}/query"][0]
-    query = (np.asarray(x) @ weights["kernel"] + weights["bias"]).reshape(
-        2, 4, 4, 2, 4
-    )  # of images, windows, tokens
+    # of images, windows, tokens
+    query = (np.asarray(x) @ weights["kernel"] + weights["bias"]).reshape(2, 4, 4, 2, 4)
     base = abs(query).max((0, 1, 2, 4)) / 127.5  # of each head
     assert abs(base[0] / base[1] - 1) > 0.05
     distance = abs(

@@ -107,9 +107,8 @@ def test_representations_do_not_depend_on_the_batch(vit):
     vit = vit.cut_after(1)
     frontend = vit.quantized(8)
     params = perturb_params(KEY, frontend.params)
-    found = np.asarray(
-        represent(vit.backbone, frontend, params, vit.images[:5], batch_size=3)
-    )  # one row of padding
+    # one row of padding
+    found = np.asarray(represent(vit.backbone, frontend, params, vit.images[:5], batch_size=3))
     assert found.shape == (5, 17, 8) and found.dtype == np.float32
     steps = abs(found - vit.represent_quantized(frontend, params, vit.images[:5])) / float(
         frontend.scales.output
@@ -236,9 +235,8 @@ def test_noise_comes_once_when_it_comes_first():
     assert abs(np.corrcoef(difference.reshape(N, -1)) - np.eye(N)).max() < 6 / np.sqrt(
         TOKENS * WIDTH
     )
-    assert np.array_equal(
-        made.representations, noisy
-    )  # Nothing else is in the object that is sent.
+    # Nothing else is in the object that is sent.
+    assert np.array_equal(made.representations, noisy)
     assert np.array_equal(made.neighbors, retrieve_neighbors(made.representations))
     untouched = (copies == noisy[:, None]).all(-1)
     assert np.all(untouched[:, 1:].sum(-1) == TOKENS - 3)

@@ -130,10 +130,11 @@ def test_impossible_parts_are_refused(vit, searched):
     with pytest.raises(ValueError, match="samples must be at least 1, got 0"):
         calibrate(vit, samples=0)
     for labels, message in [
+        # those of the originals only
         (
             LABELS[:6],
             r"labels must be \[n\], one class .* got shape \[n\] of another n",
-        ),  # those of the originals only
+        ),
         (LABELS + 1, r"labels must be in \[0, 3\)"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -264,9 +265,8 @@ def test_few_images_teach_the_task(vit):
         logits = np.asarray(adapted.logits(x[rest]))
         assert adapted.backbone.num_classes == 2 and logits.shape == (100, 2)
         accuracy.append(np.mean(logits.argmax(1) == batch["label"][rest]))
-    assert accuracy[0] > 0.75 and accuracy[1] < 0.25, (
-        accuracy
-    )  # With the labels exchanged, it learns that.
+    # With the labels exchanged, it learns that.
+    assert accuracy[0] > 0.75 and accuracy[1] < 0.25, accuracy
     np.testing.assert_allclose(logits, vit.logits(x[rest], adapted.back), atol=1e-3)
 
 
@@ -276,9 +276,8 @@ def test_noisy_labels_are_corrected_by_their_probabilities(vit):
     x = vit.represent(vit.images[:4])
     copies = Shifted(jnp.asarray(x, jnp.float32))
     observed = np.array([2, 0, 1, 1])
-    noise = np.array(
-        [[0.7, 0.2, 0.1], [0.0, 0.9, 0.1], [0.3, 0.3, 0.4]]
-    )  # rows are true labels; not symmetric
+    # rows are true labels; not symmetric
+    noise = np.array([[0.7, 0.2, 0.1], [0.0, 0.9, 0.1], [0.3, 0.3, 0.4]])
     images, numbers = copies.index()
     given = x[np.asarray(images)] + np.asarray(numbers)[:, None, None] / 10
     p = scipy.special.softmax(vit.logits(given), axis=-1)

@@ -91,10 +91,11 @@ def micro_batches_of_one(
             every[i] = value
         return loss_fn(jax.tree.unflatten(structure, every), example)
 
+    # Flax mixes float32 into float64
     with (
         jax.enable_x64(True),
         jax.numpy_dtype_promotion("standard"),
-    ):  # Flax mixes float32 into float64
+    ):
         step = jax.jit(jax.value_and_grad(loss), compiler_options=compiler_options(batch))
         size = len(jax.tree.leaves(batch)[0])
         rows = [

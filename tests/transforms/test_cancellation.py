@@ -141,9 +141,8 @@ def computed(length: int) -> tuple[Any, Any, np.ndarray]:
     rng = np.random.default_rng(0)
     direction = rng.normal(size=(16, 8))
     probe = np.cos(2.4 * np.arange(128)).reshape(16, 8)
-    direction -= (
-        probe * (direction * probe).sum() / np.square(probe).sum()
-    )  # not seen along this direction
+    # not seen along this direction
+    direction -= probe * (direction * probe).sum() / np.square(probe).sum()
     hidden, large = jnp.asarray(direction, jnp.float32), jnp.asarray(1e5 * direction, jnp.float32)
 
     def loss(p: Any, e: Any) -> Any:

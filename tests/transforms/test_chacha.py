@@ -94,9 +94,8 @@ def test_bits_of_children_are_uniform_and_unrelated():
     assert (
         bits[3] == jax.random.bits(jax.random.fold_in(KEY, 3), (1024,))
     ).all()  # vmap and jit change nothing
-    assert (
-        len(np.unique(bits)) > bits.size - 20
-    )  # about bits.size**2 / 2**33 = 0.5 collisions expected
+    # about bits.size**2 / 2**33 = 0.5 collisions expected
+    assert len(np.unique(bits)) > bits.size - 20
     assert stats.chisquare(np.bincount((bits >> 24).ravel(), minlength=256)).pvalue > 1e-6
     ones = np.unpackbits(bits.view(np.uint8).reshape(steps, -1), axis=1).astype(np.float64)
     assert np.abs(np.corrcoef(ones) - np.eye(steps)).max() < 6.5 / math.sqrt(ones.shape[1])

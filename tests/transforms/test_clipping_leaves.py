@@ -69,10 +69,11 @@ def test_paths_of_nnx_and_equinox() -> None:
     f = jaxdp.clipped_grad(lambda m, x: jnp.sum(m(x)), clip_norm=1.0)
     grads = f(module, np.ones((2, 2), np.float32)).grads
     assert isinstance(grads, eqx.nn.Sequential)
+    # the dropout rate is a setting, no parameter
     assert [g.shape for g in jax.tree.leaves(grads)] == [
         (3, 2),
         (3,),
-    ]  # the dropout rate is a setting, no parameter
+    ]
 
 
 @pytest.mark.slow
@@ -238,9 +239,8 @@ def test_bfloat16_is_clipped_and_summed_in_float32(
     """Uses gradients that bfloat16 represents exactly. Then only norms, clipping and sums round."""
     x = draws(3, (300, 8))[0].astype(jnp.bfloat16)
     kind = jnp.float32 if cast == "compute" else jnp.bfloat16
-    scale = (
-        2 if cast == "computed" else 1
-    )  # a weight computed in bfloat16: its sum must not be rounded like that
+    # a weight computed in bfloat16: its sum must not be rounded like that
+    scale = 2 if cast == "computed" else 1
     linear = lambda w, e: jnp.sum(e @ (w.astype(jnp.bfloat16) * scale))  # noqa: E731
     f = jaxdp.clipped_grad(linear, clip_norm=2.0, engine=engine)
     with oracle.forced(method):

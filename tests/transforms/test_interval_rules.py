@@ -488,9 +488,8 @@ def evaluated_together(group):
         for pairs in given
     ]
     found = of_all(lambda case, ends: lax.map(functools.partial(bounds, case), ends), flat)
-    with jax.enable_x64(
-        True
-    ):  # One point after the other, too: XLA takes long for hundreds of convolutions in one.
+    # One point after the other, too: XLA takes long for hundreds of convolutions in one.
+    with jax.enable_x64(True):
         values = of_all(lambda case, xs: lax.map(lambda one: value(case, *one), xs), points)
     ends = [
         [np.concatenate([np.float64(pair[i]) for pair in pairs], 1) for i in range(2)]

@@ -70,10 +70,11 @@ def sample(box_, count, seed=0):
 
 def in_float64(fun, *args):
     """Evaluates `jax.jit(fun)` in float64 and returns a tree of NumPy arrays."""
+    # Flax mixes float32 into float64
     with (
         jax.enable_x64(True),
         jax.numpy_dtype_promotion("standard"),
-    ):  # Flax mixes float32 into float64
+    ):
         return jax.tree.map(np.asarray, jax.jit(fun, compiler_options=QUICK)(*args))
 
 
@@ -320,9 +321,8 @@ def test_numbers_that_are_not_finite_never_give_a_wrong_finite_bound():
     nan = np.isnan(x) | np.isnan(y)
     for name, result in bounds(x, y).items():
         value, (low, high) = np.asarray(values[name], np.float64), ends(result)
-        lost = nan.reshape(-1, *(1,) * (value.ndim - 1)) & np.isnan(
-            value
-        )  # NaN of a NaN, not of numbers too large
+        # NaN of a NaN, not of numbers too large
+        lost = nan.reshape(-1, *(1,) * (value.ndim - 1)) & np.isnan(value)
         assert (np.isinf(low) | np.isinf(high) | ~lost).all(), name
         if name == "integer":
             sure = np.isfinite(x) & np.isfinite(y)
@@ -412,9 +412,8 @@ def test_other_products_are_at_most_twice_as_wide_and_midpoint_radius_at_most_ha
         ratio = np.asarray(result.width) / (high - low)
         assert ratio.max() <= factor * (1 + 1e-4)
         if product == "tight":
-            np.testing.assert_allclose(
-                ratio[-1], 2, rtol=1e-4
-            )  # all entries cross zero: the bound is reached
+            # all entries cross zero: the bound is reached
+            np.testing.assert_allclose(ratio[-1], 2, rtol=1e-4)
 
 
 @pytest.mark.slow
@@ -746,9 +745,8 @@ def test_gradient_ascent_inside_the_box_stays_inside_the_bounds():
     count = sum(v.size for v in jax.tree.leaves(params)) + 1
     chosen = np.random.default_rng(0).permutation(count)[:12]
     directions = np.eye(count)[chosen]
-    reached = in_float64(
-        jax.vmap(ascend), np.concatenate([directions, -directions])
-    )  # [24, 8, count]
+    # [24, 8, count]
+    reached = in_float64(jax.vmap(ascend), np.concatenate([directions, -directions]))
     lower, upper = (
         np.concatenate([np.ravel(ends(v)[i]) for v in jax.tree.leaves(bounds, is_leaf=is_interval)])
         for i in (0, 1)

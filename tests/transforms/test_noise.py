@@ -392,9 +392,8 @@ def test_128_bits_make_almost_every_value_distinct():
 def cell_p_value(values, law, cells=40):
     """Computes the chi-square p-value of integers against a law, in cells of about equal
     probability."""
-    edges = np.unique(
-        law.ppf(np.arange(1, cells) / cells)
-    )  # cells (-inf, e0], (e0, e1], ..., (e_last, inf)
+    # cells (-inf, e0], (e0, e1], ..., (e_last, inf)
+    edges = np.unique(law.ppf(np.arange(1, cells) / cells))
     probabilities = np.diff([0.0, *law.cdf(edges), 1.0])
     observed = np.bincount(np.searchsorted(edges, np.ravel(values)), minlength=len(probabilities))
     used = probabilities > 0  # rounded laws of small scale leave a cell empty
@@ -502,9 +501,8 @@ def words_in_turn(monkeypatch):
     ],
 )
 def test_uniforms_are_positive_at_most_one_and_precise_near_zero(words_in_turn, words, uniform):
-    words_in_turn(
-        (*words[:2], 0), *((word, 0, 0) for word in words[2:])
-    )  # two equal draws of tan(pi / 4 * uniform)
+    # two equal draws of tan(pi / 4 * uniform)
+    words_in_turn((*words[:2], 0), *((word, 0, 0) for word in words[2:]))
     value = equal(noise.cauchy(KEY, WORDS, 1.0))
     assert 0 < value <= 1
     np.testing.assert_allclose(math.atan(value) * 4 / math.pi, uniform, rtol=2**-22)
@@ -598,9 +596,8 @@ def test_discrete_laplace_is_independent_over_leaves_steps_and_places():
 @pytest.mark.slow
 def test_discrete_laplace_takes_a_traced_scale_and_refuses_impossible_ones():
     draw = lambda scale: noise.discrete_laplace(KEY, jnp.zeros(SAMPLES), scale)  # noqa: E731
-    assert (
-        np.mean(np.asarray(jax.jit(draw)(7.0)) == np.asarray(draw(7.0))) > 0.99
-    )  # compiled logarithms may differ in the last bit
+    # compiled logarithms may differ in the last bit
+    assert np.mean(np.asarray(jax.jit(draw)(7.0)) == np.asarray(draw(7.0))) > 0.99
     for scale in (0.0, -1.0, math.nan, math.inf, 1.001 * noise.LARGEST_DISCRETE_SCALE):
         with pytest.raises(ValueError, match="scale must be in"):
             draw(scale)

@@ -296,9 +296,8 @@ def test_the_derivative_of_a_convolution_is_jaxs() -> None:
 @QUICK
 @hypothesis.example(square_windows(7, 2, 2))  # patches of one dimension in a loop over the other
 @hypothesis.example(square_windows(3, 1, 8))  # a loop over both
-@hypothesis.example(
-    square_windows(4, 2, 2)
-)  # patches of both dimensions, whose first one has whole strides
+# patches of both dimensions, whose first one has whole strides
+@hypothesis.example(square_windows(4, 2, 2))
 @hypothesis.example(square_windows(2, 2, 3))  # no loop, because windows do not overlap
 @hypothesis.given(convolutions())
 def test_conv_rule_for_any_geometry(drawn: Any) -> None:

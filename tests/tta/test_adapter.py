@@ -372,9 +372,8 @@ def test_a_mesh_shares_padded_batches_and_changes_nothing(method):
     close(tiny.theta_of(other.params), tiny.theta_of(one.params))
     assert traces[1] == traces[2]
     assert other.params["embed"].sharding.spec == PartitionSpec("data")
-    again = many.whole(
-        jax.device_get(many.parts(other)), jax.random.key(0)
-    )  # as a resumed stream begins
+    # as a resumed stream begins
+    again = many.whole(jax.device_get(many.parts(other)), jax.random.key(0))
     assert again.params["embed"].sharding.spec == PartitionSpec("data")
     assert len({a.lowered_text(a.init(), tiny.stream(0)[0]) for a in (alone, many)}) == 2
 

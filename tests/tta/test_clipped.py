@@ -34,13 +34,14 @@ K, LN, STEPS = tiny.CLASSES, math.log(tiny.CLASSES), 8
 EVERY, LOWER = (0, 1, 2, 3), (0, 1)
 SGD = optax.sgd(0.1, momentum=0.9)
 CLIP = 0.1  # of the other tests
+# some gradients are clipped, not all
 CLIPS = {
     "Tent": 0.5,
     "COME": 0.3,
     "EATA": 1.0,
     "SAR": 0.3,
     "DeYO": 1.0,
-}  # some gradients are clipped, not all
+}
 
 
 def upside_down(key, image):

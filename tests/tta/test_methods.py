@@ -272,9 +272,10 @@ def test_the_oracles_gradients_are_those_of_its_losses(uncertainty):
     x = tiny.stream(0)[0]
     frozen_norm = np.linalg.norm(tiny.MODEL.logits(tiny.THETA, x), axis=1, keepdims=True)
 
+    # COME's gradient equals the gradient of the loss of logits scaled back to their length
     def loss(
         theta,
-    ):  # COME's gradient equals the gradient of the loss of logits scaled back to their length
+    ):
         z = tiny.MODEL.logits(theta, x)
         if uncertainty is published.opinion:
             z = z / np.linalg.norm(z, axis=1, keepdims=True) * frozen_norm
@@ -654,9 +655,8 @@ def test_deyo_with_nothing_selected_makes_no_step():
     for empty in ({"entropy_threshold": 0.01}, {"plpd_margin": 0.999}):
         adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, deyo(upside_down, **empty)[0], sgd())
         states, _ = tiny.run(adapter, batches, state=start[-1])
-        jax.tree.map(
-            np.testing.assert_array_equal, states[-1][1:3], start[-1][1:3]
-        )  # parameters and momentum
+        # parameters and momentum
+        jax.tree.map(np.testing.assert_array_equal, states[-1][1:3], start[-1][1:3])
         assert states[-1].step == 4
 
 
@@ -703,9 +703,8 @@ def test_comes_prior_is_the_number_of_classes(num_classes):
     value = jax.jit(functools.partial(opinion_entropy, num_classes=num_classes))(
         jnp.zeros(num_classes)
     )
-    uniform = (
-        np.log(2 * num_classes) / 2 + np.log(2) / 2
-    )  # half of the mass is uncertainty: b = 1 / 2K, u = 1/2
+    # half of the mass is uncertainty: b = 1 / 2K, u = 1/2
+    uniform = np.log(2 * num_classes) / 2 + np.log(2) / 2
     np.testing.assert_allclose(value, uniform, rtol=2e-3)
 
 

@@ -62,9 +62,8 @@ DRAWS = []
 def known_noise(key, tree, std, *, number):
     jax.debug.callback(lambda: DRAWS.append(1))
     leaves, structure = jax.tree.flatten(tree)
-    values = [
-        jnp.asarray(PATTERN[k]) for k in (1, 0, 3, 2)[: len(leaves)]
-    ]  # trees are sorted: bias before scale
+    # trees are sorted: bias before scale
+    values = [jnp.asarray(PATTERN[k]) for k in (1, 0, 3, 2)[: len(leaves)]]
     return jax.tree.unflatten(structure, [std * x for x in values])
 
 
@@ -534,9 +533,8 @@ def test_condition_7_keys(real, real_noise):
 @pytest.mark.parametrize("predict", ["before", "after"])
 def test_condition_12_others_see_a_record_through_the_release_only(predict):
     @jax.jit
-    def leaky(
-        params, images
-    ):  # lets every image see what is bright in the batch, brighter than the images of the check
+    # lets every image see what is bright in the batch, brighter than the images of the check
+    def leaky(params, images):
         return apply_fn(params, images) + jax.nn.relu(images[:, 1, :, 0] - 50).mean(
             0, keepdims=True
         )
@@ -551,10 +549,11 @@ def test_condition_12_others_see_a_record_through_the_release_only(predict):
     np.testing.assert_allclose(logits, expected, atol=1e-6)
     assert np.abs(logits - other).max() > 1e-3
     others = []
+    # the same release, other predictions
     for record in (
         marked(1e4, 0, 0, 0),
         marked(0, 1e4, 0, 0),
-    ):  # the same release, other predictions
+    ):
         batch[0] = record
         others.append(adapter.step(state, batch)[1][1:])
     np.testing.assert_array_equal(*others)
@@ -721,11 +720,12 @@ def test_every_hook_has_a_rule():
         ),
         ({"clip_norm": 0.0}, ValueError, "clip_norm must be positive and finite, got 0.0"),
         ({"clip_norm": math.inf}, ValueError, "clip_norm must be positive and finite"),
+        # not in float32
         (
             {"clip_norm": 1e39},
             ValueError,
             "clip_norm must be positive and finite",
-        ),  # not in float32
+        ),
         ({"clip_norm": math.nan}, ValueError, "clip_norm must be positive and finite"),
         (
             {"noise_multiplier": -1.0},

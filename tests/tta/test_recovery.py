@@ -382,9 +382,8 @@ def test_one_state_under_two_accounts_gets_two_noises():
         tta.serve(adapter, stream, account=account_of(), state=start).state for _ in range(2)
     )
     gap = tiny.theta_of(one.params) - tiny.theta_of(two.params)
-    assert np.all(
-        gap != 0
-    )  # the distance of the noises is 0.1 * sqrt(2) * SIGMA / 4 = 0.07 on average
+    # the distance of the noises is 0.1 * sqrt(2) * SIGMA / 4 = 0.07 on average
+    assert np.all(gap != 0)
     assert 0.01 < np.std(gap) < 0.3
 
 
@@ -689,9 +688,8 @@ def test_a_damaged_workdir_is_named_and_charges_nothing(tmp_path):
         path.write_bytes(content)
     path = tmp_path / "state.safetensors"
     content = path.read_bytes()
-    path.write_bytes(
-        content.replace(b'"digest"', b'"digesu"')
-    )  # one bit: the file seems to have no digest
+    # one bit: the file seems to have no digest
+    path.write_bytes(content.replace(b'"digest"', b'"digesu"'))
     with pytest.raises(ValueError, match="is damaged"):
         tta.serve(adapter, stream, account=account_of(ledger), workdir=tmp_path, seed=SEED)
     path.write_bytes(content)
