@@ -24,7 +24,14 @@ from packaging.requirements import Requirement
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 # jax, its plugins for accelerators with their libraries, and what its compiled parts need.
 _RUNTIME = re.compile(r"jax|jaxlib|jax-cuda\d+-.+|libtpu(-.+)?|nvidia-.+|numpy|ml-dtypes")
-EXTRAS = ("corruptions", "plots")  # of jaxdp, which the notebook uses
+EXTRAS = (
+    "launch",
+    "report",
+    "bundled",
+    "images",
+    "corruptions",
+    "plots",
+)  # of jaxdp, which the notebook uses
 _EXTRAS = {"libtpu": "tpu", "jax-cuda13-plugin": "cuda13", "jax-cuda12-plugin": "cuda12"}
 
 

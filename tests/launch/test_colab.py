@@ -232,7 +232,7 @@ def test_pip_refuses_to_replace_jax_under_the_constraints(tmp_path):
     path = tmp_path / "constraints.txt"
     path.write_text(colab.constraints(colab.installed()))
     *pip, editable, root = colab.command(path)
-    assert (editable, root) == ("--editable", f"{ROOT}[corruptions,plots]") and pip[
+    assert (editable, root) == ("--editable", f"{ROOT}[{','.join(colab.EXTRAS)}]") and pip[
         pip.index("--constraint") + 1
     ] == str(path)
     command = [*pip, "--no-index", "--find-links", str(tmp_path), "--dry-run", str(wanted)]

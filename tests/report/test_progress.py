@@ -100,5 +100,5 @@ def logged(content):
 def test_a_missing_library_is_named_with_its_extra(monkeypatch, tmp_path, writer, extra):
     for module in ("tensorboardX", "wandb"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ImportError, match=rf"jaxdp\[{extra}\]"):
+    with pytest.raises(ImportError, match=rf"\.\[{extra}\]"):
         writer(**({"folder": tmp_path} if extra == "tensorboard" else {"mode": "offline"}))
