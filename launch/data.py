@@ -32,26 +32,21 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp import data
 from jaxdp.data import DataSpec, Examples
 from jaxdp.data import tfds as prepared
 from jaxdp.data.apart import check_records_apart
-from jaxdp.data.selection import everything, held, load_pixels
-from jaxdp.data.shifts import CLEAN, STRENGTHS, Shift, shifted
+from jaxdp.data.selection import load_pixels
+from jaxdp.data.shifts import STRENGTHS, Shift, shifted
 from jaxdp.data.spec import Prepare, format_of, medmnist_arrays, open_parts, whole_bundled
 from jaxdp.files import Limits, optional, read_npz
 from jaxdp.report import progress_bar
 
 __all__ = [
-    "CLEAN",
     "ROLES",
     "arrays",
     "check_group",
     "domains",
-    "everything",
-    "held",
     "in_memory",
-    "labels",
     "only_adjacency",
     "parts",
     "shift",
@@ -404,8 +399,3 @@ def in_memory(source: Examples, name: str = "") -> Examples:
     """Returns a source with all images in memory, and shows the progress. See `load_pixels`."""
     bar = functools.partial(progress_bar, label=f"images of {source.name}", unit="batch")
     return load_pixels(source, name=name, progress=bar)
-
-
-def labels(source: Examples) -> np.ndarray:
-    """Returns all labels of a source without reading an image."""
-    return data.read_column(source, "label")

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import recalibration
-from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Examples
+from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Examples, read_column
 from jaxdp.data import open as open_spec
+from jaxdp.data.shifts import CLEAN
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Ledger, SelfComposedDpEvent
 from jaxdp.recalibration import Records
@@ -65,7 +66,7 @@ def _cells(config: Any) -> Iterator[Cell | Diagrams]:
         for name, method in methods(config).items()
         if method and _kind(config, name) != "one_source"
     ]
-    frame.known("data.corruptions", shifts, (data.CLEAN, *CORRUPTIONS, *HELD_OUT_CORRUPTIONS))
+    frame.known("data.corruptions", shifts, (CLEAN, *CORRUPTIONS, *HELD_OUT_CORRUPTIONS))
     frame.known("figures.methods", figures.methods, config.methods)
     frame.known("figures.reliability_shift", [figures.reliability_shift], shifts)
     frame.known("figures.reliability_methods", figures.reliability_methods, private)
@@ -203,7 +204,7 @@ def _records(work: frame.Work, shift: str) -> Records:
             raise ValueError(
                 f"logits under {shift} must be finite. Train or choose another classifier."
             )
-        return {"logits": logits, "labels": data.labels(images)}
+        return {"logits": logits, "labels": read_column(images, "label")}
 
     arrays = work.arrays(f"logits/{frame.file_name(shift)}.npz", classify)
     return Records(jnp.asarray(arrays["logits"]), jnp.asarray(arrays["labels"]))

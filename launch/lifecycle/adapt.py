@@ -9,11 +9,12 @@ import optax
 
 from jaxdp import finetune, privacy, tta
 from jaxdp.audit import tta as canaries
+from jaxdp.data.selection import held
 from jaxdp.models import save_params
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.privacy.events import composition
 
-from .. import data, models, results
+from .. import models, results
 from .networks import tuned
 from .parts import Parts
 from .stage import AUDITS, CHANGE, CONFIDENCE, CURVE, Accounts, Charges, Job, Stage, audited, terms
@@ -77,7 +78,7 @@ def _charges(config: Any, parts: Parts) -> Charges:
 def _batches(config: Any, parts: Parts) -> tta.Stream:
     domains, units = {}, {}
     for domain, source in parts.stream.items():  # no owner has images in two domains
-        domains[domain], owners = data.held(source)
+        domains[domain], owners = held(source)
         units[domain] = [(domain, owner) for owner in owners.tolist()]
     return tta.Stream(
         domains, batch_size=config.adapt.batch_size, seed=config.adapt.seed, units=units

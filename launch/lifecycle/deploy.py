@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import recalibration
-from jaxdp.data import Examples
+from jaxdp.data import Examples, read_column
 from jaxdp.models import load_params, save_params
 from jaxdp.recalibration.metrics import equal_width_bin
 
-from .. import data, models
+from .. import models
 from .networks import Params, tuned
 from .recalibrate import ece, restored
 from .stage import Job, Stage
@@ -53,7 +53,7 @@ def deploy(job: Job) -> dict[str, Any]:
         judged = {}
         for name, version in versions.items():
             logits = models.logits(network, version.params, test)
-            right = models.judged(logits, data.labels(test))
+            right = models.judged(logits, read_column(test, "label"))
             judged[name] = _Judged(version.confidence.apply(logits), right)
         return {name: _measures(judged["fine-tuned"], other) for name, other in judged.items()}
 

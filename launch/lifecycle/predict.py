@@ -15,12 +15,12 @@ import numpy as np
 
 from jaxdp import prediction, privacy
 from jaxdp.audit import prediction as canaries
-from jaxdp.data import Examples, Groups, Records, from_arrays
+from jaxdp.data import Examples, Groups, Records, from_arrays, read_column
 from jaxdp.prediction import checks
 from jaxdp.prediction.features import FeatureMap
 from jaxdp.transforms import losses
 
-from .. import data, models
+from .. import models
 from .finetune import private_account
 from .networks import Params, backbone
 from .parts import Parts
@@ -100,7 +100,7 @@ def _featurise(job: Job) -> _Featurise:
     def records(source: Examples) -> dict[str, np.ndarray]:
         return {
             "x": features(models.logits(network, params, source)),
-            "y": data.labels(source),
+            "y": read_column(source, "label"),
         }
 
     return records

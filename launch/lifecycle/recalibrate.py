@@ -9,12 +9,13 @@ import numpy as np
 
 from jaxdp import recalibration
 from jaxdp.audit import recalibration as canaries
-from jaxdp.data import Groups
+from jaxdp.data import Groups, read_column
+from jaxdp.data.selection import held
 from jaxdp.models import save_params
 from jaxdp.privacy import NoOpDpEvent
 from jaxdp.recalibration.methods import Logistic
 
-from .. import data, models
+from .. import models
 from .networks import tuned
 from .parts import Parts, hospitals
 from .stage import AUDITS, CONFIDENCE, CURVE, PAIR, Accounts, Charges, Job, Stage, audited, terms
@@ -30,10 +31,10 @@ def fit(job: Job) -> dict[str, Any]:
     model, params = tuned(job)
     sources = []
     for source in job.data.sources:
-        images, owners = data.held(source)
+        images, owners = held(source)
         party = recalibration.Party(
             models.logits(model, params, images),
-            data.labels(images),
+            read_column(images, "label"),
             account=job.account(source.name),
             group=owners if isinstance(source, Groups) else None,
         )
@@ -43,7 +44,7 @@ def fit(job: Job) -> dict[str, Any]:
 
     ((shift, test),) = job.data.source_test.items()
     logits = models.logits(model, params, test)
-    right = models.judged(logits, data.labels(test))
+    right = models.judged(logits, read_column(test, "label"))
     confidences = {"before": recalibration.none().apply(logits), "after": fitted.apply(logits)}
     measures: dict[str, dict[str, Any]] = {"reliability": {}, "ece": {}, "brier": {}}
     for name, confidence in confidences.items():
@@ -101,7 +102,7 @@ def audit(job: Job) -> dict[str, Any]:
     attack = canaries.audit_source(
         recalibration.LogisticBinning(),
         models.logits(model, params, others),
-        data.labels(others),
+        read_column(others, "label"),
         epsilon=job.config.recalibrate.epsilon,
         trials=job.config.audit_recalibrate.trials,
         confidence=CONFIDENCE,

@@ -8,10 +8,10 @@ import numpy as np
 
 from jaxdp import privacy, split
 from jaxdp.audit import split as canaries
-from jaxdp.data import Examples, Groups
+from jaxdp.data import Examples, Groups, read_column
 from jaxdp.models import save_params
 
-from .. import data, models
+from .. import models
 from .networks import backbone
 from .parts import Parts
 from .stage import AUDITS, CONFIDENCE, Accounts, Charges, Job, Stage, audited, terms
@@ -33,7 +33,7 @@ def upload(job: Job) -> dict[str, Any]:
         job.account(client.name),
         release=prepared.release,
         representations=prepared.represent(client),
-        labels=data.labels(client),
+        labels=read_column(client, "label"),
         projection=prepared.projection,
         workdir=job.folder,
     )
@@ -102,7 +102,7 @@ def audit(job: Job) -> dict[str, Any]:
         canaries.audit_upload,
         prepared.release,
         prepared.represent(public),
-        data.labels(public) % prepared.release.num_classes,
+        read_column(public, "label") % prepared.release.num_classes,
         projection=prepared.projection,
         trials=options.trials,
         confidence=CONFIDENCE,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdp.audit import multi_run
+from jaxdp.data.selection import everything
 from jaxdp.privacy import Ledger
 from launch import data as images
 from launch import frame
@@ -15,7 +16,7 @@ TERMS = {"adjacency": "replace_one", "unit": "image"}
 
 
 def brightness(source):
-    return np.clip(images.everything(source)["image"].mean((1, 2, 3)), 0, 1)
+    return np.clip(everything(source)["image"].mean((1, 2, 3)), 0, 1)
 
 
 # --- The study ----------------------------------------------------------------------------------

@@ -188,7 +188,9 @@ def test_parts_hold_patients_and_the_upload_has_one_image_of_each(folder):
         whole = data.parts(
             config(folder, parts={"private": f"{name}.csv"}), "private", grouped=True
         )["private"]
-        np.testing.assert_array_equal(data.labels(images), data.labels(whole)[count])
+        np.testing.assert_array_equal(
+            read_column(images, "label"), read_column(whole, "label")[count]
+        )
     assert (
         len(loaded.client) == loaded.records("clinic") == len(set(patients(folder, "client"))) < 24
     )
