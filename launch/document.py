@@ -102,6 +102,8 @@ class Books:
     Attributes:
       entries: The accounts, as `Ledger.report` has them.
       head: The number and link of the last spend, if there is one ledger.
+      shared: The path of a ledger outside of the workdir, or "".
+      run: The word for the runs of this workdir in that ledger.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Books:
         *,
         remedy: str,
         names: Sequence[str] | None = None,
+        run: str = "",
     ):
         """Reads the accounts of ledgers, and keeps them in ledger.json. Without a ledger it reads
         that copy.
@@ -120,16 +123,23 @@ class Books:
           ledgers: The ledgers by the words that their accounts' names begin with.
           remedy: What to do about a damaged copy.
           names: The accounts to read, by default all.
+          run: The word for the runs of this workdir in a ledger that other workdirs share. Of such
+            a ledger only the accounts are read from which this workdir spent.
 
         Raises:
           ValueError: A ledger lacks an account, or the copy is damaged.
         """
+        outside = [path for path in ledgers.values() if not path.is_relative_to(root)]
+        self.shared = str(outside[0]) if outside else ""
+        self.run = run
         copy = root / "ledger.json"
         heads = []
         entries: list[dict[str, Any]] = []
         for prefix, path in ledgers.items():
             if path.exists():
                 report = _report(path, names)
+                if run:
+                    report["datasets"] = [entry for entry in report["datasets"] if _has(entry, run)]
                 heads.append(report["head"])
                 for entry in report["datasets"]:
                     entries.append(entry | {"name": prefix + entry["name"]})
@@ -166,6 +176,12 @@ class Books:
         return [(_together([entry["name"] for entry in group]), group) for group in groups.values()]
 
     @property
+    def others(self) -> int:
+        """The number of other runs that spent on the same data sets."""
+        runs = {run["run"] for run in self._runs}
+        return len(runs - {self.run})
+
+    @property
     def who(self) -> list[str]:
         """Who spent on these data sets, on which machine."""
         return list(dict.fromkeys(f"{run['who']} on {run['host']}" for run in self._runs))
@@ -185,6 +201,11 @@ class Books:
         for entry in self.entries:
             runs += entry["runs"]
         return runs
+
+
+def _has(entry: Mapping[str, Any], run: str) -> bool:
+    """Returns whether a run spent from an account."""
+    return any(row["run"] == run for row in entry["runs"])
 
 
 # Accounts with equal fields are shown as one.

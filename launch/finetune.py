@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ import jax
 from jaxdp import finetune
 from jaxdp.data import augmentation
 from jaxdp.models import load_params, merge_pretrained, save_params
+from jaxdp.privacy import Account
 from jaxdp.release import Hosts
 from jaxdp.report import Callback, format_table, plot_training
 
@@ -30,6 +32,7 @@ _CHANGES = {
     "replace_one": "replacing",
     "zero_out": "zeroing out",
 }
+_REFERENCES = "references/ledger.sqlite"
 REFERENCES = {"no privacy": "no_privacy", "no pre-training": "no_pretraining"}
 
 
@@ -101,13 +104,7 @@ def _private(cell: Model, work: frame.Work, start: Params) -> dict[str, Any]:
 
         def open_files() -> None:
             nonlocal account
-            ledger = frame.account(
-                root / _ledger(cell),
-                task.private.name,
-                label=cell.model.replace("_", " "),
-                **task.terms(private),
-            )
-            account = opened.enter_context(ledger)
+            account = opened.enter_context(_account(cell, work))
             writers.extend(opened.enter_context(frame.watching(config, folder)))
 
         hosts.first(open_files)
@@ -241,16 +238,19 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
             steps=private.steps,
             every=private.checkpoint_every,
             terms=task.terms(private),
-            ledger=str(_ledger(cell)),
             folder=f"cells/{cell.model}",
+            **({} if cell.model == "private" else {"ledger": _REFERENCES}),
         )
 
 
-def _ledger(cell: Model) -> pathlib.Path:
-    """Returns the path of the ledger of a cell below the workdir. References have a ledger of their
-    own.
-    """
-    return pathlib.Path("ledger.sqlite" if cell.model == "private" else "references/ledger.sqlite")
+def _account(cell: Model, work: frame.Work) -> AbstractContextManager[Account]:
+    """Returns the account that pays for a cell. References have a ledger of their own."""
+    task = work.shared.task
+    terms = task.terms(work.config.private)
+    if cell.model == "private":
+        return work.account(task.private.name, label="private", **terms)
+    label = cell.model.replace("_", " ")
+    return frame.account(work.root / _REFERENCES, task.private.name, label=label, **terms)
 
 
 STUDY = frame.Study(
@@ -259,6 +259,7 @@ STUDY = frame.Study(
     needs=("private",),
     life=".lifecycle.finetune",
     open=_open,
+    private=lambda opened: [opened.task.private_set],
     cells=_cells,
     run=_run,
     result=_result,
@@ -285,10 +286,16 @@ STUDY = frame.Study(
 
 
 def experiment(
-    config: Any, workdir: str | None, *, dry_run: bool = False, target: str = "", mesh: Any = None
+    config: Any,
+    workdir: str | None,
+    *,
+    dry_run: bool = False,
+    target: str = "",
+    mesh: Any = None,
+    **choice: Any,
 ) -> Any:
     """Runs the experiment, or the table or curve of them. The devices of a mesh share the batches
-    of an experiment.
+    of an experiment. The arguments are those of `launch.frame.run`.
     """
     study = STUDY
     if "grids" in config:
@@ -296,15 +303,15 @@ def experiment(
     elif "curve" in config:
         study = curve.STUDY
     if mesh is None:
-        return frame.run(study, config, workdir, dry_run=dry_run, target=target)
+        return frame.run(study, config, workdir, dry_run=dry_run, target=target, **choice)
     if study is not STUDY:
         raise ValueError(
             "--devices must be one for a table or a curve. Start several processes in its workdir "
             "instead: each takes cells that no other process holds."
         )
     divided = dataclasses.replace(STUDY, open=functools.partial(_open, mesh=mesh))
-    return frame.run(divided, config, workdir, hosts=Hosts(mesh))
+    return frame.run(divided, config, workdir, hosts=Hosts(mesh), **choice)
 
 
 if __name__ == "__main__":
-    frame.main(experiment, divides=True, trains=True)
+    frame.main(experiment, divides=True, trains=True, pays=True)

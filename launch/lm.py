@@ -22,6 +22,7 @@ from jaxdp.models.registry import MODELS
 from jaxdp.report import format_table
 
 from . import data, frame, models, plans, trainers
+from .study import PrivateSet
 
 Params = Any
 BYTES = "bytes"
@@ -235,7 +236,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         params = _without_privacy(config, opened, start)
         return {"bits": judge(params), "samples": _samples(config, opened, params)}
     private, folder, terms = config.private, work.folder(cell), _terms(config, opened)
-    ledger = frame.account(root / "ledger.sqlite", opened.private.name, label="private", **terms)
+    ledger = work.account(opened.private.name, label="private", **terms)
     with ledger as account, frame.watching(config, folder) as writers:
         state = finetune.fit(
             opened.trainer,
@@ -364,6 +365,7 @@ STUDY = frame.Study(
     about="private training of a language model",
     needs=("private", "generation"),
     open=_open,
+    private=lambda opened: [PrivateSet(opened.private.name, opened.private, opened.spec.is_public)],
     cells=_cells,
     run=_run,
     result=_result,

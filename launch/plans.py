@@ -4,6 +4,7 @@ is spent.
 
 import contextlib
 import math
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,7 +144,13 @@ def _composed(counts: Mapping[DpEvent, int]) -> DpEvent:
     return compose({leaf: count for leaf, count in counts.items() if count})
 
 
-def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> None:
+def show(
+    items: Iterable[Item],
+    root: pathlib.Path | None,
+    target: str = "",
+    *,
+    ledger: pathlib.Path | None = None,
+) -> None:
     """Prints charges and estimates.
 
     Args:
@@ -151,6 +158,7 @@ def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> 
       root: The workdir, if one is known, whose ledgers are read.
       target: A name of `jaxdp.compilers.TARGETS`, for whose chip private steps are compiled.
         Without it, all programs are compiled for this machine, and run once.
+      ledger: The ledger that pays in place of ledger.sqlite in the workdir.
 
     Raises:
       ValueError: There is no such target, or no part takes a private step.
@@ -168,6 +176,8 @@ def show(items: Iterable[Item], root: pathlib.Path | None, target: str = "") -> 
         )
     for item in items:
         print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)
+        if ledger is not None and item.ledger == Item._field_defaults["ledger"]:
+            item = item._replace(ledger=os.fspath(ledger.absolute()))
         rows = list(item.rows) if item.event is None else _charged(item, item.event, root)
         estimate = _elsewhere(item, target) if target else _here(item)
         rows += estimate.rows

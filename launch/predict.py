@@ -25,7 +25,7 @@ import numpy as np
 import optax
 
 from jaxdp import finetune, prediction
-from jaxdp.data import PoissonSampler
+from jaxdp.data import DataSpec, PoissonSampler
 from jaxdp.models import save_params
 from jaxdp.prediction import mechanisms
 from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent
@@ -33,9 +33,11 @@ from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves, progress_bar
 
 from . import data, features, frame, models, plans, results
+from .study import PrivateSet
 from .teachers import GLOBAL, MECHANISMS, OURS, SINGLE, SMOOTH, Bench, check, flip_probability
 
 PATE, DP_SGD = "PATE (Confident-GNMax)", "DP-SGD"
+_REFERENCES = "references/ledger.sqlite"
 _SHORT = {GLOBAL: "global", SMOOTH: "smooth (paper)", OURS: "ours"}  # in figures
 
 
@@ -72,14 +74,19 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         accuracy = bench.model.accuracy(bench.single[0].params, bench.test)
         return {"per_query": [], "student": [], "expected": accuracy}
     reference = _dp_sgd if cell.teacher == DP_SGD else _answers
-    with _account(work, "references") as account:
+    with _references(work) as account:
         return reference(cell, work, account)
 
 
-def _account(work: frame.Work, folder: str = "", **terms: Any) -> AbstractContextManager[Account]:
+def _terms(work: frame.Work) -> dict[str, Any]:
+    """Returns the terms of the private records in a ledger, without a budget."""
+    return {**data.terms(work.config.data), "records": len(work.shared.task.train)}
+
+
+def _references(work: frame.Work) -> AbstractContextManager[Account]:
+    """Returns the account of models and answers that serve comparison only."""
     train = work.shared.task.train
-    terms |= {**data.terms(work.config.data), "records": len(train)}
-    return frame.account(work.root / folder / "ledger.sqlite", train.name, **terms)
+    return frame.account(work.root / _REFERENCES, train.name, **_terms(work))
 
 
 def _release(work: frame.Work) -> dict[str, Any]:
@@ -99,8 +106,9 @@ def _release(work: frame.Work) -> dict[str, Any]:
         )
         return {"rows": rows, "answers": answers}
 
-    ledger = _account(work, label="answers", epsilon=bench.plan.epsilon, delta=bench.plan.delta)
-    with ledger as account:
+    budget = {"epsilon": bench.plan.epsilon, "delta": bench.plan.delta}
+    name = bench.task.train.name
+    with work.account(name, label="answers", **budget, **_terms(work)) as account:
         answers = work.arrays("answers.npz", ask)["answers"]
         spent = account.epsilon(delta=bench.plan.delta)
     student, accuracy = bench.student(rows, answers)
@@ -209,7 +217,7 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
             times = config.dp_sgd.runs if cell.teacher == DP_SGD else config.repetitions
             event = SelfComposedDpEvent(_event(cell, config), times)
             what = f"reference: {cell.teacher}, {cell.answers}, {times} repetitions"
-            yield plans.Item(what, "", event, terms, ledger="references/ledger.sqlite")
+            yield plans.Item(what, "", event, terms, ledger=_REFERENCES)
 
 
 def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTrainer:
@@ -249,6 +257,15 @@ def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     return {"per_query": found, "student": found, "expected": results.moments(found).mean}
 
 
+def _private(bench: Bench) -> list[PrivateSet]:
+    """Returns the private records. Those of other stages are recognised if they are feature vectors
+    too.
+    """
+    config, train = bench.config.data, bench.task.train
+    source = {"blobs": "bundled", "text": "tfds"}.get(config.kind) or config.get("source", "")
+    return [PrivateSet(train.name, train, DataSpec(source=source).is_public)]
+
+
 # --- Results ------------------------------------------------------------------------------------
 
 
@@ -265,7 +282,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "released": {name: released[name] for name in ("per_query", "student")},
     }
     if references:
-        with _account(work, "references") as account:
+        with _references(work) as account:
             spent = account.epsilon(delta=bench.plan.delta)
         result |= {"rows": references, "references_epsilon": spent}
     return result
@@ -424,6 +441,7 @@ STUDY = frame.Study(
     needs=("prediction",),
     life=".lifecycle.predict",
     open=Bench,
+    private=_private,
     cells=_cells,
     run=_run,
     result=_result,

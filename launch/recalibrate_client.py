@@ -8,24 +8,21 @@ first answer.
 import pathlib
 from typing import Any
 
-from absl import flags
-
 from . import frame, links, plans
 
-_LEDGER = flags.DEFINE_string(
-    "ledger", None, "Ledger of the hospital, by default ledger.sqlite in the workdir."
-)
 
-
-def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
+def experiment(
+    config: Any, workdir: str, *, dry_run: bool = False, choice: frame.Choice = frame.DEFAULT
+) -> None:
     """Runs the hospital."""
     from . import hospitals
 
+    ledger = frame.chosen(choice, config, None if workdir is None else pathlib.Path(workdir))
     if dry_run:
-        charges = hospitals.charges(config, ledger_path=_LEDGER.value)
+        charges = hospitals.charges(config, ledger_path=ledger)
         return plans.show(charges, None if workdir is None else pathlib.Path(workdir))
-    hospitals.run_client(config, workdir, links.serve(), ledger_path=_LEDGER.value)
+    hospitals.run_client(config, workdir, links.serve(), ledger_path=ledger)
 
 
 if __name__ == "__main__":
-    frame.main(experiment)
+    frame.main(experiment, pays=True)

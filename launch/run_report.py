@@ -56,7 +56,7 @@ def write(
             root,
             report.page,
             title=f"Privacy report: {report.title}",
-            books=document.Books(root, _ledgers(root, report, ledger), remedy=_REMEDY),
+            books=_books(root, report, ledger or bound.get("ledger"), bound.get("run", "")),
             released=_released(root, report),
             config=config,
             versions=bound["versions"],
@@ -83,15 +83,25 @@ def _released(root: pathlib.Path, report: Report) -> dict[pathlib.Path, str]:
     return files
 
 
-def _ledgers(
-    root: pathlib.Path, report: Report, ledger: str | os.PathLike[str] | None
-) -> dict[str, pathlib.Path]:
+def _books(
+    root: pathlib.Path, report: Report, ledger: str | os.PathLike[str] | None, run: str
+) -> document.Books:
+    """Returns the accounts of a workdir.
+
+    Args:
+      ledger: The ledger outside of the workdir that pays, or None.
+      run: The word for the runs of this workdir in it.
+    """
+    if ledger is None:
+        return document.Books(root, _ledgers(root, report), remedy=_REMEDY)
+    return document.Books(root, {"": pathlib.Path(ledger)}, remedy=_REMEDY, run=run)
+
+
+def _ledgers(root: pathlib.Path, report: Report) -> dict[str, pathlib.Path]:
     """Returns the ledgers by the words that the names of their accounts begin with.
 
     The ledger cells/0.5/1/ledger.sqlite gives "0.5/1: ".
     """
-    if ledger is not None:
-        return {"": pathlib.Path(ledger)}
     paths: list[pathlib.Path] = []
     for pattern in report.ledgers:
         paths += sorted(root.glob(pattern))

@@ -15,9 +15,6 @@ from absl import flags
 
 from . import frame, links, plans
 
-_LEDGER = flags.DEFINE_string(
-    "ledger", None, "Ledger of the client's images, by default ledger.sqlite in the workdir."
-)
 _QUERIES = flags.DEFINE_bool(
     "queries",
     None,
@@ -40,27 +37,28 @@ _FIELDS = (
 )
 
 
-def experiment(config: Any, workdir: str, *, dry_run: bool = False) -> None:
+def experiment(
+    config: Any, workdir: str, *, dry_run: bool = False, choice: frame.Choice = frame.DEFAULT
+) -> None:
     """Runs the client."""
     from . import parties, report
 
     fields = {flag.name: flag.value for flag in _FIELDS if flag.value is not None}
     config.client.update(fields)
+    ledger = frame.chosen(choice, config, None if workdir is None else pathlib.Path(workdir))
     if dry_run:
-        charges = parties.client_charges(
-            config.client, ledger_path=_LEDGER.value, queries=_QUERIES.value
-        )
+        charges = parties.client_charges(config.client, ledger_path=ledger, queries=_QUERIES.value)
         return plans.show(charges, None if workdir is None else pathlib.Path(workdir))
     parties.run_client(
         config.client,
         workdir,
         links.serve(),
-        ledger_path=_LEDGER.value,
+        ledger_path=ledger,
         queries=_QUERIES.value,
         limits=links.limits(),
     )
-    print(report.write(workdir, ledger=_LEDGER.value))
+    print(report.write(workdir, ledger=ledger))
 
 
 if __name__ == "__main__":
-    frame.main(experiment)
+    frame.main(experiment, pays=True)

@@ -3,9 +3,11 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from jaxdp.data import Source
+
     from . import plans
     from .frame import Work
 
@@ -15,6 +17,20 @@ Row = Mapping[str, Any]
 def nothing(*_: Any) -> Any:
     """Returns no tables, or draws no figures."""
     return {}
+
+
+class PrivateSet(NamedTuple):
+    """Private records of a study, for which one ledger counts.
+
+    Attributes:
+      name: Their name in the ledger.
+      records: The records as they are stored.
+      is_public: Whether everybody has them, as those of scikit-learn and TensorFlow Datasets.
+    """
+
+    name: str
+    records: "Source"
+    is_public: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,6 +95,8 @@ class Study(Program):
     Attributes:
       open: `open(config, root)` reads data and models and refuses a config that cannot work. It
           writes nothing.
+      private: `private(opened)` returns the private sets of what `open` returned. All runs about
+          them share a ledger (`launch.frame.ledgers`). Without it, the ledgers stay in the workdir.
       cells: `cells(config)` yields named tuples, in the order in which they are run.
       run: `run(cell, work) -> row`, a JSON-able dict.
       result: `result(rows, work)`, the content of result.json.
@@ -99,6 +117,7 @@ class Study(Program):
     run: Callable[[Any, "Work"], Row]
     result: Callable[[Sequence[Row], "Work"], Any]
     summary: Callable[[Any], str]
+    private: Callable[[Any], Sequence[PrivateSet]] | None = None
     tables: Callable[[Any, "Work"], Mapping[str, Any]] = nothing
     figures: Callable[[Any, "Work"], None] = nothing
     benchmark: str = ""

@@ -13,6 +13,7 @@ from jaxdp.data.spec import open_parts
 from jaxdp.models import Pretrained, load_params, merge_lora
 
 from . import data, frozen, models, trainers
+from .study import PrivateSet
 
 Params = Any
 
@@ -23,6 +24,7 @@ class Task:
 
     Attributes:
       spec: What the private records are: their terms in the ledger and their augmentation.
+      records: The private images.
       public, private, test: The images, or their features. Public ones may be missing.
       units: What is protected and trained on: the private records, or their owners.
       network: The trained network.
@@ -31,6 +33,7 @@ class Task:
     """
 
     spec: DataSpec
+    records: Examples
     public: Examples | None
     private: Any
     units: Any
@@ -56,6 +59,11 @@ class Task:
             trainable=self.chosen,
             mesh=mesh,
         )
+
+    @property
+    def private_set(self) -> PrivateSet:
+        """The private images, for which a ledger counts."""
+        return PrivateSet(self.private.name, self.records, self.spec.is_public)
 
     def terms(self, private: Any) -> dict[str, Any]:
         """Returns the terms of the private records in a ledger, with the budget of the `private`
@@ -108,6 +116,7 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
         features = head.source("private", private)
         return Task(
             spec=spec,
+            records=private,
             public=public,
             private=features,
             # Features have no column of owners. The images say whose they are.
@@ -120,6 +129,7 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
     network, chosen = models.adapted(network, config.model, seed=config.init_seed)
     return Task(
         spec=spec,
+        records=private,
         public=public,
         private=private,
         units=units(private, spec.group, max_records=spec.max_records),

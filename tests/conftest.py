@@ -40,6 +40,9 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # 20 ms compiles as quickly as it is read.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.02")
+# Tests have no home. Those of the registry give themselves one.
+os.environ["JAXDP_RECORD_DIGESTS"] = "0"
+os.environ.pop("JAXDP_LEDGER", None)
 # Several workers, and the programs that they start, share one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -16,6 +16,7 @@ from jaxdp.data.corruptions import (
     imagenet_r_classes,
     restrict_classes,
 )
+from jaxdp.data.digests import record_digests
 from jaxdp.data.groups import Groups, Records, by_group
 from jaxdp.data.ids import identifiers
 from jaxdp.data.images import resize_images
@@ -66,6 +67,7 @@ __all__ = [
     "random_flip",
     "read_column",
     "read_ids",
+    "record_digests",
     "resize_images",
     "restrict_classes",
     "take",

@@ -119,6 +119,11 @@ class DataSpec:
         return f"{self.where}.parts.{self.role}" if self.role else self.where
 
     @property
+    def is_public(self) -> bool:
+        """Whether everybody has the records. Own data in the format of TFDS counts as public here."""
+        return self.source in ("bundled", "tfds")
+
+    @property
     def terms(self) -> dict[str, str]:
         """Unit and adjacency, for `Ledger.register`."""
         return {"unit": self.unit, "adjacency": self.adjacency}

@@ -10,6 +10,7 @@ The modules:
 * Its decisions: `compositions`, `spent_epsilon`, `budget`, `admission`.
 * What users call: `accounts`, `ledger_reader`, `ledger`, and what they read: `reports`,
   `report_text`.
+* Which ledger counts which records: `registry`.
 """
 
 from jaxdp.privacy.accounting import delta, epsilon
@@ -46,11 +47,14 @@ from jaxdp.privacy.ledger import (
 )
 from jaxdp.privacy.planning import TrainingPlan, plan_training
 from jaxdp.privacy.privacy_warnings import PrivacyWarning
+from jaxdp.privacy.registry import Claim, CountedElsewhere, Registry
 
 __all__ = [
     "Account",
     "BudgetExceeded",
+    "Claim",
     "ComposedDpEvent",
+    "CountedElsewhere",
     "DiscreteLaplaceDpEvent",
     "DpEvent",
     "GaussianDpEvent",
@@ -65,6 +69,7 @@ __all__ = [
     "PrivacyWarning",
     "PureDpEvent",
     "RandomizedResponseDpEvent",
+    "Registry",
     "RepeatAndSelectDpEvent",
     "Reservation",
     "SampledWithoutReplacementDpEvent",

@@ -18,39 +18,50 @@ With `--devices` the processes of `jax.distributed` compute each cell together
 (`jaxdp.release.Hosts`). Process 0 alone writes the files above.
 
     running   a run of a study           workdir   to which config a workdir belongs
+    ledgers   which ledger counts
     launcher  the flags of a launcher    accounts  the accounts of the ledgers
     program   errors become sentences    fields    checks of single fields of a config
     guide     --help, and what to say about the config of another launcher
 """
 
-from ..study import Program, Report, Row, Study
+from ..study import PrivateSet, Program, Report, Row, Study
 from .accounts import account, own_account
 from .fields import check_watch, known, some, watching
 from .launcher import main
+from .ledgers import DEFAULT, Choice, asked, chosen, of_workdir
+from .ledgers import NAME as LEDGER
 from .program import MISTAKES, keep_compiled, start, tell
 from .running import Work, compute, distinct, run
-from .workdir import bind, cell_folder, check_same_config, file_name, versions
+from .workdir import bind, cell_folder, check_same_config, file_name, run_of, versions
 
 __all__ = [
+    "DEFAULT",
+    "LEDGER",
     "MISTAKES",
+    "Choice",
+    "PrivateSet",
     "Program",
     "Report",
     "Row",
     "Study",
     "Work",
     "account",
+    "asked",
     "bind",
     "cell_folder",
     "check_same_config",
     "check_watch",
+    "chosen",
     "compute",
     "distinct",
     "file_name",
     "keep_compiled",
     "known",
     "main",
+    "of_workdir",
     "own_account",
     "run",
+    "run_of",
     "some",
     "start",
     "tell",

@@ -16,6 +16,7 @@ def account(
     label: str = "",
     adjacency: Any = "add_remove",
     unit: str = "example",
+    run: str = "",
     **terms: Any,
 ) -> Iterator[Account]:
     """Yields the account of a data set in the ledger at `path`. Makes both if they are missing.
@@ -24,20 +25,31 @@ def account(
       path: The path of the ledger.
       name: The name of the data set.
       label: The label of the spends.
+      run: The word for this run in the ledger. By default it is random.
       adjacency, unit, **terms: As in `Ledger.register`. `launch.data.terms` has those of a config.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with Ledger(path) as ledger:
-        ledger.register(name, adjacency=adjacency, unit=unit, **terms)
-        yield ledger.account(name, label=label)
+    with Ledger(path, run=run or None) as ledger:
+        yield own_account(ledger, name, label=label, adjacency=adjacency, unit=unit, **terms)
 
 
-def own_account(ledger: Ledger, dataset: str, **terms: Any) -> Account:
+def own_account(ledger: Ledger, dataset: str, *, label: str = "", **terms: Any) -> Account:
     """Returns the account of a data set. Registers it, with terms as in `Ledger.register`, unless
-    its owner has.
+    its owner has. Then the owner's budget holds.
+
+    Raises:
+      ValueError: The owner registered another neighbouring relation or unit.
     """
     try:
-        return ledger.account(dataset)
+        account = ledger.account(dataset, label=label)
     except ValueError:
         ledger.register(dataset, **terms)
-        return ledger.account(dataset)
+        return ledger.account(dataset, label=label)
+    for term in ("adjacency", "unit"):
+        registered = getattr(account, term)
+        if terms.get(term, registered) != registered:
+            raise ValueError(
+                f"data set {dataset!r} has {term}={registered!r} in its ledger, and this run has "
+                f"{terms[term]!r}. Set the same one in the config."
+            )
+    return account

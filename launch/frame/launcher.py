@@ -2,6 +2,7 @@
 
 import functools
 import os
+import pathlib
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -13,13 +14,22 @@ from jaxdp import compilers
 
 from ..config_dict import config_flags
 from ..study import Study
-from . import guide, running
+from . import guide, ledgers, running
 from .program import start
 
 _DEVICES = (
     "The devices that share each batch: one, local (all of this process), cluster (all of the "
     "processes that SLURM, Open MPI, Kubernetes or a TPU pod has started), or HOST:PORT,I,N (all "
     "of N processes, of which this is number I and number 0 listens at HOST:PORT)."
+)
+_LEDGER = (
+    "The ledger that counts what is released about the private records. All runs about the same "
+    "records share one. The default is that of the workdir, then that of JAXDP_LEDGER, then the one "
+    "that counts these records already, then a new one outside of the workdir. Records that "
+    "everybody has are counted in the workdir."
+)
+_NEW_LEDGER = (
+    f"Count records anew that another ledger counts already. {ledgers.NEW.partition('. ')[2]}"
 )
 _TARGET = (
     "With --dry_run: a TPU or GPU that need not be there. The private steps are compiled for it, "
@@ -29,17 +39,22 @@ _TARGET = (
 
 
 def main(
-    experiment: Callable[..., Any] | Study, *, divides: bool = False, trains: bool = False
+    experiment: Callable[..., Any] | Study,
+    *,
+    divides: bool = False,
+    trains: bool = False,
+    pays: bool = False,
 ) -> None:
     """Runs a study, or `experiment(config, workdir, dry_run=)`, with the flags of the command line.
     See `start`.
 
     An experiment that `divides` its work among devices also takes `mesh=`, the mesh of --devices or
-    None. One that `trains` takes `target=`, the name of --target or "". A study does.
+    None. One that `trains` takes `target=`, the name of --target or "". One that `pays` takes
+    `choice=`, what the user says about its ledger. A study does both.
     """
     if isinstance(experiment, Study):
         run: Callable[..., Any] = functools.partial(running.run, experiment)
-        trains = True
+        trains = pays = True
     else:
         run = experiment
     config = config_flags.DEFINE_config_file(
@@ -53,9 +68,11 @@ def main(
     dry_run = flags.DEFINE_bool(
         "dry_run", False, "Only say what the run would cost and take. Nothing is written."
     )
+    ledger = flags.DEFINE_string("ledger", None, _LEDGER)
+    new_ledger = flags.DEFINE_bool("new_ledger", False, _NEW_LEDGER)
     devices = flags.DEFINE_string("devices", "one", _DEVICES)
     target = flags.DEFINE_string("target", "", _TARGET)
-    for flag in (config, workdir, dry_run, devices, target):
+    for flag in (config, workdir, dry_run, ledger, new_ledger, devices, target):
         # --help lists the flags of the program itself, and these are defined in another module.
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
 
@@ -76,7 +93,17 @@ def main(
                 f"--devices must be one, got {devices.value!r}. Only launch.finetune divides its "
                 "work."
             )
+        choice = ledgers.Choice(
+            None if ledger.value is None else pathlib.Path(ledger.value), new_ledger.value
+        )
         options: dict[str, Any] = {}
+        if choice != ledgers.DEFAULT:
+            if not pays:
+                raise ValueError(
+                    "--ledger and --new_ledger are not for this launcher, which reads "
+                    "no private records. Leave them out."
+                )
+            options["choice"] = choice
         if divides:
             options["mesh"] = None if dry_run.value else _mesh(devices.value)
         if target.value:

@@ -9,21 +9,23 @@ import pathlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 from jaxdp import memory
 from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
-from jaxdp.privacy import BudgetExceeded
+from jaxdp.privacy import Account, BudgetExceeded
 from jaxdp.release import Hosts, locked
 from jaxdp.report import check_figures, progress_bar
 
 from .. import plans, results, run_report
 from ..settings import check_numbers
 from ..study import Row, Study, nothing
-from . import fields
-from .workdir import bind, cell_folder, check_same_config, file_name
+from . import fields, ledgers
+from .accounts import account
+from .workdir import bind, cell_folder, check_same_config, file_name, run_of
 
 _AGAIN = (
     "Delete it. The command then makes it again from the other files of the workdir, which costs "
@@ -42,6 +44,7 @@ class Work:
       root: The workdir.
       shared: What `Study.open` returned.
       hosts: The processes that run the study together, by default this one alone.
+      ledger: The ledger of the private sets, by default ledger.sqlite in the workdir.
     """
 
     study: Study
@@ -49,6 +52,16 @@ class Work:
     root: pathlib.Path
     shared: Any
     hosts: Hosts = dataclasses.field(default_factory=Hosts)
+    ledger: pathlib.Path | None = None
+
+    def account(self, name: str, *, label: str, **terms: Any) -> AbstractContextManager[Account]:
+        """Returns the account of a private set in the ledger of the run, as a context manager.
+
+        Args:
+          name, label, **terms: As in `launch.frame.account`.
+        """
+        path = self.ledger or self.root / ledgers.NAME
+        return account(path, name, label=label, run=run_of(self.root), **terms)
 
     def folder(self, cell: Any) -> pathlib.Path:
         """Returns the folder of a cell."""
@@ -140,29 +153,33 @@ def run(
     dry_run: bool = False,
     target: str = "",
     hosts: Hosts | None = None,
+    choice: ledgers.Choice = ledgers.DEFAULT,
 ) -> Any:
     """Runs the unfinished cells of a study, prints its summary and returns its result.
 
     With `dry_run` it prints what the study would charge, take and need, and writes nothing. Then
     workdir may be None. With `target`, an accelerator of `jaxdp.compilers`, it says so for that.
     `hosts` are the processes that run it together, by default this one alone. Process 0 prints.
+    `choice` is what the user says about the ledger of the private sets.
 
     Raises:
       ValueError: The config is inconsistent, the workdir belongs to another config, study or
-        release, or the data is not declared a public benchmark. Nothing is written.
+        release, or the data is not declared a public benchmark. Or another ledger counts the
+        same records. Nothing is written.
       FileNotFoundError: Data or a checkpoint is missing. The message says how to get it.
       BudgetExceeded: A ledger has no room for what a cell would spend.
     """
     if dry_run:
-        _dry_run(study, config, None if workdir is None else pathlib.Path(workdir), target)
+        root = None if workdir is None else pathlib.Path(workdir)
+        _dry_run(study, config, root, target, choice)
         return None
     root = pathlib.Path(workdir)
     hosts = hosts or Hosts()
     if not hosts.leads:
         with contextlib.redirect_stdout(io.StringIO()):
-            return compute(study, config, root, hosts)
+            return compute(study, config, root, hosts, choice)
     was_done = (root / "result.json").exists() and study.grows is None
-    result = compute(study, config, root, hosts)
+    result = compute(study, config, root, hosts, choice)
     if was_done:
         print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
         return result
@@ -172,10 +189,16 @@ def run(
     return result
 
 
-def compute(study: Study, config: Any, root: pathlib.Path, hosts: Hosts | None = None) -> Any:
+def compute(
+    study: Study,
+    config: Any,
+    root: pathlib.Path,
+    hosts: Hosts | None = None,
+    choice: ledgers.Choice = ledgers.DEFAULT,
+) -> Any:
     """Returns the result of a study, as `run` does, without its summary."""
     hosts = hosts or Hosts()
-    bound = hosts.together(lambda: _checked(study, config, root))
+    bound = hosts.together(lambda: _checked(study, config, root, choice))
     hosts.agree(lambda: {"config": config.to_json()})
     result = hosts.first(lambda: _finished(study, root))
     if result is not None:
@@ -184,9 +207,10 @@ def compute(study: Study, config: Any, root: pathlib.Path, hosts: Hosts | None =
         hosts.together(check_figures)  # before anything is computed or paid
     cells = distinct(study.cells(config))
     shared = hosts.together(lambda: study.open(config, root))
-    work = Work(study, config, root, shared, hosts)
+    ledger = hosts.first(lambda: _ledger(study, config, root, shared, choice))
+    work = Work(study, config, root, shared, hosts, ledger)
     with contextlib.ExitStack() as opened:
-        hosts.first(lambda: opened.enter_context(bind(study.name, bound, root)))
+        hosts.first(lambda: opened.enter_context(bind(study.name, bound, root, ledger)))
         rows = (study.rows or _rows)(work, cells)
         return hosts.first(lambda: work.publish(rows))
 
@@ -202,7 +226,16 @@ def _finished(study: Study, root: pathlib.Path) -> Any:
     return result
 
 
-def _checked(study: Study, config: Any, root: pathlib.Path | None) -> Any:
+def _ledger(
+    study: Study, config: Any, root: pathlib.Path, shared: Any, choice: ledgers.Choice
+) -> pathlib.Path | None:
+    """Returns the ledger of the private sets of a study, or None if each cell has its own."""
+    if study.private is None:
+        return None
+    return ledgers.settled(choice, config, root, study.private(shared))
+
+
+def _checked(study: Study, config: Any, root: pathlib.Path | None, choice: ledgers.Choice) -> Any:
     """Returns the part of a config to which a workdir is bound. Raises ValueError for a mistake in
     the config.
     """
@@ -211,17 +244,34 @@ def _checked(study: Study, config: Any, root: pathlib.Path | None) -> Any:
     bound = study.grows(config) if study.grows else config
     check_numbers(config)
     fields.check_watch(config)
+    if study.private is None and choice != ledgers.DEFAULT:
+        raise ValueError(
+            f"--ledger and --new_ledger name the one ledger of a private set, and study "
+            f"{study.name!r} has ledgers of its own in the workdir. Leave them out."
+        )
+    ledgers.chosen(choice, config, root)
     if root is not None:
         check_same_config(study.name, bound, root)
     return bound
 
 
-def _dry_run(study: Study, config: Any, root: pathlib.Path | None, target: str) -> None:
-    _checked(study, config, root)
+def _dry_run(
+    study: Study,
+    config: Any,
+    root: pathlib.Path | None,
+    target: str,
+    choice: ledgers.Choice,
+) -> None:
+    _checked(study, config, root, choice)
     distinct(study.cells(config))
     with tempfile.TemporaryDirectory() as nowhere:
         opened = functools.cache(lambda: study.open(config, pathlib.Path(nowhere)))
-        plans.show(study.plan(config, opened), root, target)
+        items = list(study.plan(config, opened))
+        ledger = ledgers.chosen(choice, config, root) if study.private else None
+        if study.private and opened.cache_info().currsize:
+            # A plan that has not opened the records, which may take long, says nothing of others.
+            ledger = ledgers.asked(choice, config, root, study.private(opened()))
+        plans.show(items, root, target, ledger=ledger)
     if study.benchmark:
         print(f"\n{study.benchmark}")
 

@@ -3,9 +3,11 @@
 import contextlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import re
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,21 +68,27 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
 
 
 @contextlib.contextmanager
-def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
+def bind(
+    study: str, config: Any, root: pathlib.Path, ledger: pathlib.Path | None = None
+) -> Iterator[None]:
     """Binds a workdir to a config for the body. Unbinds it if the body fails before it makes a
     file.
 
     So after a late error, such as a model that does not fit the images, a corrected config can use
-    the same workdir.
+    the same workdir. `ledger` is the one that pays, which may lie elsewhere.
     """
     path = root / "config.json"
     is_new = not path.exists()
+    # A workdir may be moved, and with it a ledger inside.
+    is_outside = ledger is not None and not ledger.resolve().is_relative_to(root.resolve())
     write_json(
         path,
         {
             "study": study,
             "format": FORMAT,
             "versions": versions(),
+            "ledger": os.path.abspath(ledger) if ledger is not None and is_outside else None,
+            "run": run_of(root) or secrets.token_hex(8),
             "config": json.loads(config.to_json()),
         },
     )
@@ -90,6 +98,12 @@ def bind(study: str, config: Any, root: pathlib.Path) -> Iterator[None]:
         if is_new and not _has_results(root):
             path.unlink()
         raise
+
+
+def run_of(root: pathlib.Path) -> str:
+    """Returns the word by which ledgers know the runs of a workdir, or "" for an older workdir."""
+    path = root / "config.json"
+    return read_json(path, remedy=_REMEDY).get("run", "") if path.exists() else ""
 
 
 def _has_results(root: pathlib.Path) -> bool:

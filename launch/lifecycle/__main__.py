@@ -11,13 +11,15 @@ from .. import frame
 from . import run, show_plan
 
 
-def experiment(config: Any, workdir: str, *, dry_run: bool = False, target: str = "") -> None:
+def experiment(
+    config: Any, workdir: str, *, dry_run: bool = False, target: str = "", **choice: Any
+) -> None:
     """Runs the stages that are not done yet."""
     if dry_run:
-        return show_plan(config, workdir, target)
-    if any(state["status"] != "done" for state in run(config, workdir).values()):
+        return show_plan(config, workdir, target, **choice)
+    if any(state["status"] != "done" for state in run(config, workdir, **choice).values()):
         sys.exit(1)
 
 
 if __name__ == "__main__":
-    frame.main(experiment, trains=True)
+    frame.main(experiment, trains=True, pays=True)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxdp.files import understood, write_durably
 from jaxdp.report import Chart, format_table, render_page, verdict
 
-from .. import document
+from .. import document, frame
 from . import stages
 from .stage import Stage
 
@@ -136,7 +136,9 @@ class Life:
         self.config = result["config"]
         self.stages = result["stages"]
         self._known = {stage.name: stage for stage in stages.known()}
-        ledger = pathlib.Path(self.config["ledger"] or root / "ledger.sqlite")
+        ledger = pathlib.Path(
+            self.config["ledger"] or frame.of_workdir(root) or root / frame.LEDGER
+        )
         self.books = document.Books(root, {"": ledger}, remedy=_REMEDY, names=result["accounts"])
 
     def is_done(self, stage: str) -> bool:

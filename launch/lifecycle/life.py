@@ -15,12 +15,14 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxdp.data import DataSpec
 from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, DpEvent, Hold, Ledger
 from jaxdp.release import alone
 
 from .. import frame, plans
 from ..config_dict import ConfigDict
 from ..settings import check_numbers
+from ..study import PrivateSet
 from . import cache, document, parts
 from .stage import Accounts, Done, Job, Stage
 from .stages import known as stages
@@ -40,7 +42,9 @@ class Step(NamedTuple):
     key: str = ""
 
 
-def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
+def run(
+    config: Any, workdir: str | os.PathLike[str], choice: frame.Choice = frame.DEFAULT
+) -> dict[str, Any]:
     """Runs the stages that are not done yet, and writes the report.
 
     The config determines the charges of all stages that are not done. The ledger holds room for all
@@ -52,6 +56,7 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
 
     Args:
       config: The config of the lifecycle.
+      choice: What the user says about the ledger, see `launch.frame.ledgers`.
       workdir: The folder of the lifecycle, made if it is missing. Afterwards it holds the files of
           a study (`launch.frame`), of which these are of interest:
           report.html            for people
@@ -79,15 +84,20 @@ def run(config: Any, workdir: str | os.PathLike[str]) -> dict[str, Any]:
       Interrupted: The user pressed Ctrl-C. The ledger counts all reservations. Another call
           continues.
     """
-    states: dict[str, Any] = frame.run(STUDY, config, workdir)["stages"]
+    states: dict[str, Any] = frame.run(STUDY, config, workdir, choice=choice)["stages"]
     return states
 
 
-def show_plan(config: Any, workdir: str | os.PathLike[str] | None, target: str = "") -> None:
+def show_plan(
+    config: Any,
+    workdir: str | os.PathLike[str] | None,
+    target: str = "",
+    choice: frame.Choice = frame.DEFAULT,
+) -> None:
     """Prints what the stages that are not done would charge, and what the training takes. Writes
     nothing.
 
-    `target` is as in `launch.frame.run`.
+    `target` and `choice` are as in `launch.frame.run`.
 
     Raises:
       ValueError, FileNotFoundError: As `run`.
@@ -97,7 +107,8 @@ def show_plan(config: Any, workdir: str | os.PathLike[str] | None, target: str =
     root = None if workdir is None else pathlib.Path(workdir)
     with tempfile.TemporaryDirectory() as nowhere:
         life = Life(config, data, pathlib.Path(nowhere) if root is None else root)
-        plans.show(list(life.plan()), root, target)
+        ledger = frame.asked(choice, config, root, _private(life))
+        plans.show(list(life.plan()), root, target, ledger=ledger)
 
 
 def accounts(config: Any) -> Accounts:
@@ -181,7 +192,6 @@ class Life:
                     name,
                     ComposedDpEvent(charged[name]),
                     {"records": self.data.records(name), **terms},
-                    ledger=self.config.ledger or "ledger.sqlite",
                 )
         if self.data.private.name in charged:
             for stage in self.stages:
@@ -202,8 +212,8 @@ def _rows(work: frame.Work, cells: Sequence[Any]) -> list[_State]:
     life: Life = work.shared
     with contextlib.ExitStack() as held:
         held.enter_context(alone(work.root))
-        path = work.config.ledger or work.root / "ledger.sqlite"
-        ledger = held.enter_context(Ledger(path))
+        assert work.ledger is not None  # the study has private sets
+        ledger = held.enter_context(Ledger(work.ledger, run=frame.run_of(work.root)))
         for name, terms in accounts(work.config).items():
             ledger.register(name, records=life.data.records(name), **terms)
         cache.settle(work.root, ledger, life.data.private.name)
@@ -230,6 +240,12 @@ def _rows(work: frame.Work, cells: Sequence[Any]) -> list[_State]:
                 ) from error
             _publish(work)
     return _listed(life)
+
+
+def _private(life: Life) -> list[PrivateSet]:
+    """Returns the training set. The other parties' sets are named alike in every lifecycle."""
+    source = DataSpec(source=life.config.data.source)
+    return [PrivateSet(life.data.private.name, life.data.private, source.is_public)]
 
 
 def _listed(life: Life) -> list[_State]:
@@ -350,6 +366,7 @@ STUDY = frame.Study(
     about="every stage of a model's life under one ledger, and a report",
     needs=("budgets",),
     open=_open,
+    private=_private,
     cells=lambda config: [Step(stage.name) for stage in stages()],
     run=_run,
     rows=_rows,

@@ -1,0 +1,256 @@
+"""One ledger counts for a private data set, whatever the workdir and the name."""
+
+import json
+import os
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from configs import digits_dpsgd
+from configs.tta import digits as tta_digits
+from jaxdp.data import DataSpec
+from jaxdp.privacy import BudgetExceeded, Ledger, PureDpEvent
+from launch import adapt, data, finetune, frame, run_report
+
+RECORDS = 96
+BUDGET = 1.0
+
+
+class Cell(NamedTuple):
+    """A query that costs its epsilon."""
+
+    epsilon: float
+
+
+def ask(cell, work):
+    terms = {**data.terms(work.config.data), "records": RECORDS, "epsilon": BUDGET, "delta": 0.0}
+    (records,) = work.study.private(work.shared)
+    with (
+        work.account(records.name, label="queries", **terms) as account,
+        account.spend(PureDpEvent(cell.epsilon)),
+    ):
+        return {"answer": 1}
+
+
+def private_sets(opened):
+    spec, records = opened
+    return [frame.PrivateSet(records.name, records, spec.is_public)]
+
+
+def opened(config, root):
+    (spec,) = data.specs(config.data, "private").values()
+    (records,) = data.parts(config.data, "private").values()
+    return spec, records
+
+
+QUERIES = frame.Study(
+    name="queries",
+    open=opened,
+    private=private_sets,
+    cells=lambda config: map(Cell, config.epsilons),
+    run=ask,
+    result=lambda rows, work: {"queries": len(rows)},
+    summary=str,
+    report=frame.Report(title="queries"),
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """The folder of the user's registry and ledgers."""
+    monkeypatch.setenv("JAXDP_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("JAXDP_RECORD_DIGESTS")
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Made-up patients of a hospital, as .npz files."""
+    rng = np.random.default_rng(0)
+    for name, count in (("train", RECORDS), ("test", 16)):
+        np.savez(
+            tmp_path / f"{name}.npz",
+            image=rng.integers(0, 255, (count, 8, 8, 1), np.uint8),
+            label=rng.integers(0, 2, count),
+        )
+    return tmp_path
+
+
+def own_data(files, train="train.npz", name="patients"):
+    return {
+        "source": "npz",
+        "path": str(files),
+        "name": name,
+        "num_classes": 2,
+        "parts": {"public": "", "private": train, "test": "test.npz"},
+        "crop_padding": 0,
+        "flip": False,
+    }
+
+
+def queries(files, *epsilons, **fields):
+    return ConfigDict({"data": own_data(files, **fields), "epsilons": epsilons or (0.6,)})
+
+
+def spends(path):
+    with Ledger(path, read_only=True) as ledger:
+        return len(ledger.history())
+
+
+def test_a_second_workdir_spends_from_the_same_budget(files, home):
+    """The promise of README: epsilon is that of all runs, and the second run has no room."""
+    frame.run(QUERIES, queries(files), files / "a")
+    with pytest.raises(BudgetExceeded):
+        frame.run(QUERIES, queries(files), files / "b")
+    frame.run(QUERIES, queries(files, 0.3), files / "c")
+    assert spends(home / "patients.sqlite") == 2
+    assert not (files / "b" / "result.json").exists()
+
+
+def test_ledgers_of_workdirs_do_not_see_each_other(files, home, monkeypatch):
+    """The twin: without digests of records nobody notices the second budget."""
+    monkeypatch.setenv("JAXDP_RECORD_DIGESTS", "0")
+    for workdir in ("a", "b"):
+        frame.run(QUERIES, queries(files), files / workdir)
+        assert spends(files / workdir / "ledger.sqlite") == 1
+    assert not home.exists()
+
+
+@pytest.mark.slow
+def test_fine_tuning_twice_does_not_fit_one_budget(files, home):
+    config = digits_dpsgd.get_config()
+    config.data = own_data(files)
+    config.references = False
+    config.pretrain.steps = 0
+    config.private.update({"steps": 2, "batch_size": 24, "physical_batch_size": 48, "augmult": 0})
+    finetune.experiment(config, files / "a")
+    with pytest.raises(BudgetExceeded):
+        finetune.experiment(config, files / "b")
+    assert spends(home / "patients.sqlite") == 1
+    assert not (files / "a" / "ledger.sqlite").exists()
+
+
+def test_another_name_or_a_part_of_the_records_is_recognised(files, home):
+    frame.run(QUERIES, queries(files), files / "a")
+    with np.load(files / "train.npz") as arrays:
+        np.savez(files / "some.npz", **{name: array[10:40] for name, array in arrays.items()})
+    config = queries(files, train="some.npz", name="others")
+    for choice in (frame.DEFAULT, frame.Choice(files / "own.sqlite")):
+        with pytest.raises(ValueError, match="30 of these 30 records") as error:
+            frame.run(QUERIES, config, files / "b", choice=choice)
+        assert "patients/train.npz" in str(error.value) and "--new_ledger" in str(error.value)
+    assert not (files / "b").exists() and not (files / "own.sqlite").exists()
+    assert spends(home / "patients.sqlite") == 1
+
+
+def test_a_name_does_not_stand_for_other_records(files, home):
+    frame.run(QUERIES, queries(files, 0.3), files / "a")
+    rng = np.random.default_rng(1)
+    np.savez(
+        files / "train.npz",
+        image=rng.integers(0, 255, (RECORDS, 8, 8, 1), np.uint8),
+        label=rng.integers(0, 2, RECORDS),
+    )
+    with pytest.raises(ValueError, match="stands for other records"):
+        frame.run(QUERIES, queries(files, 0.3), files / "b")
+    assert spends(home / "patients.sqlite") == 1
+
+
+def test_a_set_that_grows_keeps_its_ledger(files, home):
+    frame.run(QUERIES, queries(files, 0.3), files / "a")
+    with np.load(files / "train.npz") as arrays:
+        image, label = arrays["image"], arrays["label"]
+    new = np.zeros((1, *image.shape[1:]), np.uint8)
+    np.savez(
+        files / "train.npz",
+        image=np.concatenate([image, new]),
+        label=np.concatenate([label, label[:1]]),
+    )
+    frame.run(QUERIES, queries(files, 0.3), files / "b")
+    assert spends(home / "patients.sqlite") == 2
+
+
+def test_records_are_counted_anew_where_the_user_says_so(files, home):
+    frame.run(QUERIES, queries(files), files / "a")
+    choice = frame.Choice(files / "own.sqlite", count_anew=True)
+    frame.run(QUERIES, queries(files), files / "b", choice=choice)
+    assert spends(files / "own.sqlite") == spends(home / "patients.sqlite") == 1
+
+
+def test_a_report_says_which_ledger_counts_and_whether_others_spent(files, home):
+    home.mkdir()
+    with Ledger(home / "patients.sqlite") as ledger:  # by the owner, with a larger budget
+        ledger.register(
+            "patients/train.npz", adjacency="add_remove", unit="example", epsilon=8.0, delta=0.0
+        )
+    frame.run(QUERIES, queries(files), files / "a")
+    page = (files / "a" / "report.html").read_text()
+    assert str(home / "patients.sqlite") in page and "No other run spent" in page
+    frame.run(QUERIES, queries(files, 0.7), files / "b")
+    books = json.loads((files / "a" / "config.json").read_text())
+    assert books["ledger"] == str(home / "patients.sqlite")
+    (files / "a" / "config.json").write_text(json.dumps(books | {"study": "finetune"}))
+    assert (
+        "1 other run spent from" in run_report.write(files / "a", report=QUERIES.report).read_text()
+    )
+    kept = json.loads((files / "a" / "ledger.json").read_text())
+    assert [entry["budget"] for entry in kept["datasets"]] == [8.0]
+
+
+def test_a_workdir_keeps_its_ledger(files, monkeypatch):
+    first, config = files / "first.sqlite", queries(files)
+    frame.run(QUERIES, config, files / "a", choice=frame.Choice(first))
+    with pytest.raises(ValueError, match=r"first\.sqlite.*pays for this workdir"):
+        frame.run(QUERIES, config, files / "a", choice=frame.Choice(files / "second.sqlite"))
+    monkeypatch.setenv("JAXDP_LEDGER", str(files / "third.sqlite"))
+    frame.run(QUERIES, config, files / "a")
+    assert not (files / "second.sqlite").exists() and not (files / "third.sqlite").exists()
+
+
+def test_a_ledger_that_is_gone_is_not_made_again(files, home):
+    frame.run(QUERIES, queries(files), files / "a")
+    for path in home.glob("patients.sqlite*"):
+        path.unlink()
+    for workdir in ("a", "b"):
+        with pytest.raises(ValueError, match="gone"):
+            frame.run(QUERIES, queries(files), files / workdir)
+    assert not (home / "patients.sqlite").exists()
+
+
+def test_an_environment_variable_names_the_ledger(files, monkeypatch):
+    monkeypatch.setenv("JAXDP_LEDGER", str(files / "office.sqlite"))
+    frame.run(QUERIES, queries(files), files / "a")
+    assert spends(files / "office.sqlite") == 1
+    assert not (files / "a" / "ledger.sqlite").exists()
+
+
+def test_public_records_are_counted_in_the_workdir(files, home):
+    config = queries(files)
+    config.data = digits_dpsgd.get_config().data
+    config.data.parts = {"private": RECORDS}
+    for workdir in ("a", "b", "a"):
+        frame.run(QUERIES, config, files / workdir)
+        assert spends(files / workdir / "ledger.sqlite") == 1
+    assert not home.exists()
+
+
+def test_the_registry_is_for_its_owner_only(files, home):
+    frame.run(QUERIES, queries(files), files / "a")
+    assert os.stat(home / "registry.sqlite").st_mode & 0o077 == 0
+
+
+def test_a_study_with_ledgers_of_its_own_refuses_one(files):
+    with pytest.raises(ValueError, match="--ledger"):
+        frame.run(
+            adapt.STUDY,
+            tta_digits.get_config(),
+            files / "a",
+            choice=frame.Choice(files / "x.sqlite"),
+        )
+
+
+def test_which_records_are_public():
+    assert DataSpec(source="bundled").is_public and DataSpec(source="tfds").is_public
+    assert not any(DataSpec(source=source).is_public for source in ("npz", "folder", "hf", "a:b"))
