@@ -120,7 +120,7 @@ class DataSpec:
 
     @property
     def is_public(self) -> bool:
-        """Whether everybody has the records. Own data in the format of TFDS counts as public here."""
+        """Whether everybody has the records. Own data in the format of TFDS counts as public."""
         return self.source in ("bundled", "tfds")
 
     @property

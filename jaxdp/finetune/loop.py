@@ -31,7 +31,7 @@ from jaxdp.finetune.programs import Programs
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account
-from jaxdp.privacy.privacy_warnings import warn_if_weak
+from jaxdp.privacy.privacy_warnings import warn_if_weak, warn_of_another_number
 from jaxdp.release import Checkpoints, Hosts, Release, Till, digest, stream
 from jaxdp.report import Callback, MetricsWriter, progress_bar
 from jaxdp.transforms.noise import PrivatizeState
@@ -208,6 +208,11 @@ def _check_account(trainer: PrivateTrainer, account: Account | None, delta: floa
         delta=account.delta if delta is None else delta,
         records=trainer.sampler.num_examples,
         sampling_probability=trainer.sampler.sampling_probability,
+    )
+    warn_of_another_number(
+        account.name,
+        registered=account.ledger.records(account.name),
+        present=trainer.sampler.num_examples,
     )
     account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
 

@@ -52,6 +52,10 @@ class LedgerReader:
         """Returns a dataset's registered delta, or None."""
         return self._dataset(name).delta
 
+    def records(self, name: str) -> int | None:
+        """Returns a dataset's declared number of units, or None."""
+        return self._dataset(name).records
+
     def _dataset(self, name: str) -> Dataset:
         with self._transaction("DEFERRED") as db:
             return dataset_of(db, name)

@@ -42,6 +42,19 @@ def warn_if_weak(
         )
 
 
+def warn_of_another_number(name: str, *, registered: int | None, present: int) -> None:
+    """Warns if a dataset has another number of units than its ledger declares.
+
+    It may have grown, and then the guarantee holds. Or it is not the dataset of this account.
+    """
+    if registered is not None and registered != present:
+        _warn(
+            f"account {name!r} declares {registered} records, and there are {present}. Check that "
+            "it is the account of these records. If they have grown, delta was judged by the "
+            "smaller number."
+        )
+
+
 def _warn(text: str) -> None:
     # Python shows a text once per place. The place is always this line, so several callers with one
     # text warn once.

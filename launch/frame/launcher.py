@@ -24,8 +24,8 @@ _DEVICES = (
 )
 _LEDGER = (
     "The ledger that counts what is released about the private records. All runs about the same "
-    "records share one. The default is that of the workdir, then that of JAXDP_LEDGER, then the one "
-    "that counts these records already, then a new one outside of the workdir. Records that "
+    "records share one. The default is that of the workdir, then that of JAXDP_LEDGER, then the "
+    "one that counts these records already, then a new one outside of the workdir. Records that "
     "everybody has are counted in the workdir."
 )
 _NEW_LEDGER = (

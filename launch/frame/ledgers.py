@@ -84,10 +84,10 @@ def chosen(choice: Choice, config: Any, root: pathlib.Path | None) -> pathlib.Pa
     """
     before = None if root is None else of_workdir(root)
     is_gone = before is not None and not before.exists()
-    if is_gone and not choice.path:
+    if is_gone and not (choice.path and choice.path.exists()):
         raise ValueError(
-            f"{shown(before)} pays for this workdir, and is gone. Restore it from a copy, or say with "
-            "--ledger where it is now."
+            f"{shown(before)} pays for this workdir, and is gone. Restore it from a copy, or say "
+            "with --ledger where it is now."
         )
     is_other = before and os.path.realpath(choice.path or before) != os.path.realpath(before)
     if is_other and not is_gone:

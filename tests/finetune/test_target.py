@@ -1,6 +1,8 @@
 """A trainer finds the noise for a target by itself, and terms that promise little give a
 warning."""
 
+import warnings
+
 import optax
 import pytest
 
@@ -98,6 +100,28 @@ def test_training_warns_of_a_batch_of_everything_and_of_a_large_delta():
         "delta 0.1",
         "sampling_probability",
     ]
+
+
+@pytest.mark.parametrize("difference", [0, 1])
+def test_training_warns_if_the_account_declares_another_number(difference):
+    source = methods.source_of()
+    trainer = make(noise_multiplier=1.0, sampler=data.PoissonSampler(len(source), 0.5))
+    with Ledger.in_memory() as ledger, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ledger.register(
+            "data", adjacency="add_remove", unit="example", records=len(source) + difference
+        )
+        finetune.fit(
+            trainer,
+            methods.params_of(),
+            source,
+            steps=0,
+            account=ledger.account("data"),
+            delta=1e-5,
+            progress=False,
+        )
+    expected = [f"account 'data' declares {len(source) + 1} records"] * difference
+    assert [text.split(", ")[0] for text in texts(caught)] == expected
 
 
 @pytest.mark.slow
