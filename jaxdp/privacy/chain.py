@@ -93,15 +93,18 @@ def head_text(head: Head) -> bytes:
     return (text.ljust(HEAD_BYTES - 1) + "\n").encode()
 
 
-def head_of(text: bytes, path: str) -> Head:
-    """Returns the head of a file's content. Raises LedgerDamaged for the ledger `path`."""
+def head_of(text: bytes, path: str, what: str = "head") -> Head:
+    """Returns the head of a file's content. Raises LedgerDamaged for the ledger `path`.
+
+    `what` is the word for the file: head or anchor.
+    """
     try:
         fields, check = parse_json(text)
         if check != _digest(fields):
             raise ValueError("its check differs.")
         return Head(*fields)
     except (ValueError, TypeError) as error:
-        raise damaged(path, f"has a damaged head, `{path}.head`") from error
+        raise damaged(path, f"has a damaged {what}") from error
 
 
 def last_head(db: sqlite3.Connection, ledger: str, branch: str) -> Head:

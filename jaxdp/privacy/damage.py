@@ -24,7 +24,7 @@ def damaged(path: str | os.PathLike[str], what: str, *, gone: bool = False) -> L
     path = shown(path)
     quoted = repr(os.fspath(path))
     if gone:
-        last_remedy = "delete both, and a new ledger is made"
+        last_remedy = "delete what is left of it, and a new ledger is made"
     else:
         last_remedy = f"`jaxdp ledger accept {path}` makes an intact older copy valid"
     return LedgerDamaged(

@@ -7,6 +7,7 @@ import os
 import pathlib
 import secrets
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator
 
@@ -60,10 +61,44 @@ def create(path: pathlib.Path) -> None:
             # This pragma ignores the busy timeout, so it runs while nobody else has the file.
             db.execute("PRAGMA journal_mode = WAL")
             schema.fill(db)
+            share_with_group(temporary)
     except (OSError, sqlite3.Error):
         # If the file exists, another process made it first and removed the temporary file.
         if not path.exists():
             raise
+
+
+def share_with_group(*paths: pathlib.Path) -> None:
+    """Makes files writable for their group if their folder has the setgid bit.
+
+    Such a folder belongs to a team. SQLite gives `-wal` and `-shm` the mode of the database.
+    """
+    if not paths[0].absolute().parent.stat().st_mode & stat.S_ISGID:
+        return
+    for path in paths:
+        about = path.stat()
+        # Only the owner may change a mode. Another member finds the files as the owner left them.
+        if about.st_uid == os.geteuid() and not about.st_mode & stat.S_IWGRP:
+            path.chmod(stat.S_IMODE(about.st_mode) | stat.S_IRGRP | stat.S_IWGRP)
+
+
+def rights_missing(path: str) -> str:
+    """Returns which files of a ledger this user cannot write, with the remedy, or ""."""
+    ledger = pathlib.Path(path)
+    files = [ledger.absolute().parent]
+    files += [pathlib.Path(f"{ledger}{suffix}") for suffix in ("", "-wal", "-shm", ".head")]
+    closed = []
+    for file in files:
+        if file.exists() and not os.access(file, os.W_OK):
+            about = file.stat()
+            mode = stat.filemode(about.st_mode)
+            closed.append(f"{os.fspath(file)!r} has mode {mode} and belongs to user {about.st_uid}")
+    if not closed:
+        return ""
+    return (
+        f"You cannot write here: {'; '.join(closed)}. Ask the owner for write access. In a folder "
+        "with the setgid bit (chmod g+ws) a new ledger is writable for the group."
+    )
 
 
 def copy_database(db: sqlite3.Connection, path: pathlib.Path) -> None:

@@ -55,6 +55,14 @@ def warn_of_another_number(name: str, *, registered: int | None, present: int) -
         )
 
 
+def warn_of_no_anchor(path: str) -> None:
+    """Warns if nothing shows whether a ledger is an older copy of itself."""
+    _warn(
+        f"ledger {path!r} has no anchor beside it, so nothing shows whether it is an older copy. If "
+        "it was restored from a backup, run `jaxdp ledger accept` on it. From now on it has one."
+    )
+
+
 def _warn(text: str) -> None:
     # Python shows a text once per place. The place is always this line, so several callers with one
     # text warn once.

@@ -9,6 +9,8 @@ spends and the link of the last one (`jaxdp.privacy.chain`).
 * The head is written after the commit and before `spend` returns. No body runs before both are
   done. So a head that is behind shows a crash in between, and a head that is ahead shows that the
   database lost spends.
+* `.ledger.sqlite.anchor` is a second head under a name that neither `backup` nor a copy of
+  `ledger.sqlite*` takes along. So a ledger that was restored from an older copy shows.
 * `totals` holds sums over `spends`, so that queries take time independent of the number of spends.
   Opening the file compares them with `spends` (`jaxdp.privacy.integrity`).
 * A writer holds an exclusive lock on the head. The system queues waiting writers.
@@ -37,6 +39,7 @@ from jaxdp.privacy import chain, database, schema
 from jaxdp.privacy.chain import Head
 from jaxdp.privacy.damage import LedgerDamaged, damaged, is_damage
 from jaxdp.privacy.integrity import find_problem
+from jaxdp.privacy.privacy_warnings import warn_of_no_anchor
 from jaxdp.privacy.schema import SCHEMA_VERSION
 from jaxdp.privacy.times import now
 from jaxdp.version import __version__
@@ -69,6 +72,7 @@ class Store:
         _STORES.add(self)
         self._in_memory = path == ":memory:"
         self._head_path = pathlib.Path(f"{path}.head")
+        self._anchor_path = anchor_of(path)
         self._head_file = -1  # its descriptor while the lock is held
         if not self._in_memory and not pathlib.Path(path).absolute().parent.is_dir():
             raise ValueError(
@@ -101,8 +105,10 @@ class Store:
                 is_ledger = self._head_path.exists() or "not a database" not in str(error)
                 if is_damage(error) and is_ledger:
                     raise damaged(self.path, f"is damaged: {error}") from error
+                remedy = database.rights_missing(self.path)
                 raise ValueError(
-                    f"path {self.path!r} cannot be opened as a ledger: {shown(error)}."
+                    f"path {self.path!r} cannot be opened as a ledger: {shown(error)}. "
+                    f"{remedy}".rstrip()
                 ) from error
             self.close = weakref.finalize(self, files.pop_all().close)
 
@@ -111,11 +117,12 @@ class Store:
 
     def _open_to_write(self, files: contextlib.ExitStack) -> None:
         path = pathlib.Path(self.path)
-        # The head is looked at first, because a process that makes both makes the head last.
-        was_in_use = self._head_path.exists()
+        # They are looked at first, because a process that makes a ledger makes them last.
+        witnesses = [file for file in (self._head_path, self._anchor_path) if file.exists()]
         if not path.exists():
-            if was_in_use:
-                raise damaged(path, "is missing: only its head exists, so it was in use", gone=True)
+            if witnesses:
+                names = " and ".join(f"`{file}`" for file in witnesses)
+                raise damaged(path, f"is missing, and {names} shows that it was in use", gone=True)
             database.create(path)
         database.check_size(path)
         wal = pathlib.Path(f"{path}-wal")
@@ -134,7 +141,9 @@ class Store:
                 if is_old:
                     self._migrate()
                 self._check(self._read_head(), new=is_old)
+                self._check_anchor(self._read_anchor(), new=is_old)
                 self._write_head()
+                database.share_with_group(path, self._head_path, self._anchor_path)
                 database.remove_unfinished(path)
         except (LedgerDamaged, sqlite3.Error):
             # SQLite deletes a log when it closes the file. Its unread part may be needed.
@@ -145,15 +154,13 @@ class Store:
 
     def _open_to_read(self, files: contextlib.ExitStack) -> None:
         path = database.existing(self.path)
-        # The head is read first, because the database may grow meanwhile.
-        head = self._read_head()
-        try:
+        # These are read first, because the database may grow meanwhile.
+        head, anchor = self._read_head(), self._read_anchor()
+        # Without these files SQLite would make them, with the reader as their owner, and lock out
+        # the owner of the ledger. Then nobody has it open, and a copy is read.
+        if all(pathlib.Path(f"{path}{suffix}").exists() for suffix in ("-wal", "-shm")):
             self._connect(files, f"{path.absolute().as_uri()}?mode=ro")
-            schema.pragma(self.db, "schema_version")
-        except sqlite3.OperationalError:
-            # SQLite must write beside the file. In a read-only folder a copy is read instead.
-            if os.access(path.absolute().parent, os.W_OK):
-                raise
+        else:
             folder = files.enter_context(tempfile.TemporaryDirectory())
             for suffix in ("", "-wal"):
                 with contextlib.suppress(FileNotFoundError):
@@ -166,6 +173,7 @@ class Store:
             old.backup(self.db)
             schema.migrate(self.db, self.path)
         self._check(head, new=True)
+        self._check_anchor(anchor, new=True)
 
     def _migrate(self) -> None:
         """Migrates a file of version 1 to this version. An unchanged copy stays beside it."""
@@ -199,6 +207,27 @@ class Store:
         if problem is not None:
             raise damaged(self.path, problem)
 
+    def _read_anchor(self) -> Head | None:
+        """Returns the position that the anchor has seen, or None if there is no anchor."""
+        try:
+            text = self._anchor_path.read_bytes()
+        except FileNotFoundError:
+            return None
+        return chain.head_of(text, self.path, "anchor") if text else None
+
+    def _check_anchor(self, anchor: Head | None, *, new: bool) -> None:
+        """Raises LedgerDamaged if the ledger lacks spends that its anchor has seen.
+
+        Warns if there is no anchor. A `new` ledger need not have one.
+        """
+        if anchor is not None:
+            problem = self._find_lost_history(anchor)
+            if problem is not None:
+                problem = problem.replace("its head has", "its anchor has")
+                raise damaged(self.path, f"{problem}. An older copy was restored")
+        elif not new and self.last().spend:
+            warn_of_no_anchor(self.path)
+
     # --- Transactions ----------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -228,10 +257,13 @@ class Store:
                 if isinstance(error, sqlite3.Error) and is_damage(error):
                     raise damaged(self.path, f"is damaged: {error}") from error
                 if isinstance(error, sqlite3.OperationalError):
+                    remedy = database.rights_missing(self.path) or (
+                        "Free space on its disk, or wait for the process that holds it, and try "
+                        "again."
+                    )
                     raise OSError(
                         f"ledger {self.path!r} cannot be read or written: {shown(error)}. "
-                        "Everything that was reserved in it still counts. Free space on its disk, "
-                        "or wait for the process that holds it, and try again."
+                        f"Everything that was reserved in it still counts. {remedy}"
                     ) from error
                 raise
 
@@ -354,6 +386,7 @@ class Store:
         try:
             # Not synced, because an older head after a power failure is accepted too.
             os.pwrite(self._head_file, chain.head_text(last), 0)
+            _write_anchor(self._anchor_path, last)
         except OSError as error:
             raise OSError(
                 f"the head of ledger {self.path!r} cannot be written: {error}. The reservation "
@@ -435,6 +468,20 @@ class Store:
         write_durably(pathlib.Path(f"{target}.head"), chain.head_text(head))
 
 
+def anchor_of(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Returns the path of a ledger's anchor."""
+    ledger = pathlib.Path(path)
+    return ledger.with_name(f".{ledger.name}.anchor")
+
+
+def _write_anchor(path: pathlib.Path, head: Head) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.pwrite(file, chain.head_text(head), 0)
+    finally:
+        os.close(file)
+
+
 @functools.cache
 def _author() -> tuple[str, str]:
     """Returns the names of the user and the host."""
@@ -474,6 +521,7 @@ def accept(path: str | os.PathLike[str]) -> Head:
             head = _begin_branch(db)
             os.pwrite(head_file, chain.head_text(head), 0)
             os.fsync(head_file)
+            _write_anchor(anchor_of(path), head)
     finally:
         os.close(head_file)
     return head

@@ -9,8 +9,11 @@ import pathlib
 import re
 import shutil
 import sqlite3
+import stat
 import subprocess
 import sys
+import tempfile
+import warnings
 
 import pytest
 
@@ -24,6 +27,7 @@ from jaxdp.privacy import (
     database,
     store,
 )
+from jaxdp.privacy.store import accept, anchor_of
 from tests import forked
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -153,8 +157,11 @@ def test_an_end_that_was_cut_off_is_refused(path):
     execute(path, "UPDATE totals SET last_at = ? WHERE dataset = 1", at)
     with pytest.raises(LedgerDamaged, match="ends with spend 16, and its head has seen spend 17"):
         Ledger(path)
-    # Without the head nothing else would have told.
     os.remove(f"{path}.head")
+    with pytest.raises(LedgerDamaged, match="its anchor has seen spend 17"):
+        Ledger(path, read_only=True)
+    # Without head and anchor nothing else would have told.
+    os.remove(anchor_of(path))
     with Ledger(path, read_only=True) as ledger:
         assert answers(ledger) == said
     with pytest.raises(LedgerDamaged, match="no head beside it"):
@@ -338,7 +345,103 @@ def test_a_backup_is_a_ledger(path, tmp_path):
         assert backup.contains(later) is False  # It has lost what came later, and can tell.
         assert backup.contains(dataclasses.replace(head, link="0" * 64)) is False
         assert backup.contains(Head("another.0", 1, "0" * 64)) is None
-    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
+    anchors = {anchor_of(path), anchor_of(tmp_path / "backup.sqlite")}
+    assert {file for file in tmp_path.iterdir() if file.name.startswith(".")} == anchors
+
+
+def test_a_restored_backup_is_noticed(path, tmp_path):
+    """Whoever restores both files and spends again would otherwise spend the same room twice."""
+    make(path)
+    with Ledger(path) as ledger:
+        ledger.backup(tmp_path / "backup.sqlite")
+        with ledger.spend("data", TENTH):
+            pass
+    for suffix in ("", ".head"):
+        shutil.copy(f"{tmp_path / 'backup.sqlite'}{suffix}", f"{path}{suffix}")
+    for options in ({}, {"read_only": True}):
+        with pytest.raises(LedgerDamaged, match=r"its anchor has seen spend 17\. An older copy"):
+            Ledger(path, **options)
+    accept(path)
+    with Ledger(path) as ledger, ledger.spend("data", TENTH):
+        pass
+
+
+@pytest.mark.parametrize("spent", [False, True])
+def test_a_ledger_without_an_anchor_says_so_once(path, spent):
+    with Ledger(path) as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example")
+        if spent:
+            with ledger.spend("data", TENTH):
+                pass
+    os.remove(anchor_of(path))
+    for is_first in (True, False):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Ledger(path).close()
+        texts = [str(warning.message) for warning in caught]
+        assert len(texts) == (spent and is_first)
+        assert all("no anchor beside it" in text and "accept" in text for text in texts)
+
+
+def test_a_reader_leaves_nothing_behind(path):
+    """SQLite would leave files that belong to the reader, and lock out the owner."""
+    make(path)
+    before = {file: file.stat().st_mtime_ns for file in path.parent.iterdir()}
+    with Ledger(path, read_only=True) as ledger:
+        assert answers(ledger)
+    assert {file: file.stat().st_mtime_ns for file in path.parent.iterdir()} == before
+    # The twin: SQLite's own way to read.
+    with contextlib.closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+        db.execute("SELECT count(*) FROM spends").fetchone()
+        assert {*path.parent.iterdir()} > {*before}
+
+
+def test_a_reader_sees_what_a_writer_has_written(path):
+    with Ledger(path) as writer:
+        writer.register("data", adjacency="add_remove", unit="example")
+        with Ledger(path, read_only=True) as reader:
+            with writer.spend("data", TENTH):
+                pass
+            assert len(reader.history()) == 1
+
+
+def modes(path):
+    files = (path, pathlib.Path(f"{path}.head"), anchor_of(path), pathlib.Path(f"{path}-wal"))
+    return [stat.S_IMODE(file.stat().st_mode) for file in files]
+
+
+@pytest.mark.parametrize(("folder", "expected"), [(0o2775, 0o664), (0o775, 0o644)])
+def test_a_ledger_in_the_folder_of_a_team_is_writable_for_the_group(path, folder, expected):
+    path.parent.chmod(folder)
+    before = os.umask(0o022)
+    try:
+        with Ledger(path) as ledger:
+            ledger.register("data", adjacency="add_remove", unit="example")
+            assert modes(path) == [expected] * 4
+    finally:
+        os.umask(before)
+
+
+def test_a_file_that_this_user_cannot_write_is_named(run_in_subprocess):
+    # pytest's folders are closed to other users.
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        path = f"{folder}/ledger.sqlite"
+        make(path)
+        os.chmod(path, 0o444)
+        code = f"""
+import os
+from jaxdp.privacy import Ledger
+if os.geteuid() == 0:
+    os.setuid(65534)  # root may write everything
+try:
+    Ledger({path!r})
+except (ValueError, OSError) as error:
+    assert "ledger.sqlite' has mode -r--r--r--" in str(error), error
+else:
+    raise AssertionError("it was opened")
+"""
+        run_in_subprocess(code)
 
 
 def test_an_older_copy_is_used_only_after_it_was_accepted(path, tmp_path):
