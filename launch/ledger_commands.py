@@ -13,14 +13,17 @@ import sys
 import zoneinfo
 from typing import Any
 
-from jaxdp.files import shown
-from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.files import shown, write_durably
+from jaxdp.privacy import BudgetExceeded, Ledger, report_text
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.reports import finite
-from jaxdp.privacy.store import accept
+from jaxdp.privacy.store import accept, anchor_of
 from jaxdp.privacy.times import local
 
+from . import ledger_metrics
+
+_ALERT = 3  # the exit status of --alert. A mistake has 2.
 _VERDICTS = {
     True: "the budget allows it",
     False: "the budget does not allow it",
@@ -66,6 +69,16 @@ def add(parser: argparse.ArgumentParser) -> None:
     form.add_argument("--json", action="store_true", help="print JSON instead of text")
     form.add_argument("--html", metavar="PAGE", help="write a page for a browser instead of text")
 
+    form.add_argument(
+        "--metrics", metavar="FILE", help="write an OpenMetrics file for a monitor instead of text"
+    )
+    show.add_argument(
+        "--alert",
+        type=float,
+        metavar="SHARE",
+        help="exit with 3 if a dataset has spent this share of its budget, for cron",
+    )
+
     history = _command(commands, "history", _history)
     history.add_argument("--dataset", help="the dataset to list, by default all")
     history.add_argument(
@@ -105,18 +118,41 @@ def _timezone(name: str) -> datetime.tzinfo:
 def _show(options: argparse.Namespace) -> None:
     """Shows what every dataset has spent."""
     if options.html is not None:
-        return _write_page(options)
-    with Ledger(options.path, read_only=True) as ledger:
-        answers = [_what_if(ledger, text, options.delta) for text in options.events]
-        if options.json:
-            report = ledger.report(delta=options.delta)
-            if answers:
-                report["if"] = answers
-            print(json.dumps(report, indent=2))
+        _write_page(options)  # also of a ledger that cannot be opened
+        if options.alert is None:
             return
-        print(ledger.report_text(delta=options.delta, timezone=options.timezone))
+    with Ledger(options.path, read_only=True) as ledger:
+        report = ledger.report(delta=options.delta)
+        if options.html is None:
+            _print(ledger, report, options)
+    if options.alert is not None:
+        _alert(report, options.alert)
+
+
+def _print(ledger: Ledger, report: dict[str, Any], options: argparse.Namespace) -> None:
+    answers = [_what_if(ledger, text, options.delta) for text in options.events]
+    if options.json:
+        if answers:
+            report["if"] = answers
+        print(json.dumps(report, indent=2))
+    elif options.metrics is not None:
+        content = ledger_metrics.text(report)
+        write_durably(pathlib.Path(options.metrics), content.encode())
+    else:
+        print(report_text.text(report, options.timezone))
         for answer in answers:
             print(f"\n{_sentence(answer)}")
+
+
+def _alert(report: dict[str, Any], share: float) -> None:
+    """Exits with 3 if a data set has spent a share of its budget."""
+    if not 0 < share <= 1:
+        raise ValueError(f"--alert must be in (0, 1], the share of a budget, got {share!r}.")
+    alerts = list(ledger_metrics.alerts(report, share))
+    for alert in alerts:
+        print(f"ALERT {shown(alert)}", file=sys.stderr)
+    if alerts:
+        sys.exit(_ALERT)
 
 
 def _write_page(options: argparse.Namespace) -> None:
@@ -233,6 +269,8 @@ def _verify(options: argparse.Namespace) -> None:
             print(f"The head beside it agrees. Its last spend is {head.spend}, link {head.link}.")
         else:
             print("No head lies beside it, so missing last spends cannot be detected.")
+        if not anchor_of(options.path).exists():
+            print("No anchor lies beside it, so nothing shows whether it is an older copy.")
 
 
 def _backup(options: argparse.Namespace) -> None:

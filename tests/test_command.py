@@ -170,6 +170,22 @@ def test_a_file_is_verified_and_copied(path, tmp_path, capsys):
     Ledger(alone).close()
 
 
+def test_a_monitor_reads_gauges_and_an_exit_status(path, tmp_path, capsys):
+    with Ledger(path) as ledger:
+        epsilon, budget = ledger.epsilon("train"), ledger.report()["datasets"][-1]["budget"]
+    file = tmp_path / "jaxdp.prom"
+    assert said(capsys, "show", path, "--metrics", file) == ""
+    *lines, end = file.read_text().splitlines()
+    labels = f'{{ledger="{path}",dataset="train",unit="example"}}'
+    assert f"jaxdp_ledger_epsilon{labels} {epsilon:.9g}" in lines
+    assert f"jaxdp_ledger_remaining{labels} {budget - epsilon:.9g}"[:-6] in file.read_text()
+    assert end == "# EOF" and len(lines) == 6 * (2 + 4)
+    assert "train" in said(capsys, "show", path, "--alert", 1)
+    with pytest.raises(SystemExit, match="3"):  # the hospitals have spent half of it
+        main(["ledger", "show", str(path), "--alert", "0.5"])
+    assert "ALERT hospital 0: epsilon 0.5 of a budget of 1\n" in capsys.readouterr().err
+
+
 def test_a_page_shows_the_account_and_whether_the_file_is_whole(path, tmp_path, capsys):
     before, page = path.read_bytes(), tmp_path / "page.html"
     assert "page.html: the page of" in said(
@@ -235,6 +251,8 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         (["show", "{path}", "--if", "nobody: Gaussian(1)"], "not registered"),
         (["show", "{path}", "--if", "train: Gauss(1)"], "cannot be read"),
         (["history", "{path}", "--dataset", "nobody"], "not registered"),
+        (["show", "{path}", "--alert", "1.5"], r"--alert must be in \(0, 1\]"),
+        (["show", "{path}", "--metrics", "{folder}/no/file"], "No such file or directory"),
     ],
 )
 def test_mistakes_are_sentences(path, tmp_path, capsys, arguments, words):

@@ -16,7 +16,8 @@ because SQLite's locks do not hold on most network file systems.
 
 A ledger that lost history is refused. Every spend is linked to all earlier ones, and
 `ledger.sqlite.head` beside the file records the last spend (`jaxdp.privacy.store`). Move and copy
-both files together, or use `backup`.
+both files together, or use `backup`. `.ledger.sqlite.anchor` stays where it is: it shows that an
+older copy was restored.
 
 Formal guarantees. For every registered dataset, the releases made inside `spend` bodies are jointly
 (`Ledger.epsilon`, delta)-DP for the registered adjacency and unit, provided each body's release
@@ -97,7 +98,8 @@ class Ledger(LedgerReader):
         path: The SQLite file, made if it does not exist. Its directory must exist. A file of the
             first release is migrated once, and `path.version1` keeps a copy of it.
         run: An identifier of this run, stored with every spend. It is random by default.
-        read_only: Whether to write nothing, so that copies on read-only storage can be opened.
+        read_only: Whether to write nothing, to the file or beside it. If nobody has the file open,
+            the ledger is read as it is now, and does not show what others spend later.
 
     Raises:
         LedgerDamaged: The file lost history or is inconsistent. The error is a ValueError.

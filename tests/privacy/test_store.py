@@ -635,12 +635,14 @@ def test_a_ledger_is_checked_as_of_one_instant(path, monkeypatch):
     def interrupted(row):
         calls.append(row["name"])
         if len(calls) == 4:  # seals are done, and the links are about to be read
-            with Ledger(path) as writer:
-                writer.register("new", adjacency="add_remove", unit="example")
-                with writer.spend("new", TENTH):
-                    pass
+            writer.register("new", adjacency="add_remove", unit="example")
+            with writer.spend("new", TENTH):
+                pass
         return original(row)
 
-    monkeypatch.setattr(chain, "terms_of", interrupted)
-    with Ledger(path, read_only=True) as ledger:
+    # The writer has the file open. Otherwise a reader reads a copy.
+    with Ledger(path) as writer, monkeypatch.context() as patched:
+        patched.setattr(chain, "terms_of", interrupted)
+        ledger = Ledger(path, read_only=True)
+    with ledger:
         assert len(calls) > 4 and ledger.epsilon("new", delta=0.0) == 0.1
