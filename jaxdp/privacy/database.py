@@ -16,6 +16,13 @@ from jaxdp.privacy import schema
 from jaxdp.privacy.damage import damaged
 
 BUSY_SECONDS = 60.0
+MOUNTS = pathlib.Path("/proc/self/mounts")  # Linux
+# File systems between machines. SQLite's log needs memory that only one machine has, and flock may
+# hold on one machine only.
+_NETWORK = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "glusterfs"),
+    *("beegfs", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.glusterfs", "fuse.rclone"),
+}
 
 
 def connect(path: str) -> sqlite3.Connection:
@@ -99,6 +106,25 @@ def rights_missing(path: str) -> str:
         f"You cannot write here: {'; '.join(closed)}. Ask the owner for write access. In a folder "
         "with the setgid bit (chmod g+ws) a new ledger is writable for the group."
     )
+
+
+def network_disk(path: pathlib.Path, mounts: pathlib.Path = MOUNTS) -> str:
+    """Returns the type of the network file system on which a file lies, or "".
+
+    It is "" too where the system does not tell.
+    """
+    if not mounts.exists():
+        return ""
+    place = path.absolute().parent.resolve()
+    longest, kind = pathlib.Path("/"), ""
+    for line in mounts.read_text(errors="replace").splitlines():
+        _, where, mounted, *_ = line.split(" ")
+        # The file writes a blank in a name as an octal number.
+        point = pathlib.Path(where.replace("\\040", " "))
+        # A later line covers an earlier one at the same place.
+        if place.is_relative_to(point) and len(point.parts) >= len(longest.parts):
+            longest, kind = point, mounted
+    return kind if kind in _NETWORK else ""
 
 
 def copy_database(db: sqlite3.Connection, path: pathlib.Path) -> None:

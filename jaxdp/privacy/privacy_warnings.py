@@ -63,6 +63,15 @@ def warn_of_no_anchor(path: str) -> None:
     )
 
 
+def warn_of_network_disk(path: str, kind: str) -> None:
+    """Warns if processes of several machines could open a ledger whose locks one machine has."""
+    _warn(
+        f"ledger {path!r} lies on a network file system ({kind}). Processes of two machines could "
+        "spend one budget twice there. Keep it on a local disk of the machine that spends, for "
+        "example with --ledger."
+    )
+
+
 def _warn(text: str) -> None:
     # Python shows a text once per place. The place is always this line, so several callers with one
     # text warn once.

@@ -39,7 +39,7 @@ from jaxdp.privacy import chain, database, schema
 from jaxdp.privacy.chain import Head
 from jaxdp.privacy.damage import LedgerDamaged, damaged, is_damage
 from jaxdp.privacy.integrity import find_problem
-from jaxdp.privacy.privacy_warnings import warn_of_no_anchor
+from jaxdp.privacy.privacy_warnings import warn_of_network_disk, warn_of_no_anchor
 from jaxdp.privacy.schema import SCHEMA_VERSION
 from jaxdp.privacy.times import now
 from jaxdp.version import __version__
@@ -125,6 +125,8 @@ class Store:
                 raise damaged(path, f"is missing, and {names} shows that it was in use", gone=True)
             database.create(path)
         database.check_size(path)
+        if kind := database.network_disk(path):
+            warn_of_network_disk(self.path, kind)
         wal = pathlib.Path(f"{path}-wal")
         unread_log = b""
         with contextlib.suppress(FileNotFoundError):

@@ -200,6 +200,8 @@ def compute(
     hosts = hosts or Hosts()
     bound = hosts.together(lambda: _checked(study, config, root, choice))
     hosts.agree(lambda: {"config": config.to_json()})
+    # Before data is read. The ledger is a file of process 0.
+    hosts.first(lambda: ledgers.chosen(choice, config, root))
     result = hosts.first(lambda: _finished(study, root))
     if result is not None:
         return result
@@ -249,7 +251,6 @@ def _checked(study: Study, config: Any, root: pathlib.Path | None, choice: ledge
             f"--ledger and --new_ledger name the one ledger of a private set, and study "
             f"{study.name!r} has ledgers of its own in the workdir. Leave them out."
         )
-    ledgers.chosen(choice, config, root)
     if root is not None:
         check_same_config(study.name, bound, root)
     return bound

@@ -422,6 +422,27 @@ def test_a_ledger_in_the_folder_of_a_team_is_writable_for_the_group(path, folder
         os.umask(before)
 
 
+MOUNTS = """/dev/sda / ext4 rw 0 0
+server:/home {folder} nfs4 rw 0 0
+/dev/sdb {folder}/a\\040disk ext4 rw 0 0
+"""
+
+
+@pytest.mark.parametrize(("place", "kind"), [("", "nfs4"), ("a disk", "")])
+def test_a_ledger_on_a_network_disk_warns(tmp_path, monkeypatch, place, kind):
+    mounts, folder = tmp_path / "mounts", tmp_path / place
+    mounts.write_text(MOUNTS.format(folder=tmp_path))
+    folder.mkdir(exist_ok=True)
+    path = folder / "ledger.sqlite"
+    assert database.network_disk(path, mounts) == kind
+    assert database.network_disk(path, tmp_path / "none") == ""
+    monkeypatch.setattr(database.network_disk, "__defaults__", (mounts,))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Ledger(path).close()
+    assert ["(nfs4)" in str(warning.message) for warning in caught] == [True] * bool(kind)
+
+
 def test_a_file_that_this_user_cannot_write_is_named(run_in_subprocess):
     # pytest's folders are closed to other users.
     with tempfile.TemporaryDirectory() as folder:
