@@ -58,8 +58,8 @@ def warn_of_another_number(name: str, *, registered: int | None, present: int) -
 def warn_of_no_anchor(path: str) -> None:
     """Warns if nothing shows whether a ledger is an older copy of itself."""
     _warn(
-        f"ledger {path!r} has no anchor beside it, so nothing shows whether it is an older copy. If "
-        "it was restored from a backup, run `jaxdp ledger accept` on it. From now on it has one."
+        f"ledger {path!r} has no anchor beside it, so nothing shows whether it is an older copy. "
+        "If it was restored from a backup, run `jaxdp ledger accept` on it. From now on it has one."
     )
 
 
