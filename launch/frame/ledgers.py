@@ -82,9 +82,10 @@ def chosen(choice: Choice, config: Any, root: pathlib.Path | None) -> pathlib.Pa
     Raises:
       ValueError: The user names another ledger than the one that paid for the workdir.
     """
+    named = choice.path or (pathlib.Path(config.ledger) if config.get("ledger") else None)
     before = None if root is None else of_workdir(root)
     is_gone = before is not None and not before.exists()
-    if is_gone and not (choice.path and choice.path.exists()):
+    if is_gone and not (named and named.exists()):
         raise ValueError(
             f"{shown(before)} pays for this workdir, and is gone. Restore it from a copy, or say "
             "with --ledger where it is now."
@@ -96,7 +97,7 @@ def chosen(choice: Choice, config: Any, root: pathlib.Path | None) -> pathlib.Pa
             f"{shown(choice.path)}. Leave it out, or use a new workdir."
         )
     # A lifecycle settles its charges when its config names another ledger.
-    path = choice.path or config.get("ledger") or before or os.environ.get("JAXDP_LEDGER")
+    path = named or before or os.environ.get("JAXDP_LEDGER")
     return pathlib.Path(path) if path else None
 
 
