@@ -19,10 +19,11 @@ import functools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, cast
 
 import jax
+import numpy as np
 
 from jaxdp import memory
 from jaxdp.data import Source, check_source
@@ -198,10 +199,10 @@ def _check_options(steps: int, options: RunOptions) -> None:
 
 def _check_account(trainer: PrivateTrainer, account: Account | None, delta: float | None) -> None:
     """Raises if the account cannot pay for the trainer or has no delta, before it is charged."""
-    if account is None:
+    if not isinstance(account, Account):
         raise TypeError(
-            "account must be an account of a ledger in process 0, got None. Use "
-            "ledger.account(name)."
+            "account must be an account of a ledger in process 0, got "
+            f"{'None' if account is None else type(account).__name__}. Use ledger.account(name)."
         )
     _check_unit(trainer, account)
     warn_if_weak(
@@ -215,6 +216,18 @@ def _check_account(trainer: PrivateTrainer, account: Account | None, delta: floa
         present=trainer.sampler.num_examples,
     )
     account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
+
+
+def _numbers(evaluation: Any) -> dict[str, float]:
+    """Returns what `evaluate` returned, as numbers by name."""
+    numbers = np.array([*evaluation.values()]) if isinstance(evaluation, Mapping) else None
+    if numbers is None or numbers.ndim > 1 or numbers.dtype.kind not in "biuf":
+        raise TypeError(
+            f"evaluate must return numbers by name, such as {{'accuracy': 0.9}}, got "
+            f"{type(evaluation).__name__}. The steps until now are paid and kept. The same call "
+            "goes on from them."
+        )
+    return {name: float(value) for name, value in evaluation.items()}
 
 
 def _check_unit(trainer: PrivateTrainer, account: Account) -> None:
@@ -379,7 +392,7 @@ class _Run:
         evaluation: dict[str, float] = {}
         evaluate = self.options.evaluate
         if evaluate is not None and self._is_evaluated(step, last):
-            self.hosts.later(lambda: evaluation.update(evaluate(params)))
+            self.hosts.later(lambda: evaluation.update(_numbers(evaluate(params))))
 
         def write() -> None:
             if last:

@@ -1,9 +1,11 @@
 """The options that all methods share, and the noise that meets a target."""
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import jax
+import optax
 
 from jaxdp.data import PoissonSampler
 from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
@@ -80,6 +82,9 @@ def noise_and_options(
             "noise_multiplier must be given, or epsilon, delta and steps to calibrate it. "
             f"Missing: {missing}."
         )
+    steps = target["steps"]
+    if not isinstance(steps, numbers.Integral) or steps < 1:
+        raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
     warn_if_weak(epsilon=target["epsilon"], delta=target["delta"], records=sampler.num_examples)
     if "accountant" in target:
         target["method"] = target.pop("accountant")
@@ -98,6 +103,21 @@ def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEve
     A schedule of noise needs `PrivateTrainer.event` or `calibrate_schedule`.
     """
     return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), steps)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer that adds up gradients whose noise is that of a part.
+
+    `optax.MultiSteps` takes the mean of k noisy gradients. Each has the noise of a whole batch.
+    """
+    owner = getattr(getattr(optimizer, "update", None), "__self__", None)
+    if isinstance(owner, optax.MultiSteps):
+        raise ValueError(
+            "optimizer must not be optax.MultiSteps: each of the gradients that it adds up has the "
+            "noise of a batch of its own, so k of them have k times the noise of one batch. Give "
+            "the sampler the whole batch size. Batches that exceed the memory are cut into "
+            "physical ones before the noise is added."
+        )
 
 
 def check_clip_norm(name: str, value: float) -> None:

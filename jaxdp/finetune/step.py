@@ -207,7 +207,16 @@ class StepFunctions:
         gradient, carried, metrics = self.query.read(state.params, state.carried, noisy_mean)
         # Everything below is post-processing of the noisy mean.
         moving = moving_params(self.query.gradient, state.params)
-        updates, opt_state = self.optimizer.update(gradient, state.opt_state, moving)
+        try:
+            updates, opt_state = self.optimizer.update(gradient, state.opt_state, moving)
+        except TypeError as error:
+            if "keyword-only argument" in str(error):
+                raise TypeError(
+                    f"optimizer must work with the noisy gradient alone, but {error}. Losses of "
+                    "private examples are not released. Choose another optimizer, such as "
+                    "optax.adamw."
+                ) from error
+            raise
         params = jax.tree.map(_apply, state.params, updates, is_leaf=lambda x: x is None)
         ema = self._averaged(state, params)
         metrics = {"released_gradient_norm": optax.tree.norm(gradient), **metrics}

@@ -32,7 +32,13 @@ from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Source
 from jaxdp.data.protocol import check_members
 from jaxdp.data.storage import on_device
 from jaxdp.finetune.batches import PhysicalBatch, put, read_ahead, row_bytes
-from jaxdp.finetune.options import Options, check_clip_norm, event, noise_and_options
+from jaxdp.finetune.options import (
+    Options,
+    check_clip_norm,
+    check_optimizer,
+    event,
+    noise_and_options,
+)
 from jaxdp.finetune.programs import Programs, step_programs
 from jaxdp.finetune.query import Query, moving_params, wide
 from jaxdp.finetune.step import StepFunctions, TrainState, apart
@@ -391,6 +397,7 @@ def make_trainer(
     The other arguments are those of `dp_sgd`.
     """
     check_clip_norm("clip_norm", clip_norm)
+    check_optimizer(optimizer)
     noise_multiplier, fields = noise_and_options(noise_multiplier, options, sampler)
     size = fields.get("physical_batch_size")
     if size is not None and size < 1:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import numbers
 from typing import Literal
 
 from jaxdp.privacy.accounting import (
@@ -46,6 +47,9 @@ class Terms:
                 f"accounting must be 'pld', 'rdp' or 'renyi_filter', got {self.accounting!r}."
             )
         epsilon, delta = self.epsilon, self.delta
+        for name, value in (("epsilon", epsilon), ("delta", delta)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Real | None):
+                raise TypeError(f"{name} must be a number or None, got {value!r}.")
         if delta is not None and not 0 <= delta < 1:
             raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
         if epsilon is not None and (not 0 < epsilon < math.inf or delta is None):

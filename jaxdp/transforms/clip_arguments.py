@@ -218,6 +218,11 @@ def check_batch(
 
 
 def _check_mask(mask: Any, batch_shape: tuple[int, ...]) -> None:
+    if not hasattr(mask, "dtype"):
+        raise TypeError(
+            f"mask must be a boolean array, got {type(mask).__name__}. Convert it with "
+            "jax.numpy.asarray(mask, bool)."
+        )
     dtype = jnp.result_type(mask)
     if dtype != jnp.bool_:
         raise TypeError(

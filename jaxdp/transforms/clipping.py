@@ -31,6 +31,7 @@ A call passes through these modules of `jaxdp.transforms`:
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -362,8 +363,11 @@ def clipped_grad(
         )
     if engine not in ("auto", "bookkeeping", "vmap"):
         raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
-    if microbatch_size is not None and microbatch_size < 1:
-        raise ValueError(f"microbatch_size must be at least 1 or None, got {microbatch_size}.")
+    is_count = isinstance(microbatch_size, numbers.Integral) and microbatch_size >= 1
+    if microbatch_size is not None and not is_count:
+        raise ValueError(
+            f"microbatch_size must be an integer of at least 1 or None, got {microbatch_size!r}."
+        )
     return ClippedGrad(
         loss_fn, clip_norm, engine, find_rule(clip_rule), trainable, has_aux, group, microbatch_size
     )

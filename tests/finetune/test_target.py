@@ -54,6 +54,7 @@ def test_the_relation_and_the_accountant_of_the_target_are_used():
             "must be left out where adjacency are given",
         ),
         ({**TARGET, "epsilon": -1.0}, "epsilon must be finite and > 0, got -1.0"),
+        ({**TARGET, "steps": 0}, "steps must be an integer of at least 1, got 0"),
     ],
 )
 def test_noise_and_target_exclude_each_other(options, message):
@@ -100,6 +101,54 @@ def test_training_warns_of_a_batch_of_everything_and_of_a_large_delta():
         "delta 0.1",
         "sampling_probability",
     ]
+
+
+def test_an_optimizer_that_adds_up_noisy_gradients_is_refused():
+    """Each of four gradients has the noise of a batch, so their mean has four times that of one."""
+    several = optax.MultiSteps(optax.sgd(0.1), 4)
+    for optimizer in (several, several.gradient_transformation()):
+        with pytest.raises(ValueError, match=r"optimizer must not be optax\.MultiSteps"):
+            finetune.dp_sgd(
+                methods.loss, optimizer, sampler=SAMPLER, clip_norm=1.0, noise_multiplier=1.0
+            )
+
+
+def fitted(optimizer, **options):
+    """Returns what a ledger has spent on a run that its user got wrong, and the error."""
+    source = methods.source_of()
+    trainer = finetune.dp_sgd(
+        methods.loss,
+        optimizer,
+        sampler=data.PoissonSampler(len(source), 0.5),
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        physical_batch_size=100,
+    )
+    with Ledger.in_memory() as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)
+        options = {"account": ledger.account("data"), **options}
+        with pytest.raises(TypeError) as error:
+            finetune.fit(trainer, methods.params_of(), source, steps=1, progress=False, **options)
+        return ledger.epsilon("data"), str(error.value)
+
+
+@pytest.mark.parametrize("optimizer", [optax.lbfgs(), optax.polyak_sgd()], ids=["lbfgs", "polyak"])
+def test_an_optimizer_that_needs_the_loss_is_refused_before_anything_is_spent(optimizer):
+    spent, message = fitted(optimizer)
+    assert spent == 0.0
+    assert "optimizer must work with the noisy gradient alone" in message and "'value'" in message
+
+
+def test_a_ledger_is_no_account():
+    with Ledger.in_memory() as ledger:
+        spent, message = fitted(optax.sgd(0.1), account=ledger)
+    assert spent == 0.0 and "got Ledger. Use ledger.account(name)" in message
+
+
+@pytest.mark.parametrize("result", ["good", {"accuracy": "good"}, {"accuracy": [0.5, 0.6]}])
+def test_an_evaluation_without_numbers_is_named(result):
+    _, message = fitted(optax.sgd(0.1), evaluate=lambda params: result)
+    assert "evaluate must return numbers by name" in message
 
 
 @pytest.mark.parametrize("difference", [0, 1])

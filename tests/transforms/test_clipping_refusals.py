@@ -212,7 +212,7 @@ def test_batch_norm_in_batch_mode_is_refused_and_frozen_allowed(
         ({"clip_norm": 1.0, "clip_rule": "flat"}, "clip_rule must be .* got 'flat'"),
         (
             {"clip_norm": 1.0, "microbatch_size": 0},
-            "microbatch_size must be at least 1 or None, got 0",
+            "microbatch_size must be an integer of at least 1 or None, got 0",
         ),
     ],
 )
