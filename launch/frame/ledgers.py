@@ -129,9 +129,10 @@ def settled(
                 raise ValueError(f"{error} {NEW}") from error
         if named is None:
             print(f"{path} counts what is released about {', '.join(digests)}.", flush=True)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with Ledger(path):  # A ledger that is missing later was lost.
-        return path
+    if path != root / NAME:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Ledger(path).close()  # One that is missing later was lost.
+    return path
 
 
 def asked(

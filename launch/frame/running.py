@@ -31,7 +31,13 @@ _AGAIN = (
     "Delete it. The command then makes it again from the other files of the workdir, which costs "
     "nothing twice."
 )
-_HIDDEN = ("lock", ".head", ".sqlite-shm", ".sqlite-wal")  # ends of files that no user opens
+_HIDDEN = (
+    "lock",
+    ".head",
+    ".anchor",
+    ".sqlite-shm",
+    ".sqlite-wal",
+)  # ends of files that no user opens
 
 
 @dataclasses.dataclass(frozen=True)

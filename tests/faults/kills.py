@@ -832,7 +832,9 @@ def leftovers(root: pathlib.Path) -> list[str]:
     """Returns the temporary files, which a finished job should not leave."""
     names = (os.fspath(path.relative_to(root)) for path in root.rglob("*"))
     return sorted(
-        name for name in names if re.search(r"\.tmp$|orbax-checkpoint-tmp|(^|/)\.[^/]*$", name)
+        name
+        for name in names
+        if re.search(r"\.tmp$|orbax-checkpoint-tmp|(^|/)\.[^/]*(?<!\.anchor)$", name)
     )
 
 

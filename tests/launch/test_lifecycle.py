@@ -88,9 +88,12 @@ def spent(root):
         return {name: ledger.epsilon(name) for name in PAID}
 
 
+FILES = ("ledger.sqlite", "ledger.sqlite.head", ".ledger.sqlite.anchor")
+
+
 def lose(root):
     """Deletes the ledger."""
-    for name in ("ledger.sqlite", "ledger.sqlite.head"):
+    for name in FILES:
         (root / name).unlink(missing_ok=True)
 
 
@@ -282,7 +285,7 @@ def test_two_lifecycles_share_a_ledger(copied, tmp_path):
         ValueError, match=r"'stream' is already registered with epsilon 8\.0, not 9\.0"
     ):
         life.run(tiny.lifecycle(ledger=shared, budgets__stream__epsilon=9.0), second)
-    for name in ("ledger.sqlite", "ledger.sqlite.head"):
+    for name in FILES:
         (copied / name).rename(tmp_path / name)  # the report can still be read, and made
     text = (second / "report.html").read_bytes()
     assert document.write(second).read_bytes() == text
@@ -404,6 +407,9 @@ def test_a_lost_ledger_is_told_everything_again(copied, ran):
     with pytest.raises(LedgerDamaged, match="is missing, and"):
         life.run(tiny.lifecycle(), copied)
     (copied / "ledger.sqlite.head").unlink()
+    with pytest.raises(LedgerDamaged, match="anchor` shows that it was in use"):
+        life.run(tiny.lifecycle(), copied)
+    (copied / ".ledger.sqlite.anchor").unlink()
     life.run(tiny.lifecycle(), copied)
     assert ran == [] and spent(copied) == pytest.approx(before)
     lose(copied)

@@ -62,7 +62,7 @@ def files(root):
     return {
         path.name
         for path in root.iterdir()
-        if not path.name.endswith(("-wal", "-shm", ".head", ".lock"))
+        if not path.name.endswith(("-wal", "-shm", ".head", ".anchor", ".lock"))
     }
 
 

@@ -198,6 +198,7 @@ def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(
         "result.json",
         "ledger.sqlite",
         "ledger.sqlite.head",
+        ".ledger.sqlite.anchor",
         "cells/reliability/fog/row.json",
     ):
         (tmp_path / name).unlink()

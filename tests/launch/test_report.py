@@ -167,6 +167,7 @@ def test_the_numbers_are_those_of_the_ledger(tmp_path):
     text = page.read_bytes()
     (root / "ledger.sqlite").rename(root / "away.sqlite")
     (root / "ledger.sqlite.head").rename(root / "away.sqlite.head")
+    (root / ".ledger.sqlite.anchor").rename(root / ".away.sqlite.anchor")
     assert report.write(root).read_bytes() == text
 
 

@@ -97,9 +97,7 @@ class Client:
 
     def untouched(self):
         """Tells whether nothing was spent or kept."""
-        kept = {
-            path.name for path in self.root.glob("*") if not path.name.startswith("ledger.sqlite")
-        }
+        kept = {path.name for path in self.root.glob("*") if "ledger.sqlite" not in path.name}
         return kept <= {"lock", "charges.jsonl"} and not notes(self.root) and self.spends() == 0
 
 

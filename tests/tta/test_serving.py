@@ -362,6 +362,7 @@ def test_condition_11_nothing_private_is_written_or_shown(tmp_path, monkeypatch)
     assert {path.name.partition("-")[0] for path in tmp_path.iterdir()} == {
         "ledger.sqlite",
         "ledger.sqlite.head",
+        ".ledger.sqlite.anchor",
     }
     assert b"patient" not in (tmp_path / "ledger.sqlite").read_bytes()
     shown = repr(served) + report + repr(next(iter(stream)))
