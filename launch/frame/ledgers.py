@@ -130,7 +130,6 @@ def settled(
         if named is None:
             print(f"{path} counts what is released about {', '.join(digests)}.", flush=True)
     if path != root / NAME:
-        path.parent.mkdir(parents=True, exist_ok=True)
         Ledger(path).close()  # One that is missing later was lost.
     return path
 
