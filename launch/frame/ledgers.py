@@ -122,6 +122,11 @@ def settled(
         registry = _registry()
         digests = _digests(registry, watched)
         path = named or _known(registry, digests, choice) or _default(watched)
+        if not path.absolute().parent.is_dir():
+            raise ValueError(
+                f"--ledger must be in a folder that exists, got {shown(path)}. Create the folder "
+                "first."
+            )
         for name, records in digests.items():
             try:
                 registry.claim(path, name, records, count_anew=choice.count_anew)

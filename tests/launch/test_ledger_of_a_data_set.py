@@ -219,6 +219,18 @@ def test_a_ledger_that_is_gone_is_not_made_again(files, home):
     assert not (home / "patients.sqlite").exists()
 
 
+def test_a_folder_that_is_not_there_is_refused_before_anything_is_noted(files, home):
+    with pytest.raises(ValueError, match="--ledger must be in a folder that exists"):
+        frame.run(
+            QUERIES,
+            queries(files),
+            files / "a",
+            choice=frame.Choice(files / "no" / "ledger.sqlite"),
+        )
+    frame.run(QUERIES, queries(files), files / "a")
+    assert spends(home / "patients.sqlite") == 1
+
+
 def test_an_environment_variable_names_the_ledger(files, monkeypatch):
     monkeypatch.setenv("JAXDP_LEDGER", str(files / "office.sqlite"))
     frame.run(QUERIES, queries(files), files / "a")
