@@ -632,8 +632,6 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 STUDY = frame.Study(
     name="adapt",
-    about="private test-time adaptation",
-    needs=("protocol",),
     life=".lifecycle.adapt",
     open=_Task,
     cells=_cells,

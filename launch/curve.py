@@ -174,8 +174,6 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
 
 STUDY = frame.Study(
     name="curve",
-    needs=("private", "curve"),
-    launcher="finetune",
     open=_open,
     cells=_cells,
     run=_run,

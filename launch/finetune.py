@@ -255,8 +255,6 @@ def _ledger(cell: Model) -> pathlib.Path:
 
 STUDY = frame.Study(
     name="finetune",
-    about="private fine-tuning, and the table of DPAdapter",
-    needs=("private",),
     life=".lifecycle.finetune",
     open=_open,
     cells=_cells,

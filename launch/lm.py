@@ -361,8 +361,6 @@ def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
 
 STUDY = frame.Study(
     name="lm",
-    about="private training of a language model",
-    needs=("private", "generation"),
     open=_open,
     cells=_cells,
     run=_run,

@@ -3,29 +3,15 @@
 import functools
 import os
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import flags
-
 from jaxdp import compilers
 
-from ..config_dict import config_flags
+from .. import usage
 from ..study import Study
 from . import guide, running
 from .program import start
-
-_DEVICES = (
-    "The devices that share each batch: one, local (all of this process), cluster (all of the "
-    "processes that SLURM, Open MPI, Kubernetes or a TPU pod has started), or HOST:PORT,I,N (all "
-    "of N processes, of which this is number I and number 0 listens at HOST:PORT)."
-)
-_TARGET = (
-    "With --dry_run: a TPU or GPU that need not be there. The private steps are compiled for it, "
-    "and the compiler's estimates of memory and time are shown. One of "
-    f"{', '.join(compilers.TARGETS)}."
-)
 
 
 def main(
@@ -42,22 +28,7 @@ def main(
         trains = True
     else:
         run = experiment
-    config = config_flags.DEFINE_config_file(
-        "config",
-        help_string="The experiment: a file, or a name of `jaxdp configs list`. Its fields are "
-        "flags.",
-    )
-    workdir = flags.DEFINE_string(
-        "workdir", None, "Directory of the run. An interrupted run in it is resumed."
-    )
-    dry_run = flags.DEFINE_bool(
-        "dry_run", False, "Only say what the run would cost and take. Nothing is written."
-    )
-    devices = flags.DEFINE_string("devices", "one", _DEVICES)
-    target = flags.DEFINE_string("target", "", _TARGET)
-    for flag in (config, workdir, dry_run, devices, target):
-        # --help lists the flags of the program itself, and these are defined in another module.
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
+    config, workdir, dry_run, devices, target = usage.define()
 
     def program(argv: Sequence[str]) -> None:
         if len(argv) > 1:

@@ -347,8 +347,6 @@ def _unbound(config: Any) -> ConfigDict:
 
 STUDY = frame.Study(
     name="lifecycle",
-    about="every stage of a model's life under one ledger, and a report",
-    needs=("budgets",),
     open=_open,
     cells=lambda config: [Step(stage.name) for stage in stages()],
     run=_run,

@@ -104,7 +104,7 @@ def not_parsed(words):
     """Returns what `jaxdp` says about its arguments, "" if it takes them. It runs nothing."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-        command._parser({}).parse_args(words)
+        command._parser(words[0]).parse_args(words)
     return said.getvalue()
 
 
