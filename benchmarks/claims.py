@@ -21,9 +21,10 @@ RESULTS = ROOT / "docs" / "results"
 PAGE = RESULTS / "claims.md"
 _INTRO = """# Claims of the papers
 
-Each row is a claim of a paper, in our words. It has the verdict of our runs, the page with the whole table, and the
-JSON file or the command behind the numbers. [How to read the numbers](index.md#how-to-read-the-numbers) says what
-"holds" means. `python -m benchmarks.claims` writes this page from `benchmarks/claims.toml` and from the pages."""
+Each row is a claim of a paper, in our words. It has the verdict of our runs, the page with the
+whole table, and the JSON file or the command behind the numbers.
+[How to read the numbers](index.md#how-to-read-the-numbers) says what "holds" means.
+`python -m benchmarks.claims` writes this page from `benchmarks/claims.toml` and from the pages."""
 
 
 class Verdict(NamedTuple):

@@ -33,7 +33,7 @@ REPLACED = ("...", "&", ">", "|")
 
 
 def lines_of(path):
-    """Returns the lines of a page's shell blocks or of a docstring, and what is in single quotes."""
+    """Returns the lines of the shell of a page or of a docstring, and what is in quotes."""
     text = path.read_text()
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(text)) or ""

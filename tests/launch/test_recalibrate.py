@@ -11,7 +11,7 @@ import pytest
 from configs.recalibration import cifar10, digits, imagenet
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from launch import frame, recalibrate
+from launch import data, frame, recalibrate
 from launch.simulation import Order
 from tests.launch import program, tiny
 
@@ -259,6 +259,13 @@ def test_the_paper_s_factors():
     large = recalibrate.parts(imagenet.get_config())
     assert large["sources"][-1] == (2000, 10, 1.0) and large["samples"][-1] == (100, 100, 1.0)
     assert large["epsilon"][0] == (100, 50, 0.2)
+
+
+def test_images_at_the_size_of_the_paper_are_read_when_they_are_classified():
+    config = imagenet.get_config()
+    shift, parts = data.shift(config.data, "fog"), data.specs(config.data, "test")
+    assert not shift.in_memory and not parts["test"].in_memory
+    assert data.shift(cifar10.get_config().data, "fog").in_memory  # CIFAR-10-C takes 30 MB
 
 
 @pytest.mark.parametrize(("module", "variant"), [(cifar10, "small"), (imagenet, "resnet")])
