@@ -252,6 +252,13 @@ def test_configs_are_consistent_and_have_the_fields_of_the_first(config):
     json.loads(config.to_json())
 
 
+def test_images_at_the_size_of_the_paper_are_read_when_they_are_classified():
+    config = imagenet.get_config()
+    shift, parts = data.shift(config.data, "fog"), data.specs(config.data, "test")
+    assert not shift.in_memory and not parts["test"].in_memory
+    assert data.shift(cifar10.get_config().data, "fog").in_memory  # CIFAR-10-C takes 30 MB
+
+
 def test_the_paper_s_factors():
     cifar = recalibrate.parts(cifar10.get_config())
     assert cifar["sources"][-1] == (250, 10, 1.0) and cifar["samples"][-1] == (50, 50, 1.0)
@@ -259,13 +266,6 @@ def test_the_paper_s_factors():
     large = recalibrate.parts(imagenet.get_config())
     assert large["sources"][-1] == (2000, 10, 1.0) and large["samples"][-1] == (100, 100, 1.0)
     assert large["epsilon"][0] == (100, 50, 0.2)
-
-
-def test_images_at_the_size_of_the_paper_are_read_when_they_are_classified():
-    config = imagenet.get_config()
-    shift, parts = data.shift(config.data, "fog"), data.specs(config.data, "test")
-    assert not shift.in_memory and not parts["test"].in_memory
-    assert data.shift(cifar10.get_config().data, "fog").in_memory  # CIFAR-10-C takes 30 MB
 
 
 @pytest.mark.parametrize(("module", "variant"), [(cifar10, "small"), (imagenet, "resnet")])
