@@ -304,6 +304,17 @@ def settings(config: Any) -> list[str]:
     return [ORIGINAL, CLIPPED, *(f"epsilon {budget:g}" for budget in config.privacy.budgets)]
 
 
+def _declared(config: Any, method: str, setting: str) -> Any:
+    """Returns the hyper-parameters of the config for a method in a setting, or None."""
+    return config.hyper_parameters.get(method, {}).get(setting)
+
+
+def _declares_all(config: Any) -> bool:
+    """Returns whether the config has all hyper-parameters, so that none are chosen."""
+    every = itertools.product(config.methods, settings(config))
+    return all(_declared(config, method, setting) for method, setting in every)
+
+
 # --- Cells --------------------------------------------------------------------------------------
 
 
@@ -391,17 +402,6 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
         tried.append({**candidate, "accuracy": _mean(served.accuracy), **_diagnostics(served)})
     best = results.best(tried)
     return {"chosen": {name: best[name] for name in candidates[0]}, "tried": tried}
-
-
-def _declared(config: Any, method: str, setting: str) -> Any:
-    """Returns the hyper-parameters of the config for a method in a setting, or None."""
-    return config.hyper_parameters.get(method, {}).get(setting)
-
-
-def _declares_all(config: Any) -> bool:
-    """Returns whether the config has all hyper-parameters, so that none are chosen."""
-    every = itertools.product(config.methods, settings(config))
-    return all(_declared(config, method, setting) for method, setting in every)
 
 
 def _diagnostics(served: tta.Served) -> dict[str, float]:
