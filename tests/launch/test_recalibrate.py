@@ -11,7 +11,7 @@ import pytest
 from configs.recalibration import cifar10, digits, imagenet
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from launch import data, frame, recalibrate
+from launch import frame, recalibrate
 from launch.simulation import Order
 from tests.launch import program, tiny
 
@@ -269,6 +269,7 @@ def test_an_unknown_variant_is_refused(module, variant):
 
 def test_images_at_the_size_of_the_paper_are_read_when_they_are_classified():
     config = imagenet.get_config()
+    data = recalibrate.data
     shift, parts = data.shift(config.data, "fog"), data.specs(config.data, "test")
     assert not shift.in_memory and not parts["test"].in_memory
     assert data.shift(cifar10.get_config().data, "fog").in_memory  # CIFAR-10-C takes 30 MB
