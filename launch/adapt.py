@@ -304,17 +304,6 @@ def settings(config: Any) -> list[str]:
     return [ORIGINAL, CLIPPED, *(f"epsilon {budget:g}" for budget in config.privacy.budgets)]
 
 
-def _declared(config: Any, method: str, setting: str) -> Any:
-    """Returns the hyper-parameters of the config for a method in a setting, or None."""
-    return config.hyper_parameters.get(method, {}).get(setting)
-
-
-def _declares_all(config: Any) -> bool:
-    """Returns whether the config has all hyper-parameters, so that none are chosen."""
-    every = itertools.product(config.methods, settings(config))
-    return all(_declared(config, method, setting) for method, setting in every)
-
-
 # --- Cells --------------------------------------------------------------------------------------
 
 
@@ -372,6 +361,17 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch)
     row = {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
     return row | _diagnostics(served)
+
+
+def _declared(config: Any, method: str, setting: str) -> Any:
+    """Returns the hyper-parameters of the config for a method in a setting, or None."""
+    return config.hyper_parameters.get(method, {}).get(setting)
+
+
+def _declares_all(config: Any) -> bool:
+    """Returns whether the config has all hyper-parameters, so that none are chosen."""
+    every = itertools.product(config.methods, settings(config))
+    return all(_declared(config, method, setting) for method, setting in every)
 
 
 def _terms(config: Any) -> dict[str, Any]:
