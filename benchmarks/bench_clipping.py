@@ -1,4 +1,4 @@
-r"""Times a clipped gradient against the plain gradient of the same model in one run, and its memory.
+r"""Times a clipped gradient against the plain gradient of the same model, and its memory.
 
     python -m benchmarks run clipping --models mlp,cnn,resnet20,vit --rounds 15 \
         --output .bench/clipping.json

@@ -198,7 +198,7 @@ def timed(
 
 
 def step_memory(params: Any, data: Any, settings: dict[str, Any], ks: Any, threat: str) -> float:
-    """Returns the megabytes of a later step. It has as many boxes as distances, the first has not."""
+    """Returns the megabytes of a later step, which has as many boxes as distances."""
     static, arrays = plan_of(params, data, settings, ks, threat)
     moving, frozen, records, order, rates = arrays
     state = agt._State(moving, [], None)

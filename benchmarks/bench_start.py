@@ -36,7 +36,8 @@ keep_freed_memory()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 print(time.time())
 with contextlib.ExitStack() as running:
-    jax.block_until_ready(bench_steps.our_steps(bench_steps.cases()[sys.argv[1]], False, running)["private"]())
+    steps = bench_steps.our_steps(bench_steps.cases()[sys.argv[1]], False, running)
+    jax.block_until_ready(steps["private"]())
     print(time.time(), flush=True)
 """
 

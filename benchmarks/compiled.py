@@ -1,4 +1,4 @@
-r"""Compiles private steps for machines that are not there, and writes what their compilers say about
+r"""Compiles private steps for absent machines, and writes what their compilers say about
 them.
 
     python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20" \

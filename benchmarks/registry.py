@@ -92,5 +92,6 @@ COMMANDS = {
     "benchmarks.gate": "the short gate against slower steps",
     "benchmarks.device": "private steps on one accelerator (10 minutes on one GPU)",
     "benchmarks.compiled": "what compilers of absent accelerators say about private steps",
+    "benchmarks.claims": "writes the page of the papers' claims and verdicts",
     "benchmarks.evidence": "writes tables and pictures of pages from committed reports",
 }

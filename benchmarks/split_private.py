@@ -12,7 +12,7 @@ its label. The numbers n are public.
     votes       the client labels public images by noisy votes of disjoint teachers (Papernot et al. 2018, GNMax)
 
 The server predicts by the nearest class mean. `python -m benchmarks.evidence
-results/split_adaptation.md` writes the table and the picture of the page."""
+results/split_adaptation.md` writes the table and the picture of the page."""  # noqa: E501
 
 import argparse
 import functools

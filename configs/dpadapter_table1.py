@@ -17,9 +17,8 @@ configs/dpadapter_table1.py:digits takes two minutes, on bundled data. The page
 docs/results/dpadapter.md has the results of a run with USPS in place of MNIST.
 
 The grid "table1" is the paper's table, "gamma" its Figures 2, 5 and 6. "equal_norm" has
-perturbations of one length
-from large and from small batches, which the paper does not separate. "beyond" has other ways to more accuracy at the
-same epsilon.
+perturbations of one length from large and from small batches, which the paper does not separate.
+"beyond" has other ways to more accuracy at the same epsilon.
 """
 
 import itertools

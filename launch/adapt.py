@@ -53,7 +53,8 @@ class _Task:
 
     Attributes:
       public: Clean images, to train the source models on and for Fisher information.
-      tuning: Photographs under the held-out corruptions. No stream contains them.
+      tuning: Photographs under the held-out corruptions, if hyper-parameters are chosen. No stream
+          contains them.
       noise: The noise multiplier of each private setting. At it a visit costs at most the setting's
           epsilon.
       source: The source model of a number.
@@ -69,24 +70,27 @@ class _Task:
         )
         self.public, test, tuning = found["public"], found.get("test"), found.get("tuning")
         streams, images = config.protocol.seeds // config.protocol.sources, config.data.images
-        # Shuffled streams differ in the order of their domains and share the photographs.
-        used = images if config.protocol.domain_order == "shuffled" else streams * images
+        # Streams other than "given" share the photographs and differ in their order.
+        used = streams * images if config.protocol.domain_order == "given" else images
         self._domains = data.domains(config.data, config.data.corruptions)
-        self._mine = self._photographs(test, self._domains, np.arange(used))
-        held_out = np.arange(config.tuning.images) + (used if tuning is None else 0)
-        self.tuning = self._photographs(
-            test if tuning is None else tuning,
-            data.domains(config.data, config.tuning.corruptions),
-            held_out,
+        self._mine = self._photographs(
+            test, self._domains, np.arange(used), in_memory=config.data.get("in_memory", True)
         )
+        self.tuning = dict[str, Examples]()
+        if not _declares_all(config):
+            self.tuning = self._photographs(
+                test if tuning is None else tuning,
+                data.domains(config.data, config.tuning.corruptions),
+                np.arange(config.tuning.images) + (used if tuning is None else 0),
+                in_memory=True,
+            )
         self._counted: dict[tta.Method, tta.Method] = {}
         self.source = functools.cache(self._source)
         self.method = functools.cache(self._method)
-        print(
-            f"{streams} streams of {len(self._mine)} domains with {images} photographs each. "
-            f"Hyper-parameters are chosen on {', '.join(self.tuning)} of other photographs.",
-            flush=True,
-        )
+        print(f"{streams} streams of {len(self._mine)} domains with {images} photographs each.")
+        if self.tuning:
+            names = ", ".join(self.tuning)
+            print(f"Hyper-parameters are chosen on {names} of other photographs.", flush=True)
 
     def _source(self, number: int) -> Pretrained:
         name = f"source_{number}" if number else "source"
@@ -113,7 +117,7 @@ class _Task:
         if counting:
             plain = self.method(name, number)
             return self._counted.setdefault(plain, _counting(plain))
-        classes = next(iter(self.tuning.values())).num_classes
+        classes = next(iter(self._mine.values())).num_classes
         base, _, come = name.partition("-")
         options = dict(self.config.method_options.get(base, {}))
         kind = tta.METHODS[base]
@@ -166,6 +170,8 @@ class _Task:
         if protocol.domain_order == "shuffled":
             order = shuffled(len(names), seed=number)
             domains = {names[k]: self._mine[names[k]] for k in order}
+        elif protocol.domain_order == "same":
+            domains = self._mine
         else:
             first = number * self.config.data.images
             rows = np.arange(first, first + self.config.data.images)
@@ -195,16 +201,21 @@ class _Task:
         test: Examples | None,
         domains: Mapping[str, Shift | DataSpec],
         rows: np.ndarray,
+        *,
+        in_memory: bool,
     ) -> dict[str, Examples]:
-        """Returns the same photographs under each shift. Reads one shift at a time and keeps only
-        these photographs.
+        """Returns the same photographs under each shift.
+
+        In memory, one shift is read at a time, and only these photographs of it are kept. Otherwise
+        images are read when a batch needs them.
         """
+        keep = data.in_memory if in_memory else lambda images: images
         photographs = {}
         for name in progress_bar(list(domains), label="reading", unit="corruption"):
             domain = domains[name]
             if isinstance(domain, DataSpec):  # it may have fewer images
                 images = models.resize(self._network, open_spec(domain))
-                photographs[name] = data.in_memory(images.take(rows[rows < len(images)]))
+                photographs[name] = keep(images.take(rows[rows < len(images)]))
                 continue
             images = data.under(test, domain)
             if rows[-1] >= len(images):
@@ -213,7 +224,7 @@ class _Task:
                     f"config.tuning.images, together need {rows[-1] + 1} photographs, but "
                     f"{images.name} has {len(images)}."
                 )
-            photographs[name] = data.in_memory(images.take(rows))
+            photographs[name] = keep(images.take(rows))
         return photographs
 
 
@@ -305,9 +316,9 @@ def _cells(config: Any) -> Iterator[Cell]:
         )
     frame.some("data.corruptions", config.data.corruptions)
     frame.some("tuning.corruptions", config.tuning.corruptions)
-    if config.protocol.domain_order not in ("given", "shuffled"):
+    if config.protocol.domain_order not in ("given", "shuffled", "same"):
         raise ValueError(
-            "config.protocol.domain_order must be 'given' or 'shuffled', got "
+            "config.protocol.domain_order must be 'given', 'shuffled' or 'same', got "
             f"{config.protocol.domain_order!r}."
         )
     if config.protocol.sources < 1 or config.protocol.seeds % config.protocol.sources:
@@ -352,6 +363,17 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     return row | _diagnostics(served)
 
 
+def _declared(config: Any, method: str, setting: str) -> Any:
+    """Returns the hyper-parameters of the config for a method in a setting, or None."""
+    return config.hyper_parameters.get(method, {}).get(setting)
+
+
+def _declares_all(config: Any) -> bool:
+    """Returns whether the config has all hyper-parameters, so that none are chosen."""
+    every = itertools.product(config.methods, settings(config))
+    return all(_declared(config, method, setting) for method, setting in every)
+
+
 def _terms(config: Any) -> dict[str, Any]:
     """Returns the terms of a stream in the ledger."""
     return {name: config.privacy[name] for name in ("adjacency", "unit", "delta")}
@@ -359,7 +381,7 @@ def _terms(config: Any) -> dict[str, Any]:
 
 def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
     """Returns hyper-parameters from the config, or the best ones on the held-out corruptions."""
-    declared = config.hyper_parameters.get(cell.method, {}).get(cell.setting)
+    declared = _declared(config, cell.method, cell.setting)
     if declared:
         return {"chosen": dict(declared), "tried": []}
     if cell.setting == ORIGINAL:
@@ -610,8 +632,6 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 STUDY = frame.Study(
     name="adapt",
-    about="private test-time adaptation",
-    needs=("protocol",),
     life=".lifecycle.adapt",
     open=_Task,
     cells=_cells,

@@ -119,7 +119,7 @@ def importable() -> None:
 
 
 def _launchers(config: Any) -> tuple[str, ...]:
-    launchers = (study.module for study in studies.recognised(config))
+    launchers = (study.launcher for study in studies.recognised(config))
     return tuple(dict.fromkeys(launchers))
 
 

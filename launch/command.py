@@ -34,22 +34,27 @@ import runpy
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxdp.files import shown, shown_lines
-from jaxdp.privacy import Account, Ledger
-from jaxdp.privacy.planning import facts, left_after, plan_training
-from jaxdp.privacy.report_text import aligned
 
-from . import catalogue, ledger_commands, studies
+from . import catalogue, studies, usage
 
-_COMMANDS = ("ledger", "plan", "configs")
+# What the commands print for --help. What they compute with is imported when they run.
+_COMMANDS = {
+    "ledger": "questions to a ledger",
+    "plan": "noise, steps, batch size or epsilon from the other three",
+    "configs": "lists and copies configs",
+}
 # Launchers that run no study.
 _TOOLS = {
     "certificates": "keys for parties over a network",
     "audit": "attacks on every mechanism and its broken twins",
     "report": "the report of any run, written again from its workdir",
 }
+if TYPE_CHECKING:
+    from jaxdp.privacy import Account, Ledger
+
 _PLAN = (
     "Leave out one of --batch-size, --noise-multiplier, --steps and --epsilon: it is found. Or "
     "give a --config, and a --target, whose compiler says what a private step takes."
@@ -59,13 +64,11 @@ _PLAN = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command. A user's mistake becomes a sentence and the exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    # The list of launchers imports JAX, and questions to a ledger do without.
-    launchers = {} if arguments and arguments[0] in _COMMANDS else _launchers()
-    if arguments and arguments[0] in launchers:
+    if arguments and arguments[0] in _launchers():
         return _launch(*arguments)
     if arguments[:1] == ["plan"] and any(argument.startswith("--config") for argument in arguments):
         return _plan_config(arguments[1:])
-    options = _parser(launchers).parse_args(arguments)
+    options = _parser(*arguments[:1]).parse_args(arguments)
     warnings.formatwarning = lambda message, *_: f"Warning: {shown_lines(str(message))}\n"
     try:
         options.run(options)
@@ -74,16 +77,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(2) from error
 
 
-def _parser(launchers: dict[str, str]) -> argparse.ArgumentParser:
+def _parser(command: str = "") -> argparse.ArgumentParser:
+    """Returns the parser of a command. The others are there for --help."""
     about: Any = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(prog="jaxdp", **about)
     groups = parser.add_subparsers(required=True, metavar="COMMAND")
-    ledger_commands.add(groups.add_parser("ledger", help="questions to a ledger", **about))
-    _add_plan(groups)
-    _add_configs(groups)
-    for name, what in launchers.items():  # only for --help
-        groups.add_parser(name, help=what)
+    for name, what in (_COMMANDS | _launchers()).items():
+        options = about if name == "ledger" else {"epilog": _PLAN} if name == "plan" else {}
+        group = groups.add_parser(name, help=what, **options)
+        if name == command:
+            _add(name, group)
     return parser
+
+
+def _add(command: str, parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of a command."""
+    match command:
+        case "ledger":
+            from . import ledger_commands
+
+            ledger_commands.add(parser)
+        case "plan":
+            _add_plan(parser)
+        case "configs":
+            _add_configs(parser)
 
 
 # --- Launchers and configs ----------------------------------------------------------------------
@@ -91,21 +108,23 @@ def _parser(launchers: dict[str, str]) -> argparse.ArgumentParser:
 
 def _launchers() -> dict[str, str]:
     """Returns what each launcher does, by its name."""
-    names = {study.module: study.about for study in studies.known() if study.about}
+    names = {study.launcher: study.about for study in studies.STUDIES if study.about}
     return names | _TOOLS
 
 
 def _launch(name: str, *arguments: str) -> None:
     sys.argv = [f"jaxdp {name}", *arguments]
-    # The list of studies may have imported the launcher, which now runs as a program.
-    warnings.filterwarnings("ignore", ".*found in sys.modules", RuntimeWarning)
+    asks = usage.HELP & {*arguments}
+    if asks and any(study.launcher == name and not study.own_flags for study in studies.STUDIES):
+        catalogue.importable()
+        print(usage.of_launcher(name, arguments))
+        return
     module = name if "." in name else f"{__package__}.{name}"
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _add_configs(groups: Any) -> None:
-    configs = groups.add_parser("configs", help="lists and copies configs")
-    commands = configs.add_subparsers(required=True, metavar="list | copy")
+def _add_configs(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(required=True, metavar="list | copy")
     commands.add_parser("list", help="lists the configs").set_defaults(run=_list)
     copy = commands.add_parser("copy", help="copies a config, to change it")
     copy.add_argument("name", help="for example digits_dpsgd")
@@ -114,6 +133,8 @@ def _add_configs(groups: Any) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
+    from jaxdp.privacy.report_text import aligned
+
     configs = catalogue.known()
     rows = [(config.name, ", ".join(config.launchers), config.about) for config in configs]
     for line in aligned(rows):
@@ -131,10 +152,7 @@ def _copy(options: argparse.Namespace) -> None:
 # --- Plans --------------------------------------------------------------------------------------
 
 
-def _add_plan(groups: Any) -> None:
-    plan = groups.add_parser(
-        "plan", help="noise, steps, batch size or epsilon from the other three", epilog=_PLAN
-    )
+def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--records", type=int, help="n, by default as declared in the ledger")
     plan.add_argument("--batch-size", type=float, help="the expected size of a batch")
     plan.add_argument(
@@ -176,6 +194,9 @@ def _plan(options: argparse.Namespace) -> None:
             f"--target={options.target} compiles the private steps of a config. Give its --config "
             "too."
         )
+    from jaxdp.privacy import Ledger
+    from jaxdp.privacy.report_text import aligned
+
     with contextlib.ExitStack() as opened:
         account = None
         if options.ledger:
@@ -188,11 +209,13 @@ def _plan(options: argparse.Namespace) -> None:
             print(line)
 
 
-def _planned(options: argparse.Namespace, account: Account | None) -> list[tuple[str, str]]:
+def _planned(options: argparse.Namespace, account: "Account | None") -> list[tuple[str, str]]:
     """Returns the facts of a plan, with what it would leave of an account."""
     missing = [f"--{name}" for name in ("records", "delta") if getattr(options, name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given, since no --ledger declares them.")
+    from jaxdp.privacy.planning import facts, left_after, plan_training
+
     plan = plan_training(
         records=options.records,
         delta=options.delta,
@@ -218,7 +241,7 @@ def _planned(options: argparse.Namespace, account: Account | None) -> list[tuple
     return rows
 
 
-def _dataset(ledger: Ledger, name: str | None) -> tuple[Account, dict[str, Any]]:
+def _dataset(ledger: "Ledger", name: str | None) -> tuple["Account", dict[str, Any]]:
     """Returns the account of a dataset and its terms. Without a name the ledger must have only
     one.
     """

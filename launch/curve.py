@@ -1,7 +1,7 @@
 r"""The accuracy of a fine-tuning config over epsilon.
 
     python -m launch.finetune --config configs/finetune/cifar10_squeezenet.py \
-        --workdir workdir/curve
+        --workdir workdir/curve --config.public_benchmark
 
 The part `curve` of a config has `epsilons`, a learning rate for each in `learning_rates`, and
 `runs`. A point is one private model. It has its own ledger, as if it alone were released. Releasing
@@ -174,8 +174,6 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
 
 STUDY = frame.Study(
     name="curve",
-    needs=("private", "curve"),
-    launcher="finetune",
     open=_open,
     cells=_cells,
     run=_run,

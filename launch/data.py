@@ -12,6 +12,7 @@ A *set of images* has the fields of `DataSpec`, with these differences:
                    hf, folder, function   `part` of the spec
     split      in place of parts, for one whole set: `part` of the spec
     limits     the fields of `jaxdp.files.Limits`
+    in_memory  whether all images are kept in memory, True by default, or read whenever needed
 
 A set under domain shift also has the fields
 
@@ -367,6 +368,7 @@ def shift(config: Any, name: str) -> Shift:
         strength=strength,
         published=published,
         data_dir=config.get("data_dir", ""),
+        in_memory=config.get("in_memory", True),
     )
 
 

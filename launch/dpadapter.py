@@ -474,8 +474,6 @@ def _grows(config: Any) -> Any:
 
 STUDY = frame.Study(
     name="table",
-    needs=("private", "grids"),
-    launcher="finetune",
     open=_Bench,
     cells=_cells,
     run=_run,

@@ -255,8 +255,6 @@ def _account(cell: Model, work: frame.Work) -> AbstractContextManager[Account]:
 
 STUDY = frame.Study(
     name="finetune",
-    about="private fine-tuning, and the table of DPAdapter",
-    needs=("private",),
     life=".lifecycle.finetune",
     open=_open,
     private=lambda opened: [opened.task.private_set],

@@ -362,8 +362,6 @@ def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
 
 STUDY = frame.Study(
     name="lm",
-    about="private training of a language model",
-    needs=("private", "generation"),
     open=_open,
     private=lambda opened: [PrivateSet(opened.private.name, opened.private, opened.spec.is_public)],
     cells=_cells,

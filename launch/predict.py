@@ -437,8 +437,6 @@ def _percent(values: Sequence[float]) -> str:
 
 STUDY = frame.Study(
     name="predict",
-    about="certified private answers",
-    needs=("prediction",),
     life=".lifecycle.predict",
     open=Bench,
     private=_private,

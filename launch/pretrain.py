@@ -249,8 +249,6 @@ _SOURCE_SHAPE = {"name": str, "fingerprint": str, "examples": int}
 
 STUDY = frame.Study(
     name="pretrain",
-    about="robust pre-training on public images",
-    needs=("ascent",),
     life=".lifecycle.pretrain",
     open=_open,
     cells=lambda config: [Model(config.method.name)],

@@ -343,8 +343,6 @@ def _cost(config: Any, name: str, method: Any) -> dict[str, Any]:
 
 STUDY = frame.Study(
     name="recalibrate",
-    about="private recalibration from many sources",
-    needs=("sweep",),
     life=".lifecycle.recalibrate",
     open=Bench,
     cells=_cells,

@@ -630,8 +630,6 @@ def _grows(config: Any) -> Any:
 
 STUDY = frame.Study(
     name="split",
-    about="Split Adaptation",
-    needs=("ablation", "server", "client"),
     life=".lifecycle.split",
     open=Bench,
     cells=_cells,

@@ -1,37 +1,94 @@
 """The studies, in the order of a model's life. A new study adds one line.
 
-A line is "module:NAME" of a `launch.study.Study`, or of a `launch.study.Program` that no frame
-runs. A module that begins with a dot is below this package. The modules are imported on use, since
-they import JAX.
+The modules of the studies are imported on use, since they import JAX. A line has what help and the
+search for a config's launcher need, so neither waits for a module.
 """
 
 import functools
 import importlib
-from typing import Any
+from typing import Any, NamedTuple
 
 from .study import Program
 
+
+class Listed(NamedTuple):
+    """A line of `STUDIES`.
+
+    Attributes:
+      place: "module:NAME" of a `launch.study.Study`, or of a `launch.study.Program` that no frame
+          runs. A module that begins with a dot is below this package.
+      launcher: The name by which the launcher is called: its module in `launch`. A name with a dot
+          is that of a module from elsewhere.
+      needs: The parts of a config by which the study is recognised. A config may have the parts of
+          several studies. It belongs to the one that needs most of them.
+      about: What the launcher does, for `jaxdp --help`.
+      own_flags: Whether the launcher has flags besides those of all launchers.
+    """
+
+    place: str
+    launcher: str
+    needs: tuple[str, ...]
+    about: str = ""
+    own_flags: bool = False
+
+
+_RECALIBRATION = ("method", "server", "client")
+_SPLIT = ("server", "client")
 STUDIES = [
-    ".pretrain:STUDY",
-    ".finetune:STUDY",
-    ".dpadapter:STUDY",
-    ".curve:STUDY",
-    ".lm:STUDY",
-    ".recalibrate:STUDY",
-    ".owners:RECALIBRATE_SERVER",
-    ".owners:RECALIBRATE_CLIENT",
-    ".adapt:STUDY",
-    ".split:STUDY",
-    ".owners:SPLIT_SERVER",
-    ".owners:SPLIT_CLIENT",
-    ".lifecycle:STUDY",  # here, since its stage `deploy` comes before the answers of `predict`
-    ".predict:STUDY",
+    Listed(".pretrain:STUDY", "pretrain", ("ascent",), "robust pre-training on public images"),
+    Listed(
+        ".finetune:STUDY",
+        "finetune",
+        ("private",),
+        "private fine-tuning, and the table of DPAdapter",
+    ),
+    Listed(".dpadapter:STUDY", "finetune", ("private", "grids")),
+    Listed(".curve:STUDY", "finetune", ("private", "curve")),
+    Listed(".lm:STUDY", "lm", ("private", "generation"), "private training of a language model"),
+    Listed(
+        ".recalibrate:STUDY",
+        "recalibrate",
+        ("sweep",),
+        "private recalibration from many sources",
+    ),
+    Listed(
+        ".owners:RECALIBRATE_SERVER",
+        "recalibrate_server",
+        _RECALIBRATION,
+        "a calibrator that asks hospitals over a network",
+        own_flags=True,
+    ),
+    Listed(
+        ".owners:RECALIBRATE_CLIENT",
+        "recalibrate_client",
+        _RECALIBRATION,
+        "a hospital that answers it",
+        own_flags=True,
+    ),
+    Listed(".adapt:STUDY", "adapt", ("protocol",), "private test-time adaptation"),
+    Listed(".split:STUDY", "split", ("ablation", "server", "client"), "Split Adaptation"),
+    Listed(
+        ".owners:SPLIT_SERVER",
+        "split_server",
+        _SPLIT,
+        "the server of Split Adaptation between two processes",
+        own_flags=True,
+    ),
+    Listed(".owners:SPLIT_CLIENT", "split_client", _SPLIT, "its client", own_flags=True),
+    # Here, since its stage `deploy` comes before the answers of `predict`.
+    Listed(
+        ".lifecycle:STUDY",
+        "lifecycle",
+        ("budgets",),
+        "every stage of a model's life under one ledger, and a report",
+    ),
+    Listed(".predict:STUDY", "predict", ("prediction",), "certified private answers"),
 ]
 
 
 def known() -> list[Program]:
     """Returns all studies."""
-    return [_load(name) for name in STUDIES]
+    return [_load(listed.place) for listed in STUDIES]
 
 
 def named(name: str) -> Program | None:
@@ -42,11 +99,11 @@ def named(name: str) -> Program | None:
     return None
 
 
-def recognised(config: Any) -> list[Program]:
-    """Returns the studies whose parts a config has. If several fit, these are the ones that need
-    most parts, for example both parties of a protocol.
+def recognised(config: Any) -> list[Listed]:
+    """Returns the lines of the studies whose parts a config has. If several fit, these are the ones
+    that need most parts, for example both parties of a protocol.
     """
-    fitting = [study for study in known() if study.needs and _has(config, study.needs)]
+    fitting = [study for study in STUDIES if _has(config, study.needs)]
     most = max((len(study.needs) for study in fitting), default=0)
     return [study for study in fitting if len(study.needs) == most]
 
@@ -61,7 +118,7 @@ def module(name: str) -> Any:
 
 
 @functools.cache
-def _load(name: str) -> Program:
-    path, _, attribute = name.partition(":")
+def _load(place: str) -> Program:
+    path, _, attribute = place.partition(":")
     study: Program = getattr(module(path), attribute)
     return study

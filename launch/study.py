@@ -65,27 +65,14 @@ class Program:
 
     Attributes:
       name: The name of the study, which is kept in config.json of its workdirs.
-      about: What the launcher does, for `jaxdp --help`.
-      needs: The parts of a config by which it is recognised. A config may have the parts of several
-          studies. It belongs to the one that needs most of them.
-      launcher: The module of the launcher in `launch`, by default `name`. A name with a dot is that
-          of a module from elsewhere.
       report: What a report tells about its runs.
       life: The module with its stages of a lifecycle, for example ".lifecycle.finetune". A name
           that begins with a dot is below this package.
     """
 
     name: str
-    about: str = ""
-    needs: tuple[str, ...] = ()
-    launcher: str = ""
     report: Report | None = None
     life: str = ""
-
-    @property
-    def module(self) -> str:
-        """The name by which the launcher is called."""
-        return self.launcher or self.name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

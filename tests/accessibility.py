@@ -5,7 +5,7 @@ It makes the reports of a lifecycle and of one fine-tuning run, and the page of 
 Chromium opens each
 from the disk, on a wide screen and on a phone, in light, dark and print. axe must find no violation, nothing may be
 requested or wider than the screen, and broken twins must be found. `make accessibility` installs
-what it needs. `--screenshots docs/pages` also takes the pictures of the documentation."""
+what it needs. `--screenshots docs/pages` also takes the pictures of the documentation."""  # noqa: E501
 
 import argparse
 import contextlib
@@ -44,7 +44,7 @@ and the page of the demo's ledger from the disk, and [axe](https://github.com/de
 is a violation that axe found, a request to anything but the page, or something wider than the screen. axe leaves to
 people whether figures of one character have enough contrast: rules of this kind are "not decided". Broken twins are
 pages that the check must refuse.
-"""
+"""  # noqa: E501
 # What breaks a page, and the rule of axe, or the problem, that finds it.
 TWINS = {
     "a figure without an alternative text": (

@@ -1,7 +1,7 @@
-"""How dense the code is: python tests/density.py [FOLDER ...] prints a row per folder of jaxdp and launch.
+"""How dense the code is: python tests/density.py [FOLDER ...] prints a row per folder.
 
-Docstrings are left out, because a sentence is read differently from code. `tests/test_density.py` holds
-the limits. Columns of the table:
+Docstrings are left out, because a sentence is read differently from code.
+`tests/test_density.py` holds the limits. Columns of the table:
 
     lines        lines of code
     tokens       names, operators, numbers and strings

@@ -33,7 +33,7 @@ HEAD = """# Parity with publishers
 them with ours. No weights are downloaded. `make test` compares with stored logits of the same libraries instead.
 Sources are read from data sets of torch and Hugging Face and compared with the records that were written.
 Metrics are compared with scikit-learn, netcal, and lpips, the package of LPIPS' authors.
-"""
+"""  # noqa: E501
 
 
 class Results:

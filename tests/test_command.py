@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from jaxdp import compilers
 from jaxdp.command import main
 from jaxdp.privacy import (
     GaussianDpEvent,
@@ -25,7 +26,7 @@ from jaxdp.privacy import (
     store,
 )
 from jaxdp.privacy.events import describe, parse
-from launch import catalogue, document, studies
+from launch import catalogue, document, studies, usage
 from launch.lifecycle import stages as lifecycle_stages
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -415,8 +416,8 @@ def test_the_parts_of_a_config_name_the_launchers_that_its_docstring_names():
 def test_what_the_list_of_studies_names_exists():
     known = studies.known()
     assert len({study.name for study in known}) == len(known) == len(studies.STUDIES)
-    for study in known:
-        assert importlib.util.find_spec(f"launch.{study.module}"), study.name
+    for listed, study in zip(studies.STUDIES, known, strict=True):
+        assert importlib.util.find_spec(f"launch.{listed.launcher}"), study.name
         assert study.report is None or (document.PAGES / study.report.page).exists()
     stages = lifecycle_stages.known()
     assert all((document.PAGES / stage.page).exists() for stage in stages)
@@ -426,13 +427,44 @@ def test_what_the_list_of_studies_names_exists():
         assert (stage.charges is None) == (stage.accounts is None), stage.name
 
 
+HELP = """
+import contextlib, io, sys
+from jaxdp.command import main
+for words in ("--help", "configs --help", "finetune --help --config=cifar10_dpsgd"):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        main(words.split())
+    print(said.getvalue())
+print("JAX" if "jax" in sys.modules else "no JAX")
+"""
+
+
+@pytest.mark.slow
+def test_help_imports_no_jax():
+    command = [sys.executable, "-c"]
+    said, twin = (
+        subprocess.run([*command, code], cwd=ROOT, capture_output=True, text=True)
+        for code in (HELP, f"import jax{HELP}")
+    )
+    assert said.returncode == twin.returncode == 0, said.stderr
+    assert said.stdout.endswith("no JAX\n") and not twin.stdout.endswith("no JAX\n")
+    assert "private fine-tuning, and the table of DPAdapter" in said.stdout
+    assert "Private fine-tuning" in said.stdout and "--[no]dry_run" in said.stdout
+    assert "  dpadapter_table1 " in said.stdout and "Fields of cifar10_dpsgd:" in said.stdout
+    assert "recalibration/digits" not in said.stdout
+
+
+def test_the_help_names_every_target():
+    assert f"One of {', '.join(compilers.TARGETS)}." in usage._TARGET
+
+
 def test_a_config_belongs_to_the_study_that_needs_most_of_its_parts(tmp_path):
     def owners(*parts):
-        return {study.name for study in studies.recognised(dict.fromkeys(parts))}
+        return {study.launcher for study in studies.recognised(dict.fromkeys(parts))}
 
     assert owners("private") == {"finetune"}
     assert owners("private", "generation") == {"lm"}
-    assert owners("server", "client") == {"split server", "split client"}
+    assert owners("server", "client") == {"split_server", "split_client"}
     assert owners("private", "server", "client", "ablation") == {"split"}
     assert owners("method") == set()
     path = tmp_path / "mine.py"

@@ -102,7 +102,7 @@ ENTRY %main (x: f32[8], go: pred[]) -> f32[2048,128] {
   %buffer = f32[8] custom-call(), custom_call_target="AllocateBuffer"
   ROOT %kernel.1 = f32[2048,128] custom-call(%x), custom_call_target="tpu_custom_call", FROM(jit(f)/pallas_call)
 }
-"""
+"""  # noqa: E501
 
 
 def parsed(text):
@@ -110,7 +110,7 @@ def parsed(text):
     forms = {
         r"CYCLES\((\d+)\)": r'backend_config={"window_config":{"estimated_cycles":"\1"}}',
         r"FROM\((.*?)\)(?=$|, )": r'metadata={op_name="\1"}',
-        r"CONTRACTS\((\d)\)": r'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["\1"]}}',
+        r"CONTRACTS\((\d)\)": r'backend_config={"dot_dimension_numbers":{"lhs_contracting_dimensions":["\1"]}}',  # noqa: E501
     }
     for short, long in forms.items():
         text = re.sub(short, long, text, flags=re.MULTILINE)
@@ -196,7 +196,7 @@ LB: loop body
    0xc   :  {}
    0xd   : > { %s9 = sbr.rel (!%p3) target = $regiona }
    0xe   :  { %4 = vsyncpa [#allocation4], 1 }
-"""
+"""  # noqa: E501
 
 
 def test_bundles_of_loops_count_as_often_as_they_turn(tmp_path):
@@ -243,7 +243,7 @@ ENTRY %main (a: f32[100,64], i: s32[], b: f32[64,8], x: bf16[32,64], w: bf16[64,
   %gemm = (bf16[32,16]{1,0}, s8[4194304]{0}) custom-call(%x.1, %w.1), custom_call_target="__cublas$gemm", CONTRACTS(1)
   ROOT %fusion = f32[1,8]{1,0} fusion(%a.1, %i.1, %b.1), kind=kCustom, calls=%fused, FROM(jit(f)/dot)
 }
-"""
+"""  # noqa: E501
 
 
 def test_bytes_and_operations_of_a_gpus_kernels():
@@ -409,7 +409,8 @@ def in_pairs(words):  # an axis of two takes the room of 128 lanes
     return jax.lax.scan(lambda total, pair: (total + pair, total), jnp.zeros(2), pairs)[1]
 
 bad = compiled_targets.compile_for("v5e", in_pairs, program.args)[0].memory_analysis()
-print(memory.temp_size_in_bytes + memory.output_size_in_bytes, bad.temp_size_in_bytes + bad.output_size_in_bytes)
+of = lambda m: m.temp_size_in_bytes + m.output_size_in_bytes
+print(of(memory), of(bad))
 """
 
 

@@ -139,7 +139,9 @@ def test_a_method_adapts_privately_and_is_served(monkeypatch):
 
 # --- A stage, its study and its audit: tests/extension --------------------------------------------
 
-STUDY = "tests.extension.study:STUDY"
+STUDY = studies.Listed(
+    "tests.extension.study:STUDY", "tests.extension.study", ("epsilons",), "noisy means"
+)
 CONFIG = """
 from ml_collections import ConfigDict
 
@@ -159,7 +161,7 @@ def registered(monkeypatch):
 def test_the_study_of_a_stage_runs_as_a_launcher_and_pays_once(tmp_path, registered):
     config, workdir = tmp_path / "config.py", tmp_path / "run"
     config.write_text(CONFIG)
-    assert [study.name for study in studies.recognised(catalogue.load(str(config)))] == ["means"]
+    assert studies.recognised(catalogue.load(str(config))) == [STUDY]
     command = [*program.PYTHON, "-m", "tests.extension.study", "--config", str(config)]
     command += ["--workdir", str(workdir)]
     helped, ran, again = (program.call([*command, *more]) for more in (["--help"], [], []))

@@ -21,7 +21,8 @@ from jaxdp.memory import keep_freed_memory
 kept = sys.argv[1] == "keep" and keep_freed_memory()
 step = jax.jit(lambda x: jnp.exp(x[:, None] + x) @ jnp.ones((3200, 8)))
 rounds = []
-for _ in range(8):  # the first rounds take the memory, and now and then a small block splits a large one
+# The first rounds take the memory, and now and then a small block splits a large one.
+for _ in range(8):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(2):
         step(np.zeros(3200, np.float32)).block_until_ready()

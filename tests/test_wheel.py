@@ -98,7 +98,7 @@ found = [path.relative_to(folder).with_suffix("") for path in (folder / "configs
 for path in found:
     importlib.import_module(".".join(path.parts))
 assert len(found) > 20
-"""
+"""  # noqa: E501
 
 
 # The dependencies are imported once for all programs, and the wheel by each of them.
@@ -141,7 +141,7 @@ import jaxdp
 assert time.process_time() - start < 0.5
 for name in jaxdp.__all__:
     getattr(jaxdp, name)
-"""
+"""  # noqa: E501
     environment = {**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", code]
     process = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
@@ -195,7 +195,8 @@ def test_a_command_of_the_documentation_runs_anywhere(installed, tmp_path):
     """The config imports another one, and its name is looked up in the package."""
     fields = {**tiny.PRETRAIN, "train.checkpoint_every": 6}
     flags = ["--workdir=run", *(f"--config.{name}={value}" for name, value in fields.items())]
-    code = "import runpy\nrunpy.run_module('jaxdp.launch.pretrain', run_name='__main__', alter_sys=True)"
+    code = "import runpy\nrunpy.run_module('jaxdp.launch.pretrain', "
+    code += "run_name='__main__', alter_sys=True)"
     process = outside(installed, tmp_path, code, "--config=configs/pretrain/digits.py:sam", *flags)
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "run" / "result.json").exists()

@@ -8,8 +8,8 @@ et al. 2020.
 
 ":convnext" takes a ConvNeXt-T instead. It needs the 15 sets `imagenet2012_corrupted/{corruption}_5`
 and the validation images of `imagenet2012`, prepared by TFDS, and a checkpoint in the naming of
-timm, Hugging Face or augreg. It also needs an accelerator and 32 GB of memory, since a set of
-50,000 images takes 7.5 GB.
+timm, Hugging Face or augreg. It also needs an accelerator. Each set of 50,000 images is read once,
+and a batch at a time.
 
 Expected, from the paper with a ResNet-50, median / mean ECE: none .1343/.1334, one source
 .0657/.0700, histogram binning .0656/.0787, ECE-T .0684/.0739, NLL-T .0597/.0624, Acc-T .0289/.0325.
@@ -27,6 +27,7 @@ def get_config(variant: str = "vit") -> ConfigDict:
         parts={"public": "", "test": "validation"},  # the classifier comes from a checkpoint
         corrupted_name="imagenet2012_corrupted",
         prepare=True,
+        in_memory=False,  # a set of 50,000 photographs would take 7.5 GB
     )
     config.model = {
         "name": "vit_b16",

@@ -90,8 +90,8 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "remainder": "drop",
                 "seeds": 5,  # runs. Run s has source model s % sources and stream s // sources.
                 "sources": 1,
-                # "given": each stream has other photographs. "shuffled": all have the same, in an
-                # order of its own.
+                # "given": each stream has other photographs. "same": all have the same, shuffled
+                # anew. "shuffled": the order of the domains is the stream's own, too.
                 "domain_order": "given",
                 "accumulate": 1,
             },

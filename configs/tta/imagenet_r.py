@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     config = imagenet_c.get_config()
     parts = {"public": "imagenet2012/train[:2048]", "test": "test"}
     config.data.update(
-        name="imagenet_r", parts=parts, corrupted_name="", corruptions=("clean",), images=5500
+        name="imagenet_r", parts=parts, corrupted_name="", corruptions=("clean",), images=29_500
     )
     config.model.classes = "imagenet_r"
     config.hyper_parameters = {}  # chosen on the held-out corruptions of 500 other images

@@ -173,17 +173,18 @@ def corrupted_tfds(
     severity: int,
     *,
     data_dir: str | None = None,
+    in_memory: bool = True,
 ) -> Examples:
     """Reads one configuration of a corrupted TFDS test set, by the names of `CORRUPTIONS`.
 
     Every configuration holds the same photographs.
 
     Args:
-      name: "cifar10_corrupted" (the published CIFAR-10-C) or "imagenet2012_corrupted", which needs
-          7.5 GB of memory.
+      name: "cifar10_corrupted" (the published CIFAR-10-C) or "imagenet2012_corrupted", of which a
+        configuration takes 7.5 GB in memory.
       corruption: One of `CORRUPTIONS` or `HELD_OUT_CORRUPTIONS`.
       severity: 1 to 5.
-      data_dir: As in `from_tfds`.
+      data_dir, in_memory: As in `from_tfds`.
 
     Raises:
       ValueError: A name, corruption or severity is not as above.
@@ -195,7 +196,12 @@ def corrupted_tfds(
     _check("severity", severity, range(1, 6))
     if name == "cifar10_corrupted":
         corruption = _CIFAR10_CORRUPTED_NAMES.get(corruption, corruption)
-    return from_tfds(f"{name}/{corruption}_{severity}", _TFDS_SPLITS[name], data_dir=data_dir)
+    return from_tfds(
+        f"{name}/{corruption}_{severity}",
+        _TFDS_SPLITS[name],
+        data_dir=data_dir,
+        in_memory=in_memory,
+    )
 
 
 def imagenet_r_classes() -> np.ndarray:

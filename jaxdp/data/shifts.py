@@ -93,6 +93,7 @@ class Shift:
       strength: Of one of `STRENGTHS`, in the unit of its docstring.
       published: The set of TFDS with the corrupted images, see `corrupted_tfds`. "" computes them.
       data_dir: The folder of that set, as in `from_tfds`.
+      in_memory: Whether all images of that set are kept in memory, or read on demand.
     """
 
     name: str = CLEAN
@@ -100,6 +101,7 @@ class Shift:
     strength: float | None = None
     published: str = ""
     data_dir: str = ""
+    in_memory: bool = True
 
     @property
     def reads_images(self) -> bool:
@@ -119,8 +121,13 @@ def shifted(source: Examples | None, shift: Shift) -> Examples:
       FileNotFoundError: The published images are not prepared.
     """
     if not shift.reads_images:
-        data_dir = shift.data_dir or None
-        return corrupted_tfds(shift.published, shift.name, shift.severity, data_dir=data_dir)
+        return corrupted_tfds(
+            shift.published,
+            shift.name,
+            shift.severity,
+            data_dir=shift.data_dir or None,
+            in_memory=shift.in_memory,
+        )
     if source is None:
         raise ValueError(f"source must have the images for the shift {shift.name!r}, got none.")
     if shift.strength is not None:

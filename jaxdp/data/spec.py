@@ -64,7 +64,8 @@ class DataSpec:
       num_classes: npz, hf, folder: The number of classes.
       class_names: folder: The names of the classes in the CSV files, if they are not numbers.
       classes: The labels to keep, which become 0, 1, ... in this order. () keeps all.
-      in_memory: hf, folder, function: Whether all examples are kept in memory, or read on demand.
+      in_memory: tfds, hf, folder, function: Whether all examples are kept in memory, or read on
+        demand.
       options: function: Its keyword arguments.
       limits: npz, folder: The limits on what is read. None is `Limits()`.
       prepare: tfds, folder: Whether images differ in size and are resized and cut as the model's
@@ -195,12 +196,13 @@ def _split_of_tfds(
     split: str,
     data_dir: str,
     prepare: Prepare | None,
+    in_memory: bool,
 ) -> Examples:
-    return from_tfds(name, split, data_dir=data_dir or None, prepare=prepare)
+    return from_tfds(name, split, data_dir=data_dir or None, prepare=prepare, in_memory=in_memory)
 
 
 def _open_tfds(spec: DataSpec, prepare: Prepare | None) -> Examples:
-    return _split_of_tfds(spec.name, spec.part, spec.data_dir, prepare)
+    return _split_of_tfds(spec.name, spec.part, spec.data_dir, prepare, spec.in_memory)
 
 
 def _open_npz(spec: DataSpec, prepare: Prepare | None) -> Examples:

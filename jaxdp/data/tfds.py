@@ -16,6 +16,7 @@ from jaxdp.data.sources import Examples
 from jaxdp.files import Limits, check_image, optional
 
 _CHUNK_ROWS = 4096
+_PHOTOGRAPHS = 256  # decoded at once: before `prepare` shrinks them, they are large
 
 # Public encoding of adult's numbers to [0, 1]: the divisor, and whether log(1 + v) of both is taken
 # first. fnlwgt is left out, because it is a weight of the census sample and not an attribute of the
@@ -47,8 +48,9 @@ def from_tfds(
     download: bool = False,
     prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
     limits: Limits | None = None,
+    in_memory: bool = True,
 ) -> Examples:
-    """Reads a prepared split of TensorFlow Datasets into memory, without TensorFlow.
+    """Reads a prepared split of TensorFlow Datasets, without TensorFlow.
 
     It handles data sets with an "image" of one fixed shape and a class "label", and the table
     "adult" (UCI census income). The table has 107 features in [0, 1]: five numbers scaled by public
@@ -65,13 +67,16 @@ def from_tfds(
         such as `jaxdp.models.Preprocessing.prepare`. The result is kept as uint8.
       limits: The limit on the pixels of an image, compared with its header before decoding. The
           default is `Limits()`.
+      in_memory: Whether all images are decoded now and kept. False decodes images whenever they are
+        gathered, so that only those of one batch are in memory. An error about a record is then
+        raised when it is read.
 
     Raises:
       FileNotFoundError: The data set is not prepared there in a random-access format. The message
           says how to do it.
       ValueError: The split is unknown or the features are not handled. Or an image is damaged, of
         another size than declared, or larger than the limit. The message names the record, for the
-        owner who reads the data.
+        owner who reads the data. Or in_memory is False for a table.
     """
     tfds = optional("tensorflow_datasets", "tfds")
 
@@ -94,9 +99,12 @@ def from_tfds(
             prepare=prepare,
             limits=limits or Limits(),
         )
+        if not len(records):
+            raise ValueError("The split is empty. Choose a split with records.")
+        if not in_memory:
+            num_classes = features["label"].num_classes
+            return _on_demand(records, keys, images, num_classes, f"{name}/{split}")
         columns = _read_columns(records, keys, images)
-    if not columns:
-        raise ValueError("The split is empty. Choose a split with records.")
     if (columns["label"] < 0).any():
         raise ValueError(
             f"split {split!r} of data set {name!r} has no labels (they are stored as -1)."
@@ -126,10 +134,10 @@ class _Images:
     prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None
     limits: Limits
 
-    def decode(self, encoded: Sequence[bytes], start: int) -> np.ndarray:
-        """Returns the pixels of the images of records start, start + 1, ..."""
+    def decode(self, encoded: Sequence[bytes], rows: Sequence[int]) -> np.ndarray:
+        """Returns the pixels of the images of the records `rows`."""
         decoded = []
-        for record, data in enumerate(encoded, start):
+        for record, data in zip(rows, encoded, strict=True):
             what = f"image {record} {self.where}"
             check_image(data, shape=self.feature.shape, what=what, limits=self.limits)
             decoded.append(self.feature.decode_example_np(data))
@@ -142,19 +150,75 @@ class _Images:
 def _read_columns(records: Any, keys: Sequence[str], images: _Images) -> dict[str, np.ndarray]:
     """Reads columns of a split into memory, some records at a time."""
     columns: dict[str, np.ndarray] = {}
-    # Decoded photographs, before `prepare` shrinks them, are large.
-    at_once = _CHUNK_ROWS if images.prepare is None else 256
+    at_once = _CHUNK_ROWS if images.prepare is None else _PHOTOGRAPHS
     for start in range(0, len(records), at_once):
         stop = min(len(records), start + at_once)
-        chunk = records.__getitems__(list(range(start, stop)))
+        rows = list(range(start, stop))
+        chunk = records.__getitems__(rows)
         for key in keys:
             cells = [record[key] for record in chunk]
-            values = images.decode(cells, start) if key == "image" else np.stack(cells)
+            values = images.decode(cells, rows) if key == "image" else np.stack(cells)
             if start == 0:
                 shape = (len(records), *values.shape[1:])
                 columns[key] = np.empty(shape, values.dtype)
             columns[key][start:stop] = values
     return columns
+
+
+def _on_demand(
+    records: Any, keys: Sequence[str], images: _Images, num_classes: int, name: str
+) -> Examples:
+    """Returns the images and labels of a split as columns that are read when they are gathered."""
+    if "image" not in keys:
+        raise ValueError(f"in_memory must be True for {name!r}, which has no images.")
+    pixels = images.decode([records[0]["image"]], [0])
+    image = _StoredColumn(records, "image", pixels.shape[1:], pixels.dtype, images)
+    label = _StoredColumn(records, "label", (), np.dtype(np.int32), images)
+    return Examples({"image": image, "label": label}, num_classes=num_classes, name=name)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _StoredColumn:
+    """A column of a split that stays on disk: `column[rows]` reads and decodes these rows.
+
+    Attributes:
+      records: The split, as TFDS reads it.
+      key: "image" or "label".
+      cell_shape, dtype: Of one cell.
+      images: The decoding of images.
+    """
+
+    records: Any
+    key: str
+    cell_shape: tuple[int, ...]
+    dtype: np.dtype
+    images: _Images
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self), *self.cell_shape)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def __getitem__(self, rows: Any) -> np.ndarray:
+        numbers = np.arange(len(self))[rows]
+        cells = np.empty((len(numbers), *self.cell_shape), self.dtype)
+        # Encoded images come along with labels, so those of 50,000 labels would be gigabytes.
+        for start in range(0, len(numbers), _PHOTOGRAPHS):
+            chunk = numbers[start : start + _PHOTOGRAPHS].tolist()
+            cells[start : start + len(chunk)] = self._read(chunk)
+        return cells
+
+    def _read(self, rows: list[int]) -> np.ndarray:
+        with _quiet_array_record():
+            values = [record[self.key] for record in self.records.__getitems__(rows)]
+        if self.key == "image":
+            return self.images.decode(values, rows)
+        labels = np.stack(values)
+        if (labels < 0).any():
+            raise ValueError(f"an image {self.images.where} has no label (it is stored as -1).")
+        return labels
 
 
 def check_disjoint(parts: Mapping[str, tuple[str, str, str | None]]) -> None:

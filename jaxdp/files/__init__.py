@@ -12,7 +12,6 @@ from jaxdp.files.reading import (
     check_image,
     npz_names,
     read_json,
-    read_npy,
     read_npz,
     understood,
 )
@@ -28,7 +27,6 @@ __all__ = [
     "pack",
     "parse_json",
     "read_json",
-    "read_npy",
     "read_npz",
     "read_package",
     "shown",

@@ -181,21 +181,6 @@ def _archive(path: str | os.PathLike[str], remedy: str) -> Iterator[zipfile.ZipF
         yield archive
 
 
-def read_npy(path: pathlib.Path, *, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Reads an .npy file whose header and size match the expected array.
-
-    Raises:
-      ValueError, SyntaxError, tokenize.TokenError: The array differs, or the header is not Python.
-    """
-    with path.open("rb") as file:
-        header = _header(file)
-        bytes_left = path.stat().st_size - file.tell()
-    if header != (shape, dtype) or bytes_left != math.prod(shape) * dtype.itemsize:
-        raise ValueError("it holds another array.")
-    array: np.ndarray = np.load(path, allow_pickle=False)
-    return array
-
-
 def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -218,6 +219,9 @@ class StepFunctions:
                 ) from error
             raise
         params = jax.tree.map(_apply, state.params, updates, is_leaf=lambda x: x is None)
+        chex.assert_trees_all_equal_shapes(
+            params, state.params, custom_message="optimizer must keep the shapes of params."
+        )
         ema = self._averaged(state, params)
         metrics = {"released_gradient_norm": optax.tree.norm(gradient), **metrics}
         after = TrainState(

@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -312,6 +313,9 @@ class SharpnessTrainer:
         if self.stateful:
             value_and_grad = jax.value_and_grad(self.batch_loss_fn, has_aux=True)
             (loss, new_stats), gradient = value_and_grad(point, stats, batch)
+            chex.assert_trees_all_equal_shapes(
+                new_stats, stats, custom_message="batch_loss_fn must keep the shapes of stats."
+            )
             # Statistics of a perturbed model are not those of the model that is used.
             clean = optax.tree.norm(perturbation) == 0
             stats = jax.tree.map(functools.partial(jnp.where, clean), new_stats, stats)
@@ -346,6 +350,9 @@ class SharpnessTrainer:
         """Runs lines 11 and 12. The optimizer sees theta and the gradient at theta + Delta."""
         updates, opt_state = self.optimizer.update(gradient, state.opt_state, _wide(state.params))
         params = optax.apply_updates(state.params, updates)
+        chex.assert_trees_all_equal_shapes(
+            params, state.params, custom_message="optimizer must keep the shapes of params."
+        )
         state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
         if layout is not None:
             state = layout.constrained(state, params, params)

@@ -35,6 +35,7 @@ import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -419,6 +420,8 @@ def _summed(
     inputs = SumInputs(consts, batched.leaves, batched.batch, batched.unmasked, clip_norm, bound)
     sums = clipped_sums(options, program, inputs)
     examples = sums.examples
+    # Each engine keeps the rows apart.
+    chex.assert_equal_shape([examples.norms, examples.losses, batched.unmasked])
     return ClippedSum(
         grads=tree.tree(sums.leaves),
         norms=examples.norms,

@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -230,9 +231,21 @@ def _weighted(
     fixed = jax.lax.stop_gradient(sample)
     weight = method.weight(fixed)
     finite = _are_numbers(fixed, weight)
-    selected = candidate & finite & method.reliable(fixed) & method.novel(memory, fixed)
+    reliable, novel = method.reliable(fixed), method.novel(memory, fixed)
+    _check_hooks(method, sample.uncertainty, weight, reliable, novel)
+    selected = candidate & finite & reliable & novel
     loss = jnp.where(selected, weight * sample.uncertainty, 0)
     return loss, _PerImage(logits, fixed, finite, selected)
+
+
+def _check_hooks(method: Method, *values: jax.Array) -> None:
+    """Checks what the hooks of a method return for one image, while the step is traced.
+
+    A row of numbers in place of one would broadcast, and the sum of the losses would be another.
+    """
+    hooks = f"the hooks of {type(method).__name__} on one image must return scalars."
+    for value in values:
+        chex.assert_shape(value, (), custom_message=hooks)
 
 
 def _are_numbers(sample: Sample, weight: jax.Array) -> jax.Array:
@@ -322,6 +335,7 @@ def _private_step(
         sample = method(logits, view_logits)
         fixed = jax.lax.stop_gradient(sample)
         weight = method.weight(fixed)
+        _check_hooks(method, sample.uncertainty, weight)
         if program.filters == "keep":
             # A factor 0 or 1, inside the clip of its own image.
             weight = jnp.where(method.reliable(fixed), weight, 0)

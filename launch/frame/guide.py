@@ -1,21 +1,16 @@
 """Which launcher runs here, and its help."""
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
-
-from .. import catalogue, studies
-from ..study import Program
-from .workdir import flat
+from .. import catalogue, studies, usage
 
 _PACKAGE = (__package__ or "").rpartition(".")[0]  # launch, or jaxdp.launch in a wheel
 
 
 def launcher() -> str:
-    """Returns the name of the running program, as `Program.module` has it. "" if it has none.
+    """Returns the name of the running program, as `studies.Listed` has it. "" if it has none.
 
     launch.lifecycle.__main__ gives "lifecycle", and my.study gives "my.study".
     """
@@ -31,10 +26,8 @@ def check_launcher(config: Any) -> None:
     user's own config is recognised too.
     """
     mine = launcher()
-    own: list[Program] = [
-        study for study in studies.known() if study.module == mine and study.needs
-    ]
-    owners = [study.module for study in studies.recognised(config)]
+    own = [study for study in studies.STUDIES if study.launcher == mine]
+    owners = [study.launcher for study in studies.recognised(config)]
     if not own or mine in owners:
         return
     if owners:
@@ -61,21 +54,5 @@ def _command(name: str) -> str:
 
 
 def text(arguments: Sequence[str]) -> str:
-    """Returns the help of the running launcher: its flags, its configs, and the fields of one of
-    them with their defaults.
-    """
-    about = sys.modules["__main__"].__doc__ or ""
-    sections = [about.strip(), flags.FLAGS.main_module_help().strip()]
-    configs = catalogue.known(launcher())
-    name = catalogue.given(arguments)
-    if configs:
-        width = max(len(config.name) for config in configs)
-        lines = [f"  {config.name:{width}}  {config.about}" for config in configs]
-        sections.append("\n".join(["Configs:", *lines]))
-        # Digits are bundled, so a newcomer can run such a config.
-        name = name or min(configs, key=lambda config: "digits" not in config.name).name
-    if name:
-        defaults = flat(json.loads(catalogue.load(name).to_json()))
-        lines = [f"  --config.{field}={value!r}" for field, value in defaults.items()]
-        sections.append("\n".join([f"Fields of {name}:", *lines]))
-    return "\n\n".join(sections)
+    """Returns the help of the running launcher."""
+    return usage.text(sys.modules["__main__"].__doc__ or "", launcher(), arguments)

@@ -4,38 +4,15 @@ import functools
 import os
 import pathlib
 import re
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from absl import flags
-
 from jaxdp import compilers
 
-from ..config_dict import config_flags
+from .. import usage
 from ..study import Study
 from . import guide, ledgers, running
 from .program import start
-
-_DEVICES = (
-    "The devices that share each batch: one, local (all of this process), cluster (all of the "
-    "processes that SLURM, Open MPI, Kubernetes or a TPU pod has started), or HOST:PORT,I,N (all "
-    "of N processes, of which this is number I and number 0 listens at HOST:PORT)."
-)
-_LEDGER = (
-    "The ledger that counts what is released about the private records. All runs about the same "
-    "records share one. The default is that of the workdir, then that of JAXDP_LEDGER, then the "
-    "one that counts these records already, then a new one outside of the workdir. Records that "
-    "everybody has are counted in the workdir."
-)
-_NEW_LEDGER = (
-    f"Count records anew that another ledger counts already. {ledgers.NEW.partition('. ')[2]}"
-)
-_TARGET = (
-    "With --dry_run: a TPU or GPU that need not be there. The private steps are compiled for it, "
-    "and the compiler's estimates of memory and time are shown. One of "
-    f"{', '.join(compilers.TARGETS)}."
-)
 
 
 def main(
@@ -57,44 +34,28 @@ def main(
         trains = pays = True
     else:
         run = experiment
-    config = config_flags.DEFINE_config_file(
-        "config",
-        help_string="The experiment: a file, or a name of `jaxdp configs list`. Its fields are "
-        "flags.",
-    )
-    workdir = flags.DEFINE_string(
-        "workdir", None, "Directory of the run. An interrupted run in it is resumed."
-    )
-    dry_run = flags.DEFINE_bool(
-        "dry_run", False, "Only say what the run would cost and take. Nothing is written."
-    )
-    ledger = flags.DEFINE_string("ledger", None, _LEDGER)
-    new_ledger = flags.DEFINE_bool("new_ledger", False, _NEW_LEDGER)
-    devices = flags.DEFINE_string("devices", "one", _DEVICES)
-    target = flags.DEFINE_string("target", "", _TARGET)
-    for flag in (config, workdir, dry_run, ledger, new_ledger, devices, target):
-        # --help lists the flags of the program itself, and these are defined in another module.
-        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
+    command = usage.define()
 
     def program(argv: Sequence[str]) -> None:
         if len(argv) > 1:
             raise ValueError(
                 f"unexpected arguments {argv[1:]}. Set config fields with --config.x.y=value."
             )
-        if config.value is None:
-            raise ValueError("--config must be given. --help lists the configs.")
-        if workdir.value is None and not dry_run.value:
+        if command.config.value is None:
+            raise ValueError("--config must be command. --help lists the configs.")
+        if command.workdir.value is None and not command.dry_run.value:
             raise ValueError(
                 "--workdir must be given: the directory of the run. Or give --dry_run."
             )
-        guide.check_launcher(config.value)
-        if devices.value != "one" and not divides:
+        guide.check_launcher(command.config.value)
+        if command.devices.value != "one" and not divides:
             raise ValueError(
-                f"--devices must be one, got {devices.value!r}. Only launch.finetune divides its "
-                "work."
+                f"--devices must be one, got {command.devices.value!r}. Only launch.finetune "
+                "divides its work."
             )
+        ledger = command.ledger.value
         choice = ledgers.Choice(
-            None if ledger.value is None else pathlib.Path(ledger.value), new_ledger.value
+            None if ledger is None else pathlib.Path(ledger), command.new_ledger.value
         )
         options: dict[str, Any] = {}
         if choice != ledgers.DEFAULT:
@@ -105,11 +66,11 @@ def main(
                 )
             options["choice"] = choice
         if divides:
-            options["mesh"] = None if dry_run.value else _mesh(devices.value)
-        if target.value:
-            _check_target(target.value, dry_run=dry_run.value, trains=trains)
-            options["target"] = target.value
-        run(config.value, workdir.value, dry_run=dry_run.value, **options)
+            options["mesh"] = None if command.dry_run.value else _mesh(command.devices.value)
+        if command.target.value:
+            _check_target(command.target.value, dry_run=command.dry_run.value, trains=trains)
+            options["target"] = command.target.value
+        run(command.config.value, command.workdir.value, dry_run=command.dry_run.value, **options)
 
     start(program)
 

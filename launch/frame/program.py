@@ -16,7 +16,7 @@ from jaxdp.privacy import BudgetExceeded, LedgerDamaged
 from jaxdp.release import HostFailed, digest
 from jaxdp.release.identity import processor
 
-from .. import catalogue
+from .. import catalogue, usage
 from . import guide
 
 LARGEST_CACHE = 2**31  # bytes of compiled programs that later runs find
@@ -31,7 +31,6 @@ MISTAKES = (
     HostFailed,
     compilers.NotCompiled,
 )
-_HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort"}
 
 
 def start(program: Callable[[Sequence[str]], None]) -> None:
@@ -62,7 +61,7 @@ def _parse(argv: list[str]) -> list[str]:
     arguments = argv[1:]
     try:
         catalogue.importable()
-        if _HELP & {*arguments}:
+        if usage.HELP & {*arguments}:
             print(guide.text(arguments))
             sys.exit(0)
         return flags.FLAGS([argv[0], *catalogue.resolve(arguments)])

@@ -14,6 +14,8 @@ from typing import Any
 from jaxdp.files import read_json, shown, write_json
 from jaxdp.version import __version__
 
+from ..usage import flat
+
 FORMAT = 3  # The first releases wrote no number.
 _REMEDY = "Restore it from a copy, or use a new workdir."
 
@@ -120,13 +122,3 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in libraries},
     }
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the leaves of nested dicts by dotted names: {"a": {"b": 1}} gives {"a.b": 1}."""
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    leaves: dict[str, Any] = {}
-    for name, branch in tree.items():
-        leaves |= flat(branch, f"{prefix}.{name}" if prefix else name)
-    return leaves

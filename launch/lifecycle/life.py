@@ -363,8 +363,6 @@ def _unbound(config: Any) -> ConfigDict:
 
 STUDY = frame.Study(
     name="lifecycle",
-    about="every stage of a model's life under one ledger, and a report",
-    needs=("budgets",),
     open=_open,
     private=_private,
     cells=lambda config: [Step(stage.name) for stage in stages()],

@@ -392,7 +392,7 @@ def test_every_configuration_is_one_that_tfds_knows(name, monkeypatch):
 
     from jaxdp.data import corruptions
 
-    monkeypatch.setattr(corruptions, "from_tfds", lambda full_name, split, data_dir: full_name)
+    monkeypatch.setattr(corruptions, "from_tfds", lambda full_name, split, **_: full_name)
     known = {f"{name}/{config}" for config in tfds.builder_cls(name).builder_configs}
     asked = {
         corrupted_tfds(name, corruption, severity) for corruption in ALL for severity in range(1, 6)

@@ -167,7 +167,8 @@ def test_tables_that_would_be_read_wrongly_are_refused(folder, content, message)
 def test_a_table_as_programs_write_it(folder):
     """A byte-order mark, carriage returns, quotation marks, empty lines, and blanks around names
     and numbers."""
-    rows = 'path, age ,weight,note,label\r\n\r\n0.png, 41 ,"1.5","a, b",0\r\n1.png,+7,-.25e1,,1\r\n\r\n'
+    rows = 'path, age ,weight,note,label\r\n\r\n0.png, 41 ,"1.5","a, b",0\r\n'
+    rows += "1.png,+7,-.25e1,,1\r\n\r\n"
     (folder / "labels.csv").write_bytes(b"\xef\xbb\xbf" + rows.encode())
     source = from_folder(folder, num_classes=2)
     batch = source.gather([0, 1])

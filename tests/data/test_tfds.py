@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxdp.data import check_disjoint, from_tfds
+from jaxdp.data import check_disjoint, from_tfds, read_column
 from jaxdp.data.apart import check_sets_apart
 from jaxdp.files import Limits
 from launch.data import ROLES, parts, whole
@@ -125,6 +125,31 @@ def test_a_prepared_image_data_set_is_read_without_tensorflow(data_dir):
     np.testing.assert_array_equal(batch["label"], order % 3)
     assert len(from_tfds("tiny_image", "train[:3]", data_dir=data_dir)) == 3
     assert "tensorflow" not in sys.modules
+
+
+def test_images_on_demand_are_those_in_memory(data_dir):
+    whole = from_tfds("tiny_slices", "train", data_dir=data_dir)
+    lazy = from_tfds("tiny_slices", "train", data_dir=data_dir, in_memory=False)
+    assert (len(lazy), lazy.num_classes, lazy.name) == (40, 3, "tiny_slices/train")
+    rows = np.array([7, 3, 3, 39])
+    for key, expected in whole.gather(rows).items():
+        read = lazy.gather(rows)[key]
+        assert read.dtype == expected.dtype
+        np.testing.assert_array_equal(read, expected)
+    np.testing.assert_array_equal(read_column(lazy.take(rows), "label"), np.zeros(4))
+    assert lazy.fingerprint == whole.fingerprint
+
+
+def test_an_error_of_an_image_on_demand_names_the_record(data_dir):
+    options = {"data_dir": data_dir, "in_memory": False}
+    with pytest.raises(ValueError, match=r"image 0 of tiny_damaged/train in .* is damaged"):
+        from_tfds("tiny_damaged", "train", **options)
+    bomb = from_tfds("tiny_bomb", "train", **options)  # its first image is a small one
+    with pytest.raises(ValueError, match=r"image 1 of tiny_bomb/train in .* is 9000x9000"):
+        bomb.gather(np.array([1]))
+    unlabelled = from_tfds("tiny_unlabelled", "train", **options)
+    with pytest.raises(ValueError, match=r"tiny_unlabelled/train in .* has no label"):
+        unlabelled.gather(np.array([0]))
 
 
 @pytest.mark.slow

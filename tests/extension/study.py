@@ -38,9 +38,6 @@ def run_one(cell, work):
 
 STUDY = frame.Study(
     name="means",
-    about="noisy means",
-    launcher="tests.extension.study",
-    needs=("epsilons",),
     open=lambda config, root: images.parts(config.data, "private"),
     cells=lambda config: map(Cell, config.epsilons),
     run=run_one,

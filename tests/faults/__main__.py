@@ -143,7 +143,7 @@ one of its HTTP messages, and started again. The end is compared with a run with
 400 seconds is not completed for all that were killed in it. Its secrets are still there, and its end is not compared.
 
 {table}
-"""
+"""  # noqa: E501
 
 
 def page(
@@ -199,7 +199,7 @@ is read from it equals what was written.
 {broken}
 
 No file was executed, every refusal names the path of the file, and reading was bounded in time and memory.
-"""
+"""  # noqa: E501
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ for number in range(8):
     with ledger.spend("data", PureDpEvent(0.1), token=f"late {number}"):
         pass
 os._exit(0)
-"""
+"""  # noqa: E501
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ The variable JAXDP_WIRE has the settings as JSON:
     events   a file that gets a line for every message: "out PATH" where it is sent, "in PATH" where it is served
     kill     [event, time, "before" or "after"]: the process kills itself at this message
     quick    whether Flower looks for messages and notices dead processes soon, which a test can wait for
-"""
+"""  # noqa: E501
 
 import collections
 import importlib.metadata

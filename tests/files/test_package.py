@@ -163,7 +163,8 @@ def test_every_damaged_byte_is_noticed():
     for wrong in (DATA[:-1], DATA + b"\0", b"", DATA[:32], DATA[:39]):
         refused(
             wrong,
-            r"the package does not have the SHA-256 that it states\. The package is damaged\. Send it again",
+            r"the package does not have the SHA-256 that it states\. The package is damaged\. "
+            "Send it again",
         )
 
 

@@ -42,7 +42,8 @@ def test_the_relation_and_the_accountant_of_the_target_are_used():
     [
         (
             {},
-            r"noise_multiplier must be given, or epsilon, delta and steps .* Missing: \['epsilon', 'delta', 'steps'\]",
+            r"noise_multiplier must be given, or epsilon, delta and steps .* "
+            r"Missing: \['epsilon', 'delta', 'steps'\]",
         ),
         ({"epsilon": 2.0, "delta": 1e-5}, r"Missing: \['steps'\]"),
         (
@@ -184,5 +185,5 @@ with contextlib.redirect_stderr(said), Ledger.in_memory() as ledger:
     for name in "ab":
         ledger.register(name, adjacency="add_remove", unit="example", epsilon=1.0, delta=0.1, records=50)
 assert said.getvalue().count("delta 0.1 is at least") == 1, said.getvalue()
-"""
+"""  # noqa: E501
     run_in_subprocess(code)

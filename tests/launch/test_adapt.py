@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import shutil
+import tracemalloc
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +15,7 @@ from scipy.special import log_ndtr
 
 from configs.tta import cifar10, cifar10_batch_one, imagenet_c, imagenet_r, usps_shift
 from jaxdp import data
+from jaxdp.data import shifts
 from jaxdp.data.shifts import STRENGTHS, Shift, shifted
 from jaxdp.privacy import Ledger
 from jaxdp.tta.adapter import Adapter
@@ -271,6 +273,54 @@ def test_runs_cross_streams_with_source_models(monkeypatch):
     assert all(
         (domain.gather(np.arange(66))["label"] == labels).all() for domain in task.tuning.values()
     )
+
+
+class Photographs:
+    """A column of images that are made when they are read."""
+
+    shape, dtype = (384, 64, 64, 3), np.dtype(np.uint8)
+
+    def __len__(self):
+        return self.shape[0]
+
+    def __getitem__(self, rows):
+        return np.zeros((len(rows), *self.shape[1:]), np.uint8)
+
+
+def peak_of_streams(config):
+    """Returns the largest number of bytes alive while two streams are opened and read, and the
+    order of the photographs in each."""
+    tracemalloc.start()
+    try:
+        task = adapt.STUDY.open(config, None)
+        orders = [[batch.units for batch in task.stream(seed)] for seed in range(2)]
+        return tracemalloc.get_traced_memory()[1], orders
+    finally:
+        tracemalloc.stop()
+
+
+def test_streams_at_the_size_of_the_paper_keep_one_batch_in_memory(monkeypatch):
+    """The twin keeps all images in memory, as config.data.in_memory=True does."""
+    read = []
+
+    def published(name, corruption, severity, *, data_dir, in_memory):
+        read.append(in_memory)
+        columns = {"image": Photographs(), "label": np.zeros(384, np.int32)}
+        return data.Examples(columns, num_classes=1000, name=corruption)
+
+    monkeypatch.setattr(shifts, "corrupted_tfds", published)
+    monkeypatch.setattr(adapt.data, "parts", lambda *_, **__: {"public": None})
+    config = imagenet_c.get_config()
+    config.data.images, config.protocol.batch_size = 384, 8
+    config.data.corruptions = config.data.corruptions[:3]
+    of_one = np.prod(Photographs.shape)  # bytes of a corruption
+    peak, (first, second) = peak_of_streams(config)
+    assert peak < of_one and read == [False] * 3
+    assert sorted(first[0]) != sorted(second[0]), "each stream shuffles the photographs anew"
+    one_domain = [unit for batch in first[:48] for unit in batch]
+    assert sorted(one_domain) == list(range(384)), "both have the same photographs"
+    config.data.in_memory = True
+    assert peak_of_streams(config)[0] > 3 * of_one
 
 
 def test_the_error_counts_streams_and_source_models():

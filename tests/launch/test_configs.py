@@ -70,3 +70,26 @@ def test_an_option_that_a_model_lacks_fails():
         config.model.update(name="convnext_tiny", options={"norm_epsilon": 1e-6})
     with pytest.raises(TypeError, match="norm_epsilon"):
         shapes(config.model)
+
+
+def declared(name: str) -> list[str]:
+    """Returns the variants that a config names when it refuses one. [] if it takes none."""
+    try:
+        catalogue.load(f"{name}:no_such_variant")
+    except ValueError as error:
+        named = re.search(r"(?:be|takes) (?:one of )?(.*?),? got 'no_such_variant'", str(error))
+        if named is None:  # numbers
+            return []
+        text = named[1].removesuffix(" after the colon")
+        return re.findall(r"'(\w+)'", text) or re.findall(r"\w+", text)
+    except TypeError:  # get_config takes no argument
+        return []
+    raise AssertionError(f"{name} takes any variant.")
+
+
+def test_every_variant_that_a_config_declares_builds():
+    variants = {name: declared(name) for name in documented() if ":" not in name}
+    assert len(variants["configs/tta/imagenet_c.py"]) >= 3
+    for name, listed in variants.items():
+        for variant in listed:
+            assert catalogue.load(f"{name}:{variant}"), f"{name}:{variant}"

@@ -562,7 +562,7 @@ import jax
 from launch import frame
 jax.config.update("jax_compilation_cache_dir", sys.argv.pop(1) or None)  # as JAX_COMPILATION_CACHE_DIR does
 frame.start(lambda argv: print(jax.jit(lambda x: x + 1)(1.0)))
-"""
+"""  # noqa: E501
 
     def start(own):
         done = forked.run(code, own, modules=program.MODULES, env={"XDG_CACHE_HOME": str(tmp_path)})

@@ -180,7 +180,8 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
     text = apart.read_text()
     body = re.sub(r"<[^>]*>", "", text.partition("<body>")[2]).strip()
     assert re.match(
-        r"This page is NOT private\. .* no ledger paid for it\. Do not give it to people who may not see",
+        r"This page is NOT private\. .* no ledger paid for it\. "
+        "Do not give it to people who may not see",
         body,
     )
     found = cache.find(copied / states["certificates"]["folder"]).result
@@ -449,7 +450,8 @@ def test_what_cannot_be_run_says_so_before_anything_is_spent(tmp_path, capsys):
     refused(tiny.lifecycle(data__parts__public=1797), r"add up to at most 1797")
     refused(
         tiny.lifecycle(data__source="cloud"),
-        r"config\.data\.source must be 'bundled', 'tfds', .* or 'package.module:function', got 'cloud'\.",
+        r"config\.data\.source must be 'bundled', 'tfds', .* or 'package.module:function', "
+        r"got 'cloud'\.",
     )
     refused(tiny.lifecycle(data__sources=21), r"Every one needs an image")
     with alone(root):
@@ -638,7 +640,8 @@ import jax
 from launch.lifecycle import life
 from jaxdp.release import kept_arrays
 workdir, seen, *fields = sys.argv[1:]
-for name, value in [("jax_numpy_rank_promotion", "raise"), ("jax_cpu_enable_async_dispatch", False)]:
+options = {"jax_numpy_rank_promotion": "raise", "jax_cpu_enable_async_dispatch": False}
+for name, value in options.items():
     jax.config.update(name, value)  # as the tests do: another setting would be another release
 write = kept_arrays.write_durably
 
@@ -833,6 +836,6 @@ def test_a_refuted_claim_is_said_first(copied):
     plain, _, rest = document.write(copied).read_text().partition("<h2>What was bought</h2>")
     assert "An attack on adaptation told more than it should" in plain and "VIOLATED" in rest
     assert (
-        '<strong>stream.</strong> <strong class="word no-proof">No guarantee</strong>: an attack refuted'
-        in plain
+        '<strong>stream.</strong> <strong class="word no-proof">No guarantee</strong>: '
+        "an attack refuted" in plain
     )

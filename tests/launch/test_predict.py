@@ -312,7 +312,8 @@ def test_an_unknown_variant_is_refused(name):
         (
             "octmnist",
             (),
-            r"arrays val_images, val_labels .*--config.data.path=..., or run the config of the digits",
+            r"arrays val_images, val_labels .*--config.data.path=..., "
+            "or run the config of the digits",
         ),
     ],
 )

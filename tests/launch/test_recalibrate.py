@@ -253,6 +253,14 @@ def test_configs_are_consistent_and_have_the_fields_of_the_first(config):
     json.loads(config.to_json())
 
 
+def test_images_at_the_size_of_the_paper_are_read_when_they_are_classified():
+    config = imagenet.get_config()
+    data = recalibrate.data
+    shift, parts = data.shift(config.data, "fog"), data.specs(config.data, "test")
+    assert not shift.in_memory and not parts["test"].in_memory
+    assert data.shift(cifar10.get_config().data, "fog").in_memory  # CIFAR-10-C takes 30 MB
+
+
 def test_the_paper_s_factors():
     cifar = recalibrate.parts(cifar10.get_config())
     assert cifar["sources"][-1] == (250, 10, 1.0) and cifar["samples"][-1] == (50, 50, 1.0)

@@ -60,7 +60,8 @@ def test_mistakes_are_refused_with_field_value_and_remedy(field, value, message)
         node[part] = ConfigDict()
         node = node[part]
     node[last] = value
-    must = rf"config\.{field} must be {message.replace('+', '[+]')}.*, got .*. Change it with --config\.{field}="
+    must = rf"config\.{field} must be {message.replace('+', '[+]')}.*, got .*. "
+    must += rf"Change it with --config\.{field}="
     with pytest.raises(ValueError, match=must):
         check_numbers(config)
 

@@ -22,7 +22,8 @@ JAIL = """
 import os, sys
 forbidden = tuple(os.path.realpath(path) for path in {!r})
 def hook(event, args):
-    if event in ("open", "os.listdir", "os.scandir", "sqlite3.connect") and isinstance(args[0], (str, bytes)):
+    events = ("open", "os.listdir", "os.scandir", "sqlite3.connect")
+    if event in events and isinstance(args[0], (str, bytes)):
         if os.path.realpath(os.fsdecode(args[0])).startswith(forbidden):
             raise PermissionError(f"{{event}} of {{args[0]!r}}")
 sys.addaudithook(hook)

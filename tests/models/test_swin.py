@@ -407,7 +407,8 @@ def test_four_stages_are_read_and_buffers_of_old_files_ignored(naming, tmp_path)
 @pytest.mark.slow
 def test_a_file_says_heads_window_and_epsilon(tmp_path):
     tensors = published("timm_swin")
-    table = r"layers\.{}\.blocks\.0\.attn\.relative_position_bias_table: shape \(9, {}\) does not fit stage_"
+    table = r"layers\.{}\.blocks\.0\.attn\.relative_position_bias_table: shape \(9, {}\) "
+    table += "does not fit stage_"
     with pytest.raises(
         ValueError, match=table.format(0, 1) + r"0_block_0/attention/position_bias \(9, 2\)"
     ):

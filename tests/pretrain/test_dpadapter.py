@@ -422,6 +422,23 @@ def test_without_ascent_statistics_are_of_the_update_if_it_is_not_perturbed():
     jax.tree.map(np.testing.assert_array_equal, before.stats, after.stats)
 
 
+@jax.numpy_rank_promotion("allow")  # as by default
+def test_statistics_and_parameters_keep_their_shapes():
+    """Without the assertions, a wrong shape would broadcast into the state."""
+
+    def wide(params, stats, batch):
+        loss, stats = with_statistics(params, stats, batch)
+        return loss, {**stats, "mean": stats["mean"][None]}
+
+    trainer = dpadapter(wide, optimizer(), gamma=0.0, stateful=True)
+    with pytest.raises(AssertionError, match="batch_loss_fn must keep the shapes of stats"):
+        statistics(trainer, BATCHES[:1])
+    wider = optax.stateless(lambda updates, _: jax.tree.map(lambda u: u[None], updates))
+    trainer = dpadapter(mean_loss, wider, gamma=0.0)
+    with pytest.raises(AssertionError, match="optimizer must keep the shapes of params"):
+        trainer.step(trainer.init(float32(PARAMS)), *BATCHES[0])
+
+
 def test_statistics_and_stateful_belong_together():
     with pytest.raises(ValueError, match="stats must be given with stateful=True"):
         dpadapter(with_statistics, optimizer(), stateful=True).init(float32(PARAMS))

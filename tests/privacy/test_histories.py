@@ -3,7 +3,7 @@ it.
 
 JAXDP_SLOW=1 compares 1,000 histories instead of a sample. It prints how far above they were, and the
 times.
-"""
+"""  # noqa: E501
 
 import collections
 import math

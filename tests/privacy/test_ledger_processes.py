@@ -230,7 +230,7 @@ for index in range(workers):
             os._exit(1)
     pids.append(pid)
 assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -369,7 +369,7 @@ for path in sys.argv[1:]:
                 os._exit(1)
         pids.append(pid)
     assert all(os.waitpid(pid, 0)[1] == 0 for pid in pids)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -119,7 +119,8 @@ def test_the_environment_knows_what_changes_the_arithmetic(monkeypatch, change):
 def test_the_environment_is_the_same_in_another_process():
     """A fact that has an address in it, or an order of a set, would never let a release be
     repeated."""
-    code = "from jaxdp.release import digest\nfrom jaxdp.release.identity import environment\nimport json\n"
+    code = "import json\nfrom jaxdp.release import digest\n"
+    code += "from jaxdp.release.identity import environment\n"
     code += "print(digest(json.dumps(environment(), sort_keys=True)))"
     processes = [forked.run(code, modules=forked.STAGES) for _ in range(2)]  # of two interpreters
     assert [process.returncode for process in processes] == [0, 0], processes[0].stderr

@@ -304,7 +304,7 @@ with Ledger(folder / "ledger.sqlite") as ledger:
         what = Release(label="sum", charges=[(ledger.account("data"), PureDpEvent(0.5))], facts=lambda: [3.0],
                        compute=compute)
         print(repr(float(till.once(what)["answer"])))
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow
@@ -462,7 +462,8 @@ def test_a_ledger_without_room_for_what_was_released_refuses(tmp_path):
 
 def test_notes_of_the_first_release_are_read(tmp_path):
     (tmp_path / "charges.jsonl").write_text(
-        '{"step": 0, "time": 1.0, "token": "t0", "event": "{\\"epsilon\\":0.5,\\"type\\":\\"Pure\\"}"}\n'
+        '{"step": 0, "time": 1.0, "token": "t0", '
+        '"event": "{\\"epsilon\\":0.5,\\"type\\":\\"Pure\\"}"}\n'
     )
     ledger = new_ledger()
     with Till(tmp_path) as till:

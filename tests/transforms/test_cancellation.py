@@ -55,7 +55,8 @@ def nearly(length: int, rng: np.random.Generator) -> np.ndarray:
 PATTERNS: tuple[Pattern, ...] = (rising, paired, shuffled, nearly)
 
 
-# --- Losses with the gradient sum_t c_t u_t w^T, by rule: (parameters, loss, inputs [T, ...] of one value) ---
+# --- Losses with the gradient sum_t c_t u_t w^T, by rule ---
+# (parameters, loss, inputs [T, ...] of one value)
 
 
 def dot(length: int) -> tuple[Any, Any, np.ndarray]:

@@ -1,4 +1,4 @@
-"""What `clipped_grad` promises besides the gradient of a model: its rules, bounds and edge cases."""
+"""What `clipped_grad` promises besides gradients: its rules, bounds and edge cases."""
 
 import functools
 import re

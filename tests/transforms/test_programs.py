@@ -71,7 +71,7 @@ def low(x: Any) -> Any:
 
 
 NAMES = {
-    "jax": jax, "jnp": jnp, "lax": lax, "straight_through": straight_through, "bent": bent, "dense": dense,
+    "jax": jax, "jnp": jnp, "lax": lax, "straight_through": straight_through, "bent": bent, "dense": dense,  # noqa: E501
     "bits": bits, "low": low,
 }  # fmt: skip
 
@@ -281,7 +281,7 @@ class Writer:
     def op_two_sided(self) -> None:
         w = self.weight((self.columns,))
         forms = (
-            "jnp.maximum(h, {w})", "h / (1.5 + jnp.abs({w}))", "jnp.where(h > {w}, h, {w})", "jnp.arctan2(h, {w} + 2)",
+            "jnp.maximum(h, {w})", "h / (1.5 + jnp.abs({w}))", "jnp.where(h > {w}, h, {w})", "jnp.arctan2(h, {w} + 2)",  # noqa: E501
             "lax.clamp(jnp.broadcast_to(-jnp.abs({w}), h.shape), h, "
             "jnp.broadcast_to(jnp.abs({w}), h.shape))",
             "jnp.abs(h + 0.1) ** jnp.abs({w})", "jnp.logaddexp(h, {w})", "h + jnp.outer(h[:, 0], "
@@ -414,10 +414,10 @@ class Writer:
 
     def op_bend(self) -> None:
         self.put(self.pick((
-            "jax.nn.gelu(h)", "jax.nn.relu(h)", "bent(h)", "jnp.sort(h, axis=0)", "jnp.cumsum(h, 1)", "jnp.flip(h, 0)",
+            "jax.nn.gelu(h)", "jax.nn.relu(h)", "bent(h)", "jnp.sort(h, axis=0)", "jnp.cumsum(h, 1)", "jnp.flip(h, 0)",  # noqa: E501
             "jax.nn.log_softmax(h)", "h / (1 + jnp.abs(h))", "h ** 3", "jnp.where(h > 0.1, h, "
                                                                        "jnp.exp(h))",
-            "jnp.roll(h, 1, 0)", "low(h).astype(h.dtype)", "lax.associative_scan(jnp.add, h)", "jnp.real(1j * h * 1j)",
+            "jnp.roll(h, 1, 0)", "low(h).astype(h.dtype)", "lax.associative_scan(jnp.add, h)", "jnp.real(1j * h * 1j)",  # noqa: E501
         )))  # fmt: skip
 
     def op_pool(self) -> None:
@@ -620,11 +620,11 @@ def apart(x: Any, y: Any, precision: Any = None, inner: Any = factored_norms.inn
 
 
 TWINS: dict[str, tuple[Any, str, Any, Callable[[Program], bool]]] = {
-    "complex values are constants": (walker, "is_complex", lambda v: False, lambda p: "lax.complex(p[" in p.source),
-    "custom_vjp is linear": (walker, "has_custom_vjp", lambda eqn: False, lambda p: "@ bent(p[" in p.source),
+    "complex values are constants": (walker, "is_complex", lambda v: False, lambda p: "lax.complex(p[" in p.source),  # noqa: E501
+    "custom_vjp is linear": (walker, "has_custom_vjp", lambda eqn: False, lambda p: "@ bent(p[" in p.source),  # noqa: E501
     "small indices wrap": (
         sites.Lookup, "record", wrapping_record,
-        lambda p: "uint8" in p.index_type and "(300" in str(p.shapes) and "jnp.take(p['" in p.source,
+        lambda p: "uint8" in p.index_type and "(300" in str(p.shapes) and "jnp.take(p['" in p.source,  # noqa: E501
     ),
     "uses of a weight are apart": (
         factored_norms, "inner_products", apart,

@@ -7,6 +7,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from jaxdp import tta
@@ -64,6 +65,37 @@ def test_a_sixth_method_is_described_when_it_is_made_private():
         "  Keeps images with confidence p_max > least: removed",
     ):
         assert line in text
+
+
+class RowOfWeights(PseudoLabel):
+    def weight(self, sample):
+        return jax.nn.softmax(sample.logits)  # [C], which would broadcast
+
+
+class RowOfFlags(PseudoLabel):
+    def reliable(self, sample):
+        return sample.logits > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "form"),
+    [
+        (RowOfWeights(4), lambda method: method),
+        (RowOfFlags(4), lambda method: method),
+        (RowOfFlags(4), lambda method: tta.clipped(method, 1.0)),
+        (
+            RowOfWeights(4),
+            lambda method: tta.private(method, clip_norm=1.0, noise_multiplier=1.0),
+        ),
+    ],
+    ids=["weights", "flags", "clipped", "private"],
+)
+def test_hooks_on_one_image_return_one_number(method, form):
+    """Without the assertion, the loss of an image would be a sum over classes."""
+    tiny = methods.tiny
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, form(method), optax.sgd(0.1))
+    with pytest.raises(AssertionError, match=r"hooks of RowOf.* on one image must return scalars"):
+        adapter.step(adapter.init(jax.random.key(0)), tiny.stream(0, 1)[0])
 
 
 @pytest.mark.slow

@@ -1,0 +1,176 @@
+"""Every documented command parses, and its dry run ends with a plan or asks for what is not here.
+
+A mistake in a page is found by the program that a reader would run: a flag, a config, a variant or
+a field that does not exist, a value of another type, a config that no study accepts.
+"""
+
+import ast
+import contextlib
+import importlib
+import io
+import re
+import shlex
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from jaxdp.models.checkpoints import blank_inputs
+from launch import catalogue, command, models, plans
+from launch.frame import program as frame_program
+from tests.launch import program
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = [path for name in ("configs", "launch") for path in sorted((ROOT / name).rglob("*.py"))]
+LAUNCHED = r"python -m launch\.\w+ .*--\w|jaxdp \w+ .*[-/.]"
+# Names that a reader replaces, and what a shell does behind a command.
+REPLACED = ("...", "&", ">", "|")
+
+
+def lines_of(path):
+    """Returns the lines of the shell of a page or of a docstring, and what is in quotes."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        text = ast.get_docstring(ast.parse(text)) or ""
+        blocks = [text]
+    else:
+        blocks = re.findall(r"^```(?:bash|sh|console)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+        text = re.sub("```.*?```", "", text, flags=re.DOTALL)
+    lines = [quote.replace("\n", " ") for quote in re.findall("`([^`]+)`", text)]
+    for block in blocks:
+        lines += block.replace("\\\n", " ").splitlines()
+    # What a command does stands behind two blanks.
+    return [re.split(r"\s{2,}(?![\s-])", line.strip().removeprefix("$ "))[0] for line in lines]
+
+
+def words_of(line):
+    """Returns the words of a command without its workdir, which decides nothing here."""
+    words = shlex.split(line, comments=True)
+    end = min((words.index(word) for word in REPLACED if word in words), default=len(words))
+    words = words[:end]
+    if "--workdir" in words:
+        at = words.index("--workdir")
+        del words[at : at + 2]
+    return words
+
+
+def documented():
+    """Returns each command once."""
+    lines = {}
+    for path in (*PAGES, *MODULES):
+        for line in lines_of(path):
+            is_command = re.match(LAUNCHED, line) and not re.search(r"\[--|--config$", line)
+            if is_command:
+                lines.setdefault(tuple(words_of(line)), line)
+    return list(lines.values())
+
+
+def module_of(line):
+    """Returns the module of a command. `jaxdp finetune` is `python -m launch.finetune`."""
+    words = words_of(line)
+    return words[2] if words[0] == "python" else f"launch.{words[1]}"
+
+
+# The noise of AdpAlloc is calibrated for one kind of step after the other, which takes seconds.
+FASTER = {"configs/dpadapter_table1.py:digits": "--config.private.epochs=1"}
+COMMANDS = documented()
+LAUNCHERS = sorted({module_of(line) for line in COMMANDS})
+
+
+@contextlib.contextmanager
+def flags_of_links(module):
+    """Gives a party the flags of `launch.links`. Python runs that module once in this process."""
+    with flagsaver.flagsaver():
+        if module.endswith(("_server", "_client")) and "exchange" not in flags.FLAGS:
+            importlib.reload(importlib.import_module("launch.links"))
+        yield
+
+
+def zeros(network, seed):
+    """Returns parameters as `models.fresh` does, without the compilation of an initialisation."""
+    if network.params:
+        return network.params
+    inputs = blank_inputs(network.preprocessing)
+    shapes = jax.eval_shape(network.model.init, jax.random.key(seed), inputs)["params"]
+    return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def not_parsed(words):
+    """Returns what `jaxdp` says about its arguments, "" if it takes them. It runs nothing."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        command._parser(words[0]).parse_args(words)
+    return said.getvalue()
+
+
+def mistake(line):
+    """Returns what a command of a launcher says about a mistake in it, "" if there is none.
+
+    Data, a checkpoint or an extra that is not here is no mistake of the command.
+    """
+    errors = []
+
+    def stop(error):
+        errors.append(error)
+        raise SystemExit(2)
+
+    module = module_of(line)
+    rest = words_of(line)[3 if line.startswith("python") else 2 :]
+    if module == "launch.plan" and "--config" in rest:
+        module = f"launch.{catalogue.launcher(rest[rest.index('--config') + 1])}"
+    elif module.removeprefix("launch.") in command._COMMANDS:
+        shown = ["show"] if line.startswith("python") else []
+        return not_parsed([module.removeprefix("launch."), *shown, *rest])
+    with contextlib.ExitStack() as patched:
+        replace = mock.patch.object
+        patched.enter_context(flags_of_links(module))
+        patched.enter_context(replace(frame_program, "_stop", stop))
+        if "--config" not in rest:  # its flags are parsed, and nothing is run
+            patched.enter_context(replace(frame_program, "tell", lambda *_: None))
+        else:
+            # The plan is built. What it would compile and time is another test's.
+            patched.enter_context(replace(models, "fresh", zeros))
+            patched.enter_context(replace(plans, "_here", lambda item: plans._Estimate()))
+            patched.enter_context(replace(plans, "_elsewhere", lambda *_: plans._Estimate()))
+            config = rest[rest.index("--config") + 1]
+            rest += ["--dry_run", *filter(None, [FASTER.get(config)])]
+        done = program.call([*program.PYTHON, "-m", module, *rest])
+    is_absent = errors and isinstance(errors[0], FileNotFoundError | ImportError)
+    if is_absent and not str(errors[0]).startswith("--config="):
+        return ""
+    return "" if done.returncode == 0 else f"{line}: {errors} {done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_documented_commands_of_a_launcher_are_right(launcher):
+    lines = {line for line in COMMANDS if module_of(line) == launcher}
+    assert lines and not [said for line in sorted(lines) if (said := mistake(line))]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("launch.predict --config configs/predict/blobs.py --workdr w", "workdr"),
+        ("launch.predict --config configs/predict/imdb.py --config.data.pth=x", "pth"),
+        ("launch.predict --config configs/predict/blob.py", "predict/blob"),
+        ("launch.predict --config configs/predict/blobs.py:near", "near"),
+        ("launch.predict --config configs/predict/blobs.py --config.data.sed=1", "sed"),
+        ("launch.predict --config configs/predict/blobs.py --config.runs=two", "two"),
+        ("launch.predict --config configs/recalibration/digits.py", "launch.recalibrate"),
+        ("launch.predict --config configs/predict/blobs.py --devices=local", "devices"),
+        ("launch.split_client --config configs/split/two_parties.py --mode secret", "secret"),
+        ("launch.audit --mechanisms=DP-SGD", "mechanisms"),
+        ("jaxdp plan --config digits_dpsgd --target v5", "v5"),
+        ("jaxdp plan --records 50000 --epsilons 3", "epsilons"),
+        ("jaxdp ledger shows ledger.sqlite", "shows"),
+    ],
+)
+def test_a_mistake_in_a_command_is_noticed(line, said):
+    """The twins: a wrong flag, config, variant, field, value, launcher and choice."""
+    assert said in mistake(line if line.startswith("jaxdp") else f"python -m {line}")
