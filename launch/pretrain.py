@@ -25,6 +25,8 @@ from jaxdp.report import format_table, plot_panels, read_metrics
 
 from . import data, frame, models, plans, settings
 
+_JUDGED = 2000  # the most training images that judge the warm-up
+
 
 class Model(NamedTuple):
     """The one cell."""
@@ -111,6 +113,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     folder = work.folder(cell)
     schedule = dict(vars(batches))
     del schedule["num_examples"]  # `fit` counts the examples itself
+    evaluate, rules = _rules(config, task)
     with frame.watching(config, folder) as writers:
         state = pretrain.fit(
             task.trainer,
@@ -118,9 +121,8 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             task.train,
             **schedule,
             augment=augmentation(task.spec),
-            evaluate=lambda state: {
-                "accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])
-            },
+            evaluate=evaluate,
+            **rules,
             workdir=folder,
             checkpoint_every=config.train.checkpoint_every,
             evaluate_every=config.train.get("evaluate_every") or None,
@@ -145,21 +147,51 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         predict, params, images, draws=options.draws, seed=config.seed
     )
     return {
-        "accuracy": float(judge(params, task.test, std=0.0, draws=1)[0]),
+        "accuracy": _accuracy(task, params, task.test),
         "robust_accuracy": robust,
         "rho": rho._asdict(),
-        "perturbation_norm": _perturbation_norm(folder),
+        **_course(read_metrics(folder / "metrics.jsonl")),
     }
 
 
-def _perturbation_norm(folder: pathlib.Path) -> dict[str, float]:
-    """Returns the mean length of the perturbation over the first and the last tenth of the steps.
+def _rules(config: Any, task: _Task) -> tuple[Callable[[Any], dict[str, float]], dict[str, Any]]:
+    """Returns `evaluate` of a run, and the rules by which its warm-up ends and it stops."""
+    # The test images choose nothing, so the target is one of the accuracy on training images.
+    sources = {"accuracy": task.test}
+    rules: dict[str, Any] = {}
+    stable, target = config.train.stable, config.ascent.warmup_accuracy
+    if target:
+        sources["train_accuracy"] = task.train.take(np.arange(min(len(task.train), _JUDGED)))
+        rules["warmup_until"] = pretrain.Target("train_accuracy", target)
+    if stable.steps:
+        rules["stop_when"] = pretrain.Stable(stable.steps, stable.tolerance)
 
-    They show whether the ball of radius gamma was reached.
+    def evaluate(state: pretrain.SharpnessState) -> dict[str, float]:
+        return {name: _accuracy(task, state.params, source) for name, source in sources.items()}
+
+    return evaluate, rules
+
+
+def _accuracy(task: _Task, params: Any, source: Examples) -> float:
+    judged = pretrain.robust_accuracy(task.network.apply_fn, params, source, std=0.0, draws=1)
+    return float(judged[0])
+
+
+def _course(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the number of steps, of those before the first ascent, and the mean length of the
+    perturbation over the first and the last tenth of the steps with one.
+
+    The lengths show whether the ball of radius gamma was reached.
     """
-    lengths = [row["perturbation_norm"] for row in read_metrics(folder / "metrics.jsonl")]
+    warm = next((i for i, row in enumerate(rows) if "ascent_gradient_norm" in row), len(rows))
+    lengths = [row["perturbation_norm"] for row in rows[warm:]] or [0.0]
     tenth = max(len(lengths) // 10, 1)
-    return {"first": float(np.mean(lengths[:tenth])), "last": float(np.mean(lengths[-tenth:]))}
+    first, last = float(np.mean(lengths[:tenth])), float(np.mean(lengths[-tenth:]))
+    return {
+        "steps": len(rows),
+        "warmup_steps": warm,
+        "perturbation_norm": {"first": first, "last": last},
+    }
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
@@ -213,7 +245,8 @@ def _summary(result: Mapping[str, Any]) -> str:
     return (
         f"{result['method']} on {result['provenance']['train']['name']}\n\n{format_table(rows)}\n\n"
         f"rho: at least {rho['local']:.4g} (worst direction), {rho['random']:.4g} (random "
-        f"directions). ||Delta||: {length['first']:.4g} in the first steps, "
+        f"directions). {result['steps']} steps, of which {result['warmup_steps']} before the "
+        f"first ascent. ||Delta||: {length['first']:.4g} in the first steps with one, "
         f"{length['last']:.4g} in the last."
     )
 

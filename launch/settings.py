@@ -56,7 +56,7 @@ _NAMES: Mapping[_Rule, str] = {
         "length positions"
     ),
     _COUNT_OR_NONE: (
-        "data.tuning.images pretrain.steps physical_batch_size truncated_batch_size augmult "
+        "data.tuning.images pretrain.steps stable.steps physical_batch_size truncated_batch_size augmult "
         "copies n_patches directions microbatch_size warmup_steps evaluate_every crop_padding "
         "images server_images frontends size channels dimensions cut dense head_hidden seed seeds "
         "init_seed split_seed data_seed query_seed"
@@ -65,8 +65,8 @@ _NAMES: Mapping[_Rule, str] = {
         "weight_decay lr_decay lr_min ascent_radius gamma ascent_rate alpha laplace laplace_scale "
         "query_laplace_scale noise_multiplier relative_std fisher_strength generation.temperature"
     ),
-    _BELOW_ONE: "momentum ema_decay quantile delta",
-    _SHARE: "pretrain_fraction label_share patch_share confidence whiten keep drops",
+    _BELOW_ONE: "momentum ema_decay quantile delta tolerance",
+    _SHARE: "warmup_accuracy pretrain_fraction label_share patch_share confidence whiten keep drops",
     _SEVERITY: "severity",
 }
 _RULES: dict[str, _Rule] = {}
