@@ -65,6 +65,9 @@ BENCHMARKS = {
     ),
     # Tables of pages.
     "demo_ranges": _page("demo_ranges", "ranges of the demo's results", "demo_ranges"),
+    "dpadapter_theory": _page(
+        "dpadapter_theory", "Lemma A.1 and Theorem 1 beside what training does", "dpadapter_theory"
+    ),
     "finetune_methods": _page(
         "finetune_methods", "private training on features of a public network", "finetune_methods"
     ),

@@ -71,6 +71,7 @@ def get_config(size: str = "paper") -> ConfigDict:
             f"the config takes 'paper', 'cpu' or 'digits' after the colon, got {size!r}."
         )
     pretrain = cifar100.get_config()
+    pretrain.robustness.lengths = ()
     config = ConfigDict(
         {
             "watch": "",  # "tensorboard", "wandb" or both with a comma

@@ -78,6 +78,7 @@ def get_config(grids: str = "all") -> ConfigDict:
         "relative_std": (0.2, 0.4),
         "draws": 3,
         "inputs": 16,
+        "lengths": (),
     }
     config.robust.std = 0.4
     config.sets = {

@@ -7,6 +7,7 @@ under noise on its parameters. All its data is PUBLIC, so it needs no ledger.
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from jaxdp.report import format_table, plot_panels, read_metrics
 
 from . import data, frame, models, plans, settings
 
+_CHANGES = ("rho", "beta", "loss", "loss_bound", "gradient", "gradient_bound")
 _JUDGED = 2000  # the most training images that judge the warm-up
 
 
@@ -150,8 +152,34 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         "accuracy": _accuracy(task, params, task.test),
         "robust_accuracy": robust,
         "rho": rho._asdict(),
+        "changes": _changes(config, task, params),
         **_course(read_metrics(folder / "metrics.jsonl")),
     }
+
+
+def _changes(config: Any, task: _Task, params: Any) -> list[dict[str, Any]]:
+    """Returns what Lemma A.1 allows beside the change along the gradient of the public loss and
+    along noise, for each length.
+    """
+    options = config.robustness
+    examples = task.test.gather(np.arange(min(options.inputs, len(task.test))))
+    public = task.train.gather(np.arange(task.batches.perturbation_batch_size))
+    zeros = task.trainer.zeros(params)
+    _, gradient, _ = task.trainer.gradient(params, zeros, None, public, np.int32(0), parts=1)
+    noise = np.random.default_rng(config.seed)
+    directions = {
+        "gradient": gradient,
+        "noise": jax.tree.map(lambda p: noise.normal(size=p.shape).astype(p.dtype), params),
+    }
+    rows = []
+    for (name, direction), length in itertools.product(directions.items(), options.lengths):
+        scale = length / float(optax.tree.norm(direction))
+        moved = optax.tree.add_scale(params, scale, direction)
+        change = pretrain.parameter_change(
+            task.network.apply_fn, params, moved, examples["image"], examples["label"]
+        )
+        rows.append({"direction": name, **change._asdict()})
+    return rows
 
 
 def _rules(config: Any, task: _Task) -> tuple[Callable[[Any], dict[str, float]], dict[str, Any]]:
@@ -209,6 +237,8 @@ def _origin(source: Examples) -> dict[str, Any]:
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+    if result["changes"]:
+        _draw_changes(result, work.root / "lemma_a1.png")
     panels = {}
     for kind, title, xlabel in (
         ("absolute", "Noise on every parameter", "standard deviation"),
@@ -234,6 +264,25 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     )
 
 
+def _draw_changes(result: Mapping[str, Any], path: pathlib.Path) -> None:
+    panels = {}
+    for of, title in (("loss", "The loss of an example"), ("gradient", "The gradient")):
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for row in result["changes"]:
+            for kind, key in (("measured", of), ("bound", f"{of}_bound")):
+                name = f"{kind}, along {row['direction']}"
+                curves.setdefault(name, []).append((row["length"], row[key]))
+        panels[title] = ("length of the change of the parameters", curves)
+    plot_panels(
+        path,
+        panels,
+        title=f"Lemma A.1 for {result['method']} on {result['provenance']['train']['name']}",
+        subtitle="The largest change over the inputs, and the bound with the constants of the pair",
+        ylabel="largest change",
+        yscale="log",
+    )
+
+
 def _summary(result: Mapping[str, Any]) -> str:
     rows = [{"noise": "none", "accuracy": result["accuracy"]}]
     for kind, sweep in result["robust_accuracy"].items():
@@ -248,7 +297,17 @@ def _summary(result: Mapping[str, Any]) -> str:
         f"directions). {result['steps']} steps, of which {result['warmup_steps']} before the "
         f"first ascent. ||Delta||: {length['first']:.4g} in the first steps with one, "
         f"{length['last']:.4g} in the last."
+        f"{_lemma(result['changes'])}"
     )
+
+
+def _lemma(changes: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of the changes, if there are any."""
+    rows = []
+    for change in changes:
+        row = {"direction": change["direction"], "length": change["length"]}
+        rows.append(row | {key: change[key] for key in _CHANGES})
+    return f"\n\nLemma A.1:\n\n{format_table(rows)}" if rows else ""
 
 
 def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:

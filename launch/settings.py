@@ -44,7 +44,7 @@ _NAMES: Mapping[_Rule, str] = {
     _NORM: "clip_norm clip_norms residual_clip_norm",
     _POSITIVE: (
         "learning_rate learning_rates clip_learning_rate clipped_steps clip epsilon epsilons "
-        "budgets std scales radius separation threshold ratio temperature factor parts.upstream "
+        "budgets std lengths scales radius separation threshold ratio temperature factor parts.upstream "
         "parts.public parts.private parts.sources parts.stream parts.client parts.test"
     ),
     _COUNT: (

@@ -97,6 +97,7 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
                 "relative_std": (0.05, 0.1, 0.2, 0.3, 0.5),
                 "draws": 10,
                 "inputs": 32,  # test images on which rho is estimated
+                "lengths": (0.1, 0.5, 1.0, 2.0),  # of the changes beside which Lemma A.1 stands
             },
         }
     )
