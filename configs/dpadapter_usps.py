@@ -16,7 +16,7 @@ says otherwise. "DPAdapter, in the ball" is Eq. 6.
 
 The grids "order" and "gamma_1" have Figures 2, 5 and 6 of Wang et al. 2024, "amp" Figure 1,
 "batches" Figure 3. The grid "gamma_4" has Figure 7, and "family" its Table 1 with the other methods
-of private training. """
+of private training. configs/dpadapter_usps.py:gamma_02 has only the models of gamma 0.2."""
 
 import itertools
 
@@ -46,8 +46,8 @@ def upstream(
 
 
 def get_config(grids: str = "all") -> ConfigDict:
-    if grids not in ("all", "gamma_0.2"):
-        raise ValueError(f"the config takes 'all' or 'gamma_0.2' after the colon, got {grids!r}.")
+    if grids not in ("all", "gamma_02"):
+        raise ValueError(f"the config takes 'all' or 'gamma_02' after the colon, got {grids!r}.")
     config = dpadapter_table1.get_config("cpu")
     sam, dpadapter, amp = (
         {f"{name} γ={gamma:g}": gamma for gamma in GAMMAS} for name in ("SAM", "DPAdapter", "AMP")
@@ -149,7 +149,7 @@ def get_config(grids: str = "all") -> ConfigDict:
         "gamma_4": grid(swept, *lengths, epsilons=(4.0,), figures=True),
         "family": grid(every[:-1], *orders, methods=tuple(others)),
     }
-    if grids == "gamma_0.2":
+    if grids == "gamma_02":
         _only(config, 0.2)
     return config
 
