@@ -29,6 +29,7 @@ from benchmarks import (
     compiled,
     demo_ranges,
     device,
+    dpadapter_theory,
     evidence_agt,
     evidence_dpadapter,
     evidence_recalibration,
@@ -164,6 +165,15 @@ EVIDENCE = [
         "results/dpadapter.md",
         ("dpadapter_cifar.json", "dpadapter_paper.json"),
         evidence_dpadapter.earlier_tables,
+    ),
+    Evidence(
+        "results/dpadapter.md",
+        ("dpadapter_theory.json",),
+        dpadapter_theory.tables,
+        {
+            "dpadapter_theory.png": dpadapter_theory.draw,
+            "dpadapter_lemma.png": dpadapter_theory.draw_lemma,
+        },
     ),
     Evidence("results/intervals.md", ("intervals.json",), bench_intervals.tables),
     Evidence(

@@ -11,7 +11,8 @@ results and times.
 
 The grids "order" and "order_4" have Table 1, from three seeds. The others have one seed and models
 that are "short": they see the images three times. "gamma" and "gamma_4" have Figures 5 and 7, "amp"
-Figure 1 and "batches" Figure 3. The names of upstream models are those of configs/dpadapter_usps.py.
+Figure 1 and "batches" Figure 3. configs/dpadapter_cifar10.py:table has the first two grids, and
+configs/dpadapter_cifar10.py:figures the others. The names of upstream models are those of configs/dpadapter_usps.py.
 """
 
 import itertools
@@ -28,7 +29,9 @@ _LONG, _SHORT = 320_000, 120_000
 _MAIN = ("none", "standard", "SAM γ=0.2", "DPAdapter γ=0.2")
 
 
-def get_config() -> ConfigDict:
+def get_config(grids: str = "all") -> ConfigDict:
+    if grids not in ("all", "table", "figures"):
+        raise ValueError(f"the config takes 'all', 'table' or 'figures', got {grids!r}.")
     config = dpadapter_table1.get_config("cpu")
     sam, dpadapter, amp = (
         {f"{name} γ={gamma:g}, short": gamma for gamma in GAMMAS}
@@ -85,15 +88,17 @@ def get_config() -> ConfigDict:
         "seeds": (0, 1, 2),
         "figures": False,
     }
+    first, *larger = sizes
     swept = ("standard, short", *sam, *dpadapter)
-    config.grids = {
+    table_1 = {
         "order": grid(_MAIN, methods=tuple(config.methods), **table),
         "order_4": grid(_MAIN, epsilons=(4.0,), **table),
+    }
+    figures = {
         "gamma": grid(swept),
         "gamma_4": grid(swept, epsilons=(4.0,)),
         "amp": grid(("standard, short", *amp)),
-        "batches": grid(
-            (*list(sizes)[:1], "AMP γ=0.5, short", *list(sizes)[1:]), field="batch size"
-        ),
+        "batches": grid((first, "AMP γ=0.5, short", *larger), field="batch size"),
     }
+    config.grids = {"table": table_1, "figures": figures, "all": table_1 | figures}[grids]
     return config
