@@ -44,8 +44,8 @@ _NAMES: Mapping[_Rule, str] = {
     _NORM: "clip_norm clip_norms residual_clip_norm",
     _POSITIVE: (
         "learning_rate learning_rates clip_learning_rate clipped_steps clip epsilon epsilons "
-        "budgets std lengths scales radius separation threshold ratio temperature factor parts.upstream "
-        "parts.public parts.private parts.sources parts.stream parts.client parts.test"
+        "budgets std scales radius separation threshold ratio temperature factor parts.upstream "
+        "parts.public parts.private parts.sources parts.stream parts.client parts.test lengths"
     ),
     _COUNT: (
         "steps epochs batch_size perturbation_batch_size checkpoint_every accumulate every period "
@@ -56,17 +56,19 @@ _NAMES: Mapping[_Rule, str] = {
         "length positions"
     ),
     _COUNT_OR_NONE: (
-        "data.tuning.images pretrain.steps stable.steps physical_batch_size truncated_batch_size augmult "
+        "data.tuning.images pretrain.steps physical_batch_size truncated_batch_size augmult "
         "copies n_patches directions microbatch_size warmup_steps evaluate_every crop_padding "
         "images server_images frontends size channels dimensions cut dense head_hidden seed seeds "
-        "init_seed split_seed data_seed query_seed"
+        "init_seed split_seed data_seed query_seed stable.steps"
     ),
     _NOT_NEGATIVE: (
         "weight_decay lr_decay lr_min ascent_radius gamma ascent_rate alpha laplace laplace_scale "
         "query_laplace_scale noise_multiplier relative_std fisher_strength generation.temperature"
     ),
     _BELOW_ONE: "momentum ema_decay quantile delta tolerance",
-    _SHARE: "warmup_accuracy pretrain_fraction label_share patch_share confidence whiten keep drops",
+    _SHARE: (
+        "pretrain_fraction label_share patch_share confidence whiten keep drops warmup_accuracy"
+    ),
     _SEVERITY: "severity",
 }
 _RULES: dict[str, _Rule] = {}

@@ -4,9 +4,9 @@
     2-3. in each of R rounds, one example is drawn from n           `PoissonSampler(n, 1 / n)`
     4-5. theta <- theta - eta (its gradient + noise)                `dp_sgd` with `optax.sgd(eta)`
 
-Algorithm 2 is thus `dp_sgd` with another number of steps. Its example is drawn by Poisson sampling,
-whose batches have one example on average. R depends on no record, so it may be published. A run of R
-rounds has the guarantee of R steps, and the ledger charges R. docs/design/finetune.md has the proof.
+Algorithm 2 is thus `dp_sgd` with another number of steps. Poisson sampling draws its example, with
+batches of one example on average. R depends on no record, so it may be published. A run of R rounds
+has the guarantee of R steps, and the ledger charges R. docs/design/finetune.md has the proof.
 
 Eq. 9 of the paper is not used for the noise. As printed it does not depend on epsilon.
 """
