@@ -160,7 +160,23 @@ EVIDENCE = [
             ),
         },
     ),
-    Evidence("results/dpadapter.md", ("dpadapter_usps.json",), evidence_dpadapter.tables),
+    Evidence(
+        "results/dpadapter.md",
+        ("dpadapter_usps.json", "dpadapter_gamma_02.json"),
+        evidence_dpadapter.tables,
+        {
+            **{
+                f"dpadapter_{name}.png": functools.partial(evidence_dpadapter.draw_lengths, grid)
+                for name, grid in (("gamma", "gamma_1"), ("gamma_4", "gamma_4"), ("amp", "amp"))
+            },
+            "dpadapter_robustness.png": functools.partial(
+                evidence_dpadapter.draw_robustness, "gamma_1"
+            ),
+            "dpadapter_robustness_4.png": functools.partial(
+                evidence_dpadapter.draw_robustness, "gamma_4"
+            ),
+        },
+    ),
     Evidence(
         "results/dpadapter.md",
         ("dpadapter_cifar.json", "dpadapter_paper.json"),
