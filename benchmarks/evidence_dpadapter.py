@@ -116,9 +116,9 @@ def draw_robustness(
         upstreams = results.select(report["upstreams"], upstream=row["upstream"])
         x = results.over_seeds(upstreams, "robust_accuracy")
         (average,) = (text for key, text in row.items() if key.startswith("average"))
-        mean, deviation = map(float, average.split(" ± "))
-        error = deviation / math.sqrt(len(upstreams))
-        points.setdefault(family, []).append((x.mean, mean, x.error, error))
+        mean, _, deviation = average.partition(" ± ")
+        error = float(deviation or math.nan) / math.sqrt(len(upstreams))
+        points.setdefault(family, []).append((x.mean, float(mean), x.error, error))
     plot_points(
         path,
         points,
