@@ -62,15 +62,21 @@ def tables(report: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, str
         rates.setdefault(row["upstream"], {"upstream": row["upstream"]})[at] = row["average ε=1"]
     markdown["rates"] = _markdown(rates.values())
     for name in ("gamma_1", "gamma_4", "amp", "batches"):
-        rows = []
-        for row in _without_method(grids[name]["table"]):
-            of = means[row["upstream"]]
-            two = {"upstream accuracy": of["accuracy"], "robust": of["robust_accuracy"]}
-            rows.append(row | {key: f"{value:.3f}" for key, value in two.items()})
-        markdown[name] = _markdown(rows)
+        markdown[name] = _beside_upstream(report, name)
     markdown["family"] = _markdown(grids["family"]["table"])
     markdown["family: differences"] = _markdown(map(_difference, grids["family"]["differences"]))
     return markdown
+
+
+def _beside_upstream(report: Mapping[str, Any], grid: str) -> str:
+    """Returns a grid with the accuracies of its upstream models."""
+    means = {row["upstream"]: row for row in report["upstream_means"]}
+    rows = []
+    for row in _without_method(report["grids"][grid]["table"]):
+        of = means[row["upstream"]]
+        two = {"upstream accuracy": of["accuracy"], "robust": of["robust_accuracy"]}
+        rows.append(row | {key: f"{value:.3f}" for key, value in two.items()})
+    return _markdown(rows)
 
 
 def draw_lengths(
