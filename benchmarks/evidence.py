@@ -29,6 +29,7 @@ from benchmarks import (
     compiled,
     demo_ranges,
     device,
+    dpadapter_theory,
     evidence_agt,
     evidence_dpadapter,
     evidence_recalibration,
@@ -159,11 +160,36 @@ EVIDENCE = [
             ),
         },
     ),
-    Evidence("results/dpadapter.md", ("dpadapter_usps.json",), evidence_dpadapter.tables),
+    Evidence(
+        "results/dpadapter.md",
+        ("dpadapter_usps.json", "dpadapter_gamma_02.json"),
+        evidence_dpadapter.tables,
+        {
+            **{
+                f"dpadapter_{name}.png": functools.partial(evidence_dpadapter.draw_lengths, grid)
+                for name, grid in (("gamma", "gamma_1"), ("gamma_4", "gamma_4"), ("amp", "amp"))
+            },
+            "dpadapter_robustness.png": functools.partial(
+                evidence_dpadapter.draw_robustness, "gamma_1"
+            ),
+            "dpadapter_robustness_4.png": functools.partial(
+                evidence_dpadapter.draw_robustness, "gamma_4"
+            ),
+        },
+    ),
     Evidence(
         "results/dpadapter.md",
         ("dpadapter_cifar.json", "dpadapter_paper.json"),
         evidence_dpadapter.earlier_tables,
+    ),
+    Evidence(
+        "results/dpadapter.md",
+        ("dpadapter_theory.json",),
+        dpadapter_theory.tables,
+        {
+            "dpadapter_theory.png": dpadapter_theory.draw,
+            "dpadapter_lemma.png": dpadapter_theory.draw_lemma,
+        },
     ),
     Evidence("results/intervals.md", ("intervals.json",), bench_intervals.tables),
     Evidence(

@@ -4,17 +4,41 @@ earlier run.
 python -m benchmarks.evidence results/dpadapter.md
 """
 
+import math
+import pathlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxdp.report import format_table
+from jaxdp.report import format_table, plot_panels, plot_points
+from launch import results
 
+FAMILIES = ("standard", "SAM", "AMP", "DPAdapter")
+_ROBUST = "robust: under noise of 0.4 of each tensor"
 DIFFERENCE = r"(.+): ([+-]\d+\.\d+) \(standard error (\d+\.\d+)\), higher in (.+)"
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
+def merged(report: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the run on USPS with the models of a later run of more lengths, in order of their
+    lengths.
+    """
+    grids = {**report["grids"]}
+    for name, grid in added["grids"].items():
+        rows = sorted([*grids[name]["table"], *grid["table"]], key=lambda row: _place(row))
+        grids[name] = {**grids[name], "table": rows}
+    both = {key: [*report[key], *added[key]] for key in ("upstreams", "upstream_means")}
+    return {**report, "grids": grids, **both}
+
+
+def _place(row: Mapping[str, str]) -> tuple[int, float]:
+    """Returns where an upstream model stands in a table of lengths."""
+    family, _, gamma = row["upstream"].partition(" γ=")
+    return FAMILIES.index(family), float(gamma or 0)
+
+
+def tables(report: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of the run on USPS."""
+    report = merged(report, added)
     grids, means = report["grids"], {row["upstream"]: row for row in report["upstream_means"]}
     markdown = {}
     for name in ("order", "order_4"):
@@ -38,15 +62,93 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
         rates.setdefault(row["upstream"], {"upstream": row["upstream"]})[at] = row["average ε=1"]
     markdown["rates"] = _markdown(rates.values())
     for name in ("gamma_1", "gamma_4", "amp", "batches"):
-        rows = []
-        for row in _without_method(grids[name]["table"]):
-            of = means[row["upstream"]]
-            two = {"upstream accuracy": of["accuracy"], "robust": of["robust_accuracy"]}
-            rows.append(row | {key: f"{value:.3f}" for key, value in two.items()})
-        markdown[name] = _markdown(rows)
+        markdown[name] = _beside_upstream(report, name)
     markdown["family"] = _markdown(grids["family"]["table"])
     markdown["family: differences"] = _markdown(map(_difference, grids["family"]["differences"]))
     return markdown
+
+
+def _beside_upstream(report: Mapping[str, Any], grid: str) -> str:
+    """Returns a grid with the accuracies of its upstream models."""
+    means = {row["upstream"]: row for row in report["upstream_means"]}
+    rows = []
+    for row in _without_method(report["grids"][grid]["table"]):
+        of = means[row["upstream"]]
+        two = {"upstream accuracy": of["accuracy"], "robust": of["robust_accuracy"]}
+        rows.append(row | {key: f"{value:.3f}" for key, value in two.items()})
+    return _markdown(rows)
+
+
+def draw_lengths(
+    grid: str, report: Mapping[str, Any], added: Mapping[str, Any], path: pathlib.Path
+) -> None:
+    """Draws Figures 1, 5 and 7 against gamma, a panel for each family."""
+    report = merged(report, added)
+    means = {row["upstream"]: row for row in report["upstream_means"]}
+    panels: dict[str, tuple[str, dict[str, list[tuple[float, float]]]]] = {}
+    rows = _without_method(report["grids"][grid]["table"])
+    for family in FAMILIES[1:]:
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            name = row["upstream"]
+            if name.startswith((FAMILIES[0], family)):
+                values = _numbers(row) | {
+                    "upstream": means[name]["accuracy"],
+                    "upstream, robust": means[name]["robust_accuracy"],
+                }
+                for label, value in values.items():
+                    curves.setdefault(label, []).append((_place(row)[1], value))
+        if len(curves["upstream"]) > 1:
+            panels[family] = ("γ (0 is standard pre-training)", curves)
+    plot_panels(
+        path,
+        panels,
+        title="Perturbation magnitude",
+        subtitle=f"DP-SGD{_epsilon(rows)}, means of seeds; {_ROBUST}",
+        ylabel="accuracy",
+        percent=True,
+    )
+
+
+def draw_robustness(
+    grid: str, report: Mapping[str, Any], added: Mapping[str, Any], path: pathlib.Path
+) -> None:
+    """Draws Figures 6 and 7: private models against the robust accuracy of their upstream model."""
+    report = merged(report, added)
+    points: dict[str, list[tuple[float, float, float, float]]] = {}
+    rows = report["grids"][grid]["table"]
+    for row in rows:
+        family = FAMILIES[_place(row)[0]]
+        upstreams = results.select(report["upstreams"], upstream=row["upstream"])
+        x = results.over_seeds(upstreams, "robust_accuracy")
+        (average,) = (text for key, text in row.items() if key.startswith("average"))
+        mean, _, deviation = average.partition(" ± ")
+        error = float(deviation or math.nan) / math.sqrt(len(upstreams))
+        points.setdefault(family, []).append((x.mean, float(mean), x.error, error))
+    plot_points(
+        path,
+        points,
+        title="Robustness of the upstream model, and private accuracy",
+        subtitle=f"DP-SGD{_epsilon(rows)}; {_ROBUST}; bars: standard error over seeds",
+        xlabel="robust accuracy of the upstream model",
+        ylabel="private accuracy, mean of the data sets",
+    )
+
+
+def _epsilon(rows: Sequence[Mapping[str, str]]) -> str:
+    """Returns the epsilon of the columns of a table, as in ", ε = 1"."""
+    (average,) = (key for key in rows[0] if key.startswith("average"))
+    return f", {average.removeprefix('average ').replace('=', ' = ')}"
+
+
+def _numbers(row: Mapping[str, str]) -> dict[str, float]:
+    """Returns the mean accuracies of a row by data set."""
+    means = {}
+    for key, text in row.items():
+        name, _, epsilon = key.partition(" ε=")
+        if epsilon and name != "average":
+            means[name] = float(text.split(" ± ")[0])
+    return means
 
 
 def earlier_tables(ours: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:

@@ -65,6 +65,12 @@ BENCHMARKS = {
     ),
     # Tables of pages.
     "demo_ranges": _page("demo_ranges", "ranges of the demo's results", "demo_ranges"),
+    "dpadapter_theory": _page(
+        "dpadapter_theory",
+        "Lemma A.1, Theorem 1 and Algorithm 2 beside what training does",
+        "dpadapter_theory",
+        "6 CPU minutes",
+    ),
     "finetune_methods": _page(
         "finetune_methods", "private training on features of a public network", "finetune_methods"
     ),

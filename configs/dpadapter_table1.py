@@ -42,7 +42,7 @@ _GAMMAS = (0.1, 0.5, 1.0, 5.0)  # beside the default, 2
 _AMP_GAMMAS = (0.1, 0.5, 2.0)  # beside the default, 1
 
 
-def _set(
+def image_set(
     name: str, flip: bool, padding: int = 4, private: str = "train", test: str = "test"
 ) -> dict[str, object]:
     return {
@@ -70,12 +70,13 @@ def get_config(size: str = "paper") -> ConfigDict:
             f"the config takes 'paper', 'cpu' or 'digits' after the colon, got {size!r}."
         )
     pretrain = cifar100.get_config()
+    pretrain.robustness.lengths = ()
     config = ConfigDict(
         {
             "watch": "",  # "tensorboard", "wandb" or both with a comma
             "seeds": (0, 1, 2),  # of upstream models and of new heads, not of any noise
             # what differs from `pretrain.data`
-            "sets": {name: _set(*what) for name, what in _SETS.items()},
+            "sets": {name: image_set(*what) for name, what in _SETS.items()},
             "pretrain": pretrain,  # also which model
             "upstreams": {  # what differs from `pretrain`, besides "none"
                 "standard": {"method": {"name": "standard"}},
@@ -213,9 +214,9 @@ def _small(config: ConfigDict) -> None:
     """Sets a small CNN on 16x16 images, 5000 private examples per set, 10 epochs."""
     small = ("train[:5000]", "test[:2000]")
     config.sets = {
-        "CIFAR-10": _set("cifar10", True, 2, *small),
-        "Fashion-MNIST": _set("fashion_mnist", True, 1, *small),
-        "digits": _set("mnist", False, 1, *small),
+        "CIFAR-10": image_set("cifar10", True, 2, *small),
+        "Fashion-MNIST": image_set("fashion_mnist", True, 1, *small),
+        "digits": image_set("mnist", False, 1, *small),
     }
     for grid in config.grids.values():
         grid.sets = tuple(config.sets)

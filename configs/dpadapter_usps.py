@@ -16,7 +16,7 @@ says otherwise. "DPAdapter, in the ball" is Eq. 6.
 
 The grids "order" and "gamma_1" have Figures 2, 5 and 6 of Wang et al. 2024, "amp" Figure 1,
 "batches" Figure 3. The grid "gamma_4" has Figure 7, and "family" its Table 1 with the other methods
-of private training. """
+of private training. configs/dpadapter_usps.py:gamma_02 has only the models of gamma 0.2."""
 
 import itertools
 
@@ -24,12 +24,12 @@ from ml_collections import ConfigDict
 
 from configs import dpadapter_table1
 
-GAMMAS = (0.1, 0.5, 1.0, 2.0)
+GAMMAS = (0.1, 0.2, 0.5, 1.0, 2.0)
 RATES = (0.03, 0.08, 0.2)
 _HELD_OUT = "USPS, held out"
 
 
-def _upstream(
+def upstream(
     method: str, batch_size: int = 50, images: int = 60_000, **options: object
 ) -> dict[str, object]:
     """Returns a method with its batch, and its updates for a number of images."""
@@ -45,23 +45,25 @@ def _upstream(
     }
 
 
-def get_config() -> ConfigDict:
+def get_config(grids: str = "all") -> ConfigDict:
+    if grids not in ("all", "gamma_02"):
+        raise ValueError(f"the config takes 'all' or 'gamma_02' after the colon, got {grids!r}.")
     config = dpadapter_table1.get_config("cpu")
     sam, dpadapter, amp = (
         {f"{name} γ={gamma:g}": gamma for gamma in GAMMAS} for name in ("SAM", "DPAdapter", "AMP")
     )
     sizes = {"AMP of 50": 50, "AMP of 200": 200, "AMP of 400": 400}
     upstreams = {
-        "standard": _upstream("standard"),
-        "standard, twice as long": _upstream("standard", images=120_000),
-        **{name: _upstream("sam", gamma=gamma) for name, gamma in sam.items()},
-        **{name: _upstream("amp", 100, gamma=gamma) for name, gamma in amp.items()},
-        **{name: _upstream("amp", size, gamma=1.0) for name, size in sizes.items()},
+        "standard": upstream("standard"),
+        "standard, twice as long": upstream("standard", images=120_000),
+        **{name: upstream("sam", gamma=gamma) for name, gamma in sam.items()},
+        **{name: upstream("amp", 100, gamma=gamma) for name, gamma in amp.items()},
+        **{name: upstream("amp", size, gamma=1.0) for name, size in sizes.items()},
         **{
-            name: _upstream("dpadapter", gamma=gamma, rule="normalise")
+            name: upstream("dpadapter", gamma=gamma, rule="normalise")
             for name, gamma in dpadapter.items()
         },
-        "DPAdapter, in the ball": _upstream("dpadapter", gamma=2.0),
+        "DPAdapter, in the ball": upstream("dpadapter", gamma=2.0),
     }
     config.upstreams = ConfigDict(upstreams, allow_dotted_keys=True)  # "γ=0.1" is a name
     config.pretrain.data.update(
@@ -76,6 +78,7 @@ def get_config() -> ConfigDict:
         "relative_std": (0.2, 0.4),
         "draws": 3,
         "inputs": 16,
+        "lengths": (),
     }
     config.robust.std = 0.4
     config.sets = {
@@ -146,4 +149,15 @@ def get_config() -> ConfigDict:
         "gamma_4": grid(swept, *lengths, epsilons=(4.0,), figures=True),
         "family": grid(every[:-1], *orders, methods=tuple(others)),
     }
+    if grids == "gamma_02":
+        _only(config, 0.2)
     return config
+
+
+def _only(config: ConfigDict, gamma: float) -> None:
+    """Keeps what the figures show at one gamma."""
+    config.grids = {name: config.grids[name] for name in ("gamma_1", "gamma_4", "amp")}
+    for grid in config.grids.values():
+        grid.upstreams = tuple(name for name in grid.upstreams if name.endswith(f"γ={gamma:g}"))
+        pairs = (pair for pair in grid.comparisons if {*pair[1:]}.issubset(grid.upstreams))
+        grid.update({"comparisons": tuple(pairs), "figures": False})

@@ -7,6 +7,7 @@ under noise on its parameters. All its data is PUBLIC, so it needs no ledger.
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,9 @@ from jaxdp.models import Pretrained, save_params
 from jaxdp.report import format_table, plot_panels, read_metrics
 
 from . import data, frame, models, plans, settings
+
+_CHANGES = ("rho", "beta", "loss", "loss_bound", "gradient", "gradient_bound")
+_JUDGED = 2000  # the most training images that judge the warm-up
 
 
 class Model(NamedTuple):
@@ -111,6 +115,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     folder = work.folder(cell)
     schedule = dict(vars(batches))
     del schedule["num_examples"]  # `fit` counts the examples itself
+    evaluate, rules = _rules(config, task)
     with frame.watching(config, folder) as writers:
         state = pretrain.fit(
             task.trainer,
@@ -118,9 +123,8 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             task.train,
             **schedule,
             augment=augmentation(task.spec),
-            evaluate=lambda state: {
-                "accuracy": float(judge(state.params, task.test, std=0.0, draws=1)[0])
-            },
+            evaluate=evaluate,
+            **rules,
             workdir=folder,
             checkpoint_every=config.train.checkpoint_every,
             evaluate_every=config.train.get("evaluate_every") or None,
@@ -145,21 +149,77 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         predict, params, images, draws=options.draws, seed=config.seed
     )
     return {
-        "accuracy": float(judge(params, task.test, std=0.0, draws=1)[0]),
+        "accuracy": _accuracy(task, params, task.test),
         "robust_accuracy": robust,
         "rho": rho._asdict(),
-        "perturbation_norm": _perturbation_norm(folder),
+        "changes": _changes(config, task, params),
+        **_course(read_metrics(folder / "metrics.jsonl")),
     }
 
 
-def _perturbation_norm(folder: pathlib.Path) -> dict[str, float]:
-    """Returns the mean length of the perturbation over the first and the last tenth of the steps.
-
-    They show whether the ball of radius gamma was reached.
+def _changes(config: Any, task: _Task, params: Any) -> list[dict[str, Any]]:
+    """Returns what Lemma A.1 allows beside the change along the gradient of the public loss and
+    along noise, for each length.
     """
-    lengths = [row["perturbation_norm"] for row in read_metrics(folder / "metrics.jsonl")]
+    options = config.robustness
+    examples = task.test.gather(np.arange(min(options.inputs, len(task.test))))
+    public = task.train.gather(np.arange(task.batches.perturbation_batch_size))
+    zeros = task.trainer.zeros(params)
+    _, gradient, _ = task.trainer.gradient(params, zeros, None, public, np.int32(0), parts=1)
+    noise = np.random.default_rng(config.seed)
+    directions = {
+        "gradient": gradient,
+        "noise": jax.tree.map(lambda p: noise.normal(size=p.shape).astype(p.dtype), params),
+    }
+    rows = []
+    for (name, direction), length in itertools.product(directions.items(), options.lengths):
+        scale = length / float(optax.tree.norm(direction))
+        moved = optax.tree.add_scale(params, scale, direction)
+        change = pretrain.parameter_change(
+            task.network.apply_fn, params, moved, examples["image"], examples["label"]
+        )
+        rows.append({"direction": name, **change._asdict()})
+    return rows
+
+
+def _rules(config: Any, task: _Task) -> tuple[Callable[[Any], dict[str, float]], dict[str, Any]]:
+    """Returns `evaluate` of a run, and the rules by which its warm-up ends and it stops."""
+    # The test images choose nothing, so the target is one of the accuracy on training images.
+    sources = {"accuracy": task.test}
+    rules: dict[str, Any] = {}
+    stable, target = config.train.stable, config.ascent.warmup_accuracy
+    if target:
+        sources["train_accuracy"] = task.train.take(np.arange(min(len(task.train), _JUDGED)))
+        rules["warmup_until"] = pretrain.Target("train_accuracy", target)
+    if stable.steps:
+        rules["stop_when"] = pretrain.Stable(stable.steps, stable.tolerance)
+
+    def evaluate(state: pretrain.SharpnessState) -> dict[str, float]:
+        return {name: _accuracy(task, state.params, source) for name, source in sources.items()}
+
+    return evaluate, rules
+
+
+def _accuracy(task: _Task, params: Any, source: Examples) -> float:
+    judged = pretrain.robust_accuracy(task.network.apply_fn, params, source, std=0.0, draws=1)
+    return float(judged[0])
+
+
+def _course(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the number of steps, of those before the first ascent, and the mean length of the
+    perturbation over the first and the last tenth of the steps with one.
+
+    The lengths show whether the ball of radius gamma was reached.
+    """
+    warm = next((i for i, row in enumerate(rows) if "ascent_gradient_norm" in row), len(rows))
+    lengths = [row["perturbation_norm"] for row in rows[warm:]] or [0.0]
     tenth = max(len(lengths) // 10, 1)
-    return {"first": float(np.mean(lengths[:tenth])), "last": float(np.mean(lengths[-tenth:]))}
+    first, last = float(np.mean(lengths[:tenth])), float(np.mean(lengths[-tenth:]))
+    return {
+        "steps": len(rows),
+        "warmup_steps": warm,
+        "perturbation_norm": {"first": first, "last": last},
+    }
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
@@ -177,6 +237,8 @@ def _origin(source: Examples) -> dict[str, Any]:
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+    if result["changes"]:
+        _draw_changes(result, work.root / "lemma_a1.png")
     panels = {}
     for kind, title, xlabel in (
         ("absolute", "Noise on every parameter", "standard deviation"),
@@ -202,6 +264,25 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     )
 
 
+def _draw_changes(result: Mapping[str, Any], path: pathlib.Path) -> None:
+    panels = {}
+    for of, title in (("loss", "The loss of an example"), ("gradient", "The gradient")):
+        curves: dict[str, list[tuple[float, float]]] = {}
+        for row in result["changes"]:
+            for kind, key in (("measured", of), ("bound", f"{of}_bound")):
+                name = f"{kind}, along {row['direction']}"
+                curves.setdefault(name, []).append((row["length"], row[key]))
+        panels[title] = ("length of the change of the parameters", curves)
+    plot_panels(
+        path,
+        panels,
+        title=f"Lemma A.1 for {result['method']} on {result['provenance']['train']['name']}",
+        subtitle="The largest change over the inputs, and the bound with the constants of the pair",
+        ylabel="largest change",
+        yscale="log",
+    )
+
+
 def _summary(result: Mapping[str, Any]) -> str:
     rows = [{"noise": "none", "accuracy": result["accuracy"]}]
     for kind, sweep in result["robust_accuracy"].items():
@@ -213,9 +294,20 @@ def _summary(result: Mapping[str, Any]) -> str:
     return (
         f"{result['method']} on {result['provenance']['train']['name']}\n\n{format_table(rows)}\n\n"
         f"rho: at least {rho['local']:.4g} (worst direction), {rho['random']:.4g} (random "
-        f"directions). ||Delta||: {length['first']:.4g} in the first steps, "
+        f"directions). {result['steps']} steps, of which {result['warmup_steps']} before the "
+        f"first ascent. ||Delta||: {length['first']:.4g} in the first steps with one, "
         f"{length['last']:.4g} in the last."
+        f"{_lemma(result['changes'])}"
     )
+
+
+def _lemma(changes: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the table of the changes, if there are any."""
+    rows = []
+    for change in changes:
+        row = {"direction": change["direction"], "length": change["length"]}
+        rows.append(row | {key: change[key] for key in _CHANGES})
+    return f"\n\nLemma A.1:\n\n{format_table(rows)}" if rows else ""
 
 
 def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:

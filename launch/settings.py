@@ -45,7 +45,7 @@ _NAMES: Mapping[_Rule, str] = {
     _POSITIVE: (
         "learning_rate learning_rates clip_learning_rate clipped_steps clip epsilon epsilons "
         "budgets std scales radius separation threshold ratio temperature factor parts.upstream "
-        "parts.public parts.private parts.sources parts.stream parts.client parts.test"
+        "parts.public parts.private parts.sources parts.stream parts.client parts.test lengths"
     ),
     _COUNT: (
         "steps epochs batch_size perturbation_batch_size checkpoint_every accumulate every period "
@@ -59,14 +59,16 @@ _NAMES: Mapping[_Rule, str] = {
         "data.tuning.images pretrain.steps physical_batch_size truncated_batch_size augmult "
         "copies n_patches directions microbatch_size warmup_steps evaluate_every crop_padding "
         "images server_images frontends size channels dimensions cut dense head_hidden seed seeds "
-        "init_seed split_seed data_seed query_seed"
+        "init_seed split_seed data_seed query_seed stable.steps"
     ),
     _NOT_NEGATIVE: (
         "weight_decay lr_decay lr_min ascent_radius gamma ascent_rate alpha laplace laplace_scale "
         "query_laplace_scale noise_multiplier relative_std fisher_strength generation.temperature"
     ),
-    _BELOW_ONE: "momentum ema_decay quantile delta",
-    _SHARE: "pretrain_fraction label_share patch_share confidence whiten keep drops",
+    _BELOW_ONE: "momentum ema_decay quantile delta tolerance",
+    _SHARE: (
+        "pretrain_fraction label_share patch_share confidence whiten keep drops warmup_accuracy"
+    ),
     _SEVERITY: "severity",
 }
 _RULES: dict[str, _Rule] = {}

@@ -39,6 +39,8 @@ def make(
                                      `dp_sgd`, by its name
         epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
         batch_size, steps
+        random_round                 {"seed": S} draws the number of steps in 1..steps; no field
+                                     takes all
         truncated_batch_size         the largest batch, with its own event; 0 or no field truncates
                                      none
         physical_batch_size          the number of examples per compiled call; 0 lets the library
@@ -73,7 +75,7 @@ def make(
             clip_rule=config.get("clip_rule", "global"),
             epsilon=config.epsilon,
             delta=config.delta,
-            steps=config.steps,
+            steps=steps(config),
             accountant=config.accountant,
             adjacency=getattr(images, "adjacency", "add_remove"),
             physical_batch_size=config.physical_batch_size or None,
@@ -86,6 +88,14 @@ def make(
             **options,
             **method_options,
         )
+
+
+def steps(config: Any) -> int:
+    """Returns the number of steps of the `private` part of a config."""
+    if "random_round" not in config:
+        return config.steps
+    seed = config.random_round.seed.to_bytes(16, "little")
+    return finetune.random_round(config.steps, seed=seed)
 
 
 def _sampler(config: Any, private: Any, part: str) -> PoissonSampler:
@@ -132,12 +142,12 @@ def optimizer(config: Any, part: str = "private") -> optax.GradientTransformatio
     Raises:
       ValueError: There is no such optimizer or schedule, or the optimizer lacks an argument.
     """
-    rate, steps = config.learning_rate, config.steps
+    rate, total = config.learning_rate, steps(config)
     rates = {
         "constant": optax.constant_schedule(rate),
-        "cosine": optax.cosine_decay_schedule(rate, steps),
-        "linear": optax.linear_schedule(rate, 0.0, steps),
-        "warmup": optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), max(2, steps)),
+        "cosine": optax.cosine_decay_schedule(rate, total),
+        "linear": optax.linear_schedule(rate, 0.0, total),
+        "warmup": optax.warmup_cosine_decay_schedule(0.0, rate, max(1, total // 10), max(2, total)),
     }
     frame.known(f"{part}.schedule", [config.schedule], rates)
     name, decay = config.optimizer, config.weight_decay
@@ -201,7 +211,7 @@ def fit(
       scratch: The workdir of the run.
     """
     options = {
-        "steps": private.steps,
+        "steps": steps(private),
         "checkpoint_every": private.checkpoint_every,
         "callbacks": callbacks,
     }
@@ -211,7 +221,7 @@ def fit(
     return released(state), {
         "epsilon_spent": account.epsilon(delta=private.delta),
         "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
-        "steps": private.steps,
+        "steps": steps(private),
     }
 
 

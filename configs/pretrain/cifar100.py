@@ -60,6 +60,9 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
                 "batch_size": 50,  # m2
                 "learning_rate": 0.1,  # eta2
                 "schedule": "steps",  # or "cosine"
+                # Stops after a window of so many steps whose mean loss fell by less than
+                # `tolerance` times that of the window before. 0 takes all steps.
+                "stable": {"steps": 0, "tolerance": 0.01},
                 "drops": (0.5, 0.75),  # parts of the run after which the rate is divided by 10
                 "momentum": 0.9,
                 "weight_decay": 1e-4,
@@ -71,6 +74,9 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
                 "microbatch_size": 0,  # examples per compiled call. 0 is a whole batch.
                 "devices": 1,  # to spread the batch over
                 "warmup_steps": 0,
+                # The warm-up goes on until the accuracy on public training images reaches this. 0
+                # is no target.
+                "warmup_accuracy": 0.0,
                 "every": 1,
             },
             "method": {
@@ -91,6 +97,7 @@ def get_config(variant: str = "dpadapter") -> ConfigDict:
                 "relative_std": (0.05, 0.1, 0.2, 0.3, 0.5),
                 "draws": 10,
                 "inputs": 32,  # test images on which rho is estimated
+                "lengths": (0.1, 0.5, 1.0, 2.0),  # of the changes beside which Lemma A.1 stands
             },
         }
     )

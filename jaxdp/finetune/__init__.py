@@ -18,6 +18,7 @@ from jaxdp.finetune.evaluate import Tally, accuracy, charged_accuracy, tally
 from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import RunOptions, fit
 from jaxdp.finetune.options import event
+from jaxdp.finetune.random_round import random_round
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
 
@@ -48,6 +49,7 @@ __all__ = [
     "fit",
     "gep",
     "polynomial_noise",
+    "random_round",
     "step_noise",
     "tally",
     "time_based_noise",

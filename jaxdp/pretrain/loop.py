@@ -17,11 +17,13 @@ import jax
 import numpy as np
 
 from jaxdp import memory
-from jaxdp.data import FixedBatchSampler, Source, check_batch, check_source
+from jaxdp.data import Source, check_batch, check_source
 from jaxdp.files import read_json, write_json
+from jaxdp.pretrain.batches import Batches
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
-from jaxdp.release import Checkpoints, alone, derive, stream
-from jaxdp.report import Callback, MetricsWriter, progress_bar
+from jaxdp.pretrain.progress import Progress, Stable, Target
+from jaxdp.release import Checkpoints, alone, stream
+from jaxdp.report import Callback, MetricsWriter, progress_bar, read_metrics
 from jaxdp.transforms.parameters import check_finite
 
 # Steps that may wait for the device before their metrics are read. More batches could fill its
@@ -36,6 +38,11 @@ class RunOptions:
     Attributes:
       shared_batch: Whether B1 is B2 with the same augmentation, as in SAM and AMP. Then m1 = m2.
       warmup_steps: The number of plain steps before the first ascent (step 1 of the paper).
+      warmup_until: `jaxdp.pretrain.Target(name, value)`: the warm-up ends after a call of
+        `evaluate` after every evaluate_every steps whose number `name` is at least `value`, and
+        not before warmup_steps. If that never happens, there is no ascent. None is warmup_steps.
+      stop_when: `jaxdp.pretrain.Stable(steps, tolerance)`: the run stops when its loss no longer
+        falls. None is the number of steps.
       ascent_every: The number of steps between ascents. The steps between them keep the
         perturbation.
       augment: `augment(key, example) -> example`, jittable, one view per example and step.
@@ -54,6 +61,8 @@ class RunOptions:
 
     shared_batch: bool = False
     warmup_steps: int = 0
+    warmup_until: Target | None = None
+    stop_when: Stable | None = None
     ascent_every: int = 1
     augment: Callable[[jax.Array, Any], Any] | None = None
     stats: Any = None
@@ -78,6 +87,8 @@ class RunKeywords(TypedDict, total=False):
 
     shared_batch: bool
     warmup_steps: int
+    warmup_until: Target | None
+    stop_when: Stable | None
     ascent_every: int
     augment: Callable[[jax.Array, Any], Any] | None
     stats: Any
@@ -112,14 +123,14 @@ def fit(
       trainer: The trainer from `dpadapter`, `sam` or `amp`.
       params: The first parameters. A resumed run does not read them.
       source: PUBLIC examples. Training on private examples is an uncharged release.
-      steps: The total number of updates.
+      steps: The total number of updates, or the most of them with stop_when.
       perturbation_batch_size, update_batch_size: m1 and m2. B1 and B2 come from two independent
         shuffles of the source.
       seed: 16 bytes that fix the batches and the augmentation. The seed is not secret.
       options: How the run is planned, kept, watched and shown.
       keywords: Fields of `RunOptions`, which replace those of `options`: shared_batch,
-        warmup_steps, ascent_every, augment, stats, evaluate, evaluate_every, callbacks, workdir,
-        checkpoint_every, label and progress.
+        warmup_steps, warmup_until, stop_when, ascent_every, augment, stats, evaluate,
+        evaluate_every, callbacks, workdir, checkpoint_every, label and progress.
 
     Returns:
       The state after the last step.
@@ -146,13 +157,16 @@ def fit(
     plan.check_microbatches(trainer)
     trainer.check_devices("perturbation_batch_size", perturbation_batch_size)
     memory.make_room_for_programs()
+    progress = Progress(plan, options)
     # Without a workdir nothing is compared, and the source is not read for its fingerprint.
-    identity = functools.partial(_identity, trainer, plan, source)
+    identity = functools.partial(_identity, trainer, plan, progress, source)
     with contextlib.closing(_Files(options.workdir, identity, steps)) as files:
         state, first = files.restore(trainer.init(params, options.stats))
+        if progress.identity:
+            progress.replay(files.rows(), first)
         if first < steps:
             check_finite(state.params, argument="params of the workdir" if first else "params")
-        return _Run(trainer, source, plan, options, files).train(state, first)
+        return _Run(trainer, source, progress, options, files).train(state, first)
 
 
 class _Run:
@@ -162,13 +176,14 @@ class _Run:
         self,
         trainer: SharpnessTrainer,
         source: Source,
-        plan: "Batches",
+        progress: Progress,
         options: RunOptions,
         files: "_Files",
     ):
         self._trainer = trainer
         self._source = source
-        self._plan = plan
+        self._progress = progress
+        plan = progress.plan
         self._options = options
         self._files = files
         key = stream(plan.seed, "augmentation", impl="threefry2x32")
@@ -179,7 +194,7 @@ class _Run:
 
     def train(self, state: SharpnessState, first: int) -> SharpnessState:
         """Takes the steps from `first` on, and returns the state after the last."""
-        steps = self._plan.steps
+        progress, steps = self._progress, self._progress.plan.steps
         bar = progress_bar(
             total=steps,
             initial=first,
@@ -190,27 +205,30 @@ class _Run:
         periods = self._options.periods()
         with bar as self._bar:
             for step in range(first, steps):
+                if progress.stopped:
+                    break
                 state, metrics = self._trainer.step(state, *self._batches(step))
                 done = step + 1
                 self._waiting.append((done, metrics))
                 save = done % periods["checkpoint_every"] == 0 or done == steps
                 evaluate = done % periods["evaluate_every"] == 0 or done == steps
-                read_all = save or evaluate or bool(self._options.callbacks)
+                read_all = save or evaluate or progress.decides(done)
+                read_all = read_all or bool(self._options.callbacks)
                 while len(self._waiting) > (0 if read_all else _MOST_WAITING):
                     number, waiting = self._waiting.popleft()
                     self._finish(number, waiting, state, evaluate=evaluate and number == done)
-                if save:
+                if save or progress.stopped:
                     self._files.save(done, state)
                 self._bar.update()
         return state
 
     def _batches(self, step: int) -> tuple[Any, Any]:
         """Returns B1, or None without an ascent, and B2 on the devices."""
-        perturbing, updating = self._plan.batches(step)
+        perturbing, updating = self._progress.plan.batches(step)
         update_batch = self._batch(updating, step, 1)
         if perturbing is None:
             return None, update_batch
-        if self._plan.shared_batch:
+        if self._progress.plan.shared_batch:
             return update_batch, update_batch
         return self._batch(perturbing, step, 0), update_batch
 
@@ -234,8 +252,11 @@ class _Run:
         """Writes and shows the metrics of a step, with those of `evaluate` if it is due."""
         row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         ended = time.time()
-        if evaluate and self._options.evaluate is not None:
-            row |= self._options.evaluate(state)
+        self._progress.trained(number, row["loss"])
+        if (evaluate or self._progress.stopped) and self._options.evaluate is not None:
+            numbers = self._options.evaluate(state)
+            self._progress.evaluated(number, numbers)
+            row |= numbers
         self._files.write(number, ended, row)
         for callback in self._options.callbacks:
             callback(number, row, state.params)
@@ -243,75 +264,9 @@ class _Run:
         self._bar.set_postfix(texts, refresh=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Batches:
-    """The examples of each step. The fields are arguments of `fit`.
-
-    Raises:
-      ValueError: A field is out of range.
-    """
-
-    num_examples: int
-    steps: int
-    perturbation_batch_size: int
-    update_batch_size: int
-    shared_batch: bool
-    warmup_steps: int
-    ascent_every: int
-    seed: bytes = dataclasses.field(repr=False)
-
-    def __post_init__(self) -> None:
-        if not self.num_examples:
-            raise ValueError("source has no examples. Give public examples to train on.")
-        for name in ("perturbation_batch_size", "update_batch_size"):
-            size = getattr(self, name)
-            if not 1 <= size <= self.num_examples:
-                raise ValueError(
-                    f"{name} must be in 1..{self.num_examples}, the number of examples in source, "
-                    f"got {size}."
-                )
-        if self.shared_batch and self.perturbation_batch_size != self.update_batch_size:
-            raise ValueError(
-                "perturbation_batch_size must equal update_batch_size with shared_batch=True, got "
-                f"{self.perturbation_batch_size} and {self.update_batch_size}. shared_batch=False "
-                "draws two batches."
-            )
-        if self.steps < 0:
-            raise ValueError(f"steps must be at least 0, got {self.steps}.")
-        if not 0 <= self.warmup_steps <= self.steps:
-            raise ValueError(
-                f"warmup_steps must be in 0..{self.steps}, the number of steps, got "
-                f"{self.warmup_steps}."
-            )
-        if self.ascent_every < 1:
-            raise ValueError(f"ascent_every must be at least 1, got {self.ascent_every}.")
-        if not isinstance(self.seed, bytes) or len(self.seed) != 16:
-            raise ValueError(
-                f"seed must be 16 bytes such as (0).to_bytes(16, 'little'), got {self.seed!r}."
-            )
-
-    def check_microbatches(self, trainer: SharpnessTrainer) -> None:
-        """Raises ValueError if the trainer cannot cut the batches into microbatches."""
-        trainer.microbatches("the perturbation batch", self.perturbation_batch_size)
-        trainer.microbatches("the update batch", self.update_batch_size)
-
-    def batches(self, step: int) -> tuple[np.ndarray | None, np.ndarray]:
-        """Returns the indices of B1, or None without an ascent, and of B2."""
-        updating = self._sampler("update", self.update_batch_size).batch(step)
-        if step < self.warmup_steps or (step - self.warmup_steps) % self.ascent_every:
-            return None, updating
-        if self.shared_batch:
-            return updating, updating
-        perturbing = self._sampler("perturbation", self.perturbation_batch_size).batch(step)
-        return perturbing, updating
-
-    def _sampler(self, purpose: str, batch_size: int) -> FixedBatchSampler:
-        # The two purposes have seeds of their own, so that B1 and B2 are independent.
-        seed = derive(self.seed, f"{purpose} batches")
-        return FixedBatchSampler(self.num_examples, batch_size, seed=seed)
-
-
-def _identity(trainer: SharpnessTrainer, plan: Batches, source: Source) -> dict[str, Any]:
+def _identity(
+    trainer: SharpnessTrainer, plan: Batches, progress: Progress, source: Source
+) -> dict[str, Any]:
     """Returns what a resumed run must share with the run in the workdir."""
     identity: dict[str, Any] = {}
     for name in (
@@ -328,7 +283,7 @@ def _identity(trainer: SharpnessTrainer, plan: Batches, source: Source) -> dict[
     del identity["steps"]  # A longer run continues a shorter one.
     identity["seed"] = plan.seed.hex()
     identity["data"] = source.fingerprint
-    return identity
+    return identity | progress.identity
 
 
 class _Files:
@@ -383,6 +338,10 @@ class _Files:
         shardings = jax.tree.map(lambda x: x.sharding, state)
         return jax.device_put(SharpnessState(**saved), shardings), step
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Returns the metrics of the finished steps."""
+        return [] if self._checkpoints is None else read_metrics(self._metrics.path)
+
     def write(self, step: int, ended: float, row: dict[str, float]) -> None:
         """Writes the metrics of a step that ended at a time."""
         if self._checkpoints is not None:
@@ -401,6 +360,7 @@ def _identify(root: pathlib.Path, identity: Mapping[str, Any]) -> None:
     if path.exists():
         stored = read_json(path, remedy="Restore it from a copy, or use a new workdir.")
     if stored != identity:
-        names = sorted(name for name in identity if stored.get(name) != identity[name])
+        every = {*identity, *stored}
+        names = sorted(name for name in every if stored.get(name) != identity.get(name))
         raise ValueError(f"{root} holds a run with another {', '.join(names)}. Use a new workdir.")
     write_json(path, identity)

@@ -13,12 +13,12 @@ import pytest
 from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 
-from jaxdp import data, models
+from jaxdp import data, finetune, models
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
 from launch import finetune as launched
-from launch import frame
+from launch import frame, trainers
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -218,7 +218,25 @@ def test_configs_build_and_name_a_model_that_exists(path, arguments):
     models.create(config.model.name, num_classes=10, **dict(config.model.options))
 
 
+def test_random_rounds_are_dp_sgd_of_one_example_with_the_number_of_steps_drawn(tmp_path):
+    config = load("configs/digits_dpsgd.py").get_config("random_round")
+    task, trainer = launched.STUDY.open(config, tmp_path)
+    rounds = finetune.random_round(config.private.steps, seed=bytes(16))
+    assert 1 < rounds < config.private.steps == 20 * len(task.private)
+    assert trainers.steps(config.private) == rounds
+    private, same = config.private, config.private.copy_and_resolve_references()
+    del same.random_round
+    same.steps = rounds
+    plain = task.trainer(same)
+    assert trainer.event(0, rounds) == plain.event(0, rounds)
+    assert trainer.sampler.expected_batch_size == pytest.approx(1.0)
+    private.random_round.seed = 1
+    assert trainers.steps(private) != rounds
+
+
 def test_an_unknown_variant_of_a_config_is_refused():
+    with pytest.raises(ValueError, match="takes 'all' or 'random_round', got 'rounds'"):
+        load("configs/digits_dpsgd.py").get_config("rounds")
     with pytest.raises(ValueError, match="'paper' or 'cpu'"):
         load("configs/cifar10_dpsgd.py").get_config("gpu")
 

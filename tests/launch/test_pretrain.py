@@ -99,6 +99,32 @@ def test_a_run_leaves_what_it_promises(finished):
     assert all(0 < row["perturbation_norm"] <= 0.5 * (1 + 1e-6) for row in rows)
 
 
+def test_lemma_a1_stands_beside_the_change_of_the_model(finished):
+    workdir, result, printed = finished
+    assert "Lemma A.1:" in printed and (workdir / "lemma_a1.png").read_bytes()[1:4] == b"PNG"
+    assert [row["direction"] for row in result["changes"]] == ["gradient", "noise"]
+    for row in result["changes"]:
+        assert row["length"] == pytest.approx(0.5, rel=1e-5)
+        assert 0 < row["loss"] <= row["loss_bound"]
+        assert 0 < row["gradient"] <= row["gradient_bound"]
+    gradient, noise = (row["loss"] for row in result["changes"])
+    assert gradient > 2 * noise
+
+
+def test_a_target_ends_the_warm_up_and_a_stable_loss_the_run(tmp_path):
+    rules = {
+        "ascent__warmup_accuracy": 0.12,
+        "train__stable": {"steps": 2, "tolerance": 0.99},
+        "train__steps": 40,
+        "robustness__lengths": (),
+    }
+    result = frame.run(pretrain.STUDY, tiny.pretrain(**rules), tmp_path)
+    rows = read_metrics(tmp_path / TRAINING)
+    accuracies = {row["step"]: row["train_accuracy"] for row in rows if "train_accuracy" in row}
+    first = min(step for step, accuracy in accuracies.items() if accuracy >= 0.12)
+    assert 0 < first == result["warmup_steps"] and first + 4 == result["steps"] == len(rows)
+
+
 def test_the_saved_model_has_the_accuracies_that_are_reported(finished):
     workdir, result, _ = finished
     params = models.load_params(workdir / "params.safetensors")

@@ -83,6 +83,7 @@ PRETRAIN = {
     "robustness.relative_std": (0.5,),
     "robustness.draws": 2,
     "robustness.inputs": 4,
+    "robustness.lengths": (0.5,),
 }
 
 
