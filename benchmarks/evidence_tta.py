@@ -28,7 +28,7 @@ from configs.tta import cifar10, usps_shift
 from jaxdp.models import save_params
 from jaxdp.models.layers import GroupNorm
 from jaxdp.report import format_table, plot_curves
-from launch import adapt, data, frame, models, results
+from launch import adapt, adapt_results, adapt_settings, data, frame, models, results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence_tta.json"
@@ -118,13 +118,16 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
 
     cells = [{name: cell[name] for name in KEPT if name in cell} for cell in result["cells"]]
     for cell in cells:
-        less = gaps(cell["method"], cell["setting"], (cell["method"], adapt.ORIGINAL))
+        less = gaps(cell["method"], cell["setting"], (cell["method"], adapt_settings.ORIGINAL))
         cell["higher"] = sum(gap > 0 for gap in less.values())
     of_five = {}
-    for setting in adapt.settings(config):
-        mine = [gaps(method, setting, (adapt.SOURCE, adapt.ORIGINAL)) for method in config.methods]
+    for setting in adapt_settings.settings(config):
+        mine = [
+            gaps(method, setting, (adapt_settings.SOURCE, adapt_settings.ORIGINAL))
+            for method in config.methods
+        ]
         means = {seed: results.moments(gap[seed] for gap in mine).mean for seed in seeds}
-        of_five[setting] = adapt.crossed(means, config.protocol.sources)
+        of_five[setting] = adapt_results.crossed(means, config.protocol.sources)
     tried = [
         {name: row[name] for name in ("method", "setting", "length", "accuracy")}
         for row in result["tried"]
@@ -150,7 +153,7 @@ def tables(report: Any) -> dict[str, str]:
     markdown = {}
     for protocol in (name for name in STUDIES if name in report):
         *cells, source = report[protocol]["cells"]
-        changed = [cell for cell in cells if cell["setting"] != adapt.ORIGINAL]
+        changed = [cell for cell in cells if cell["setting"] != adapt_settings.ORIGINAL]
         runs = report[protocol]["streams"] * report[protocol]["source models"]
         markdown[f"{protocol}: accuracy"] = _pivot(
             [*cells, source], lambda c: f"{100 * c['mean']:.1f}"
@@ -194,7 +197,7 @@ def _by_length(tried: Sequence[Any]) -> str:
     rate."""
     rows = []
     for method in dict.fromkeys(row["method"] for row in tried):
-        for setting in (adapt.ORIGINAL, adapt.CLIPPED):
+        for setting in (adapt_settings.ORIGINAL, adapt_settings.CLIPPED):
             mine = results.select(tried, method=method, setting=setting)
             shown = {
                 f"rate {k}": f"{100 * r['accuracy']:.1f} at {r['length']:.3f}"
@@ -226,7 +229,7 @@ def draw(report: Any, path: pathlib.Path) -> None:
         ylabel="mean accuracy over the stream",
         xscale="log",
         xticks={epsilon: f"{epsilon:g}" for epsilon, _ in noisy},
-        references={adapt.SOURCE: source["mean"]},
+        references={adapt_settings.SOURCE: source["mean"]},
     )
 
 

@@ -94,8 +94,12 @@ def get_config(source: str = "trained") -> ConfigDict:
                 # order of its own.
                 "domain_order": "given",
                 "accumulate": 1,
+                # further runs with fewer photographs of each domain, such as (64, 256)
+                "lengths": (),
             },
             "methods": ("Tent", "EATA", "SAR", "DeYO", "DeYO-COME"),
+            # The published method with the gradient of each "image" or "batch" clipped. No guarantee.
+            "clipping": ("image",),
             "method_options": {
                 "EATA": {"diversity": 0.4, "fisher_strength": 1.0},  # for 10 classes, not for 1000
                 "SAR": {},
@@ -107,8 +111,9 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "delta": 1e-6,
                 "adjacency": "replace_one",
                 "unit": "photograph",
-                # {"filters": "keep", "kept_fraction": 0.5} keeps filters on single images
-                "filters": {},
+                # of single images in the private form: "remove" as in the paper, "keep", or both
+                "filters": ("remove",),
+                "kept_fraction": 1.0,  # the divisor over B with "keep"
             },
             "tuning": {
                 "corruptions": ("speckle_noise", "spatter", "gaussian_blur", "saturate"),
@@ -117,6 +122,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "learning_rates": (3e-4, 1e-3, 3e-3, 6e-3, 1e-2),
                 "clipped_steps": (1e-3, 3e-3, 1e-2, 2e-2, 3e-2),  # learning rate times clip norm
                 "clip_norms": (1.0,),  # a third of the median gradient norm
+                "batch_clip_norms": (1.0,),  # of whole batches
             },
             "hyper_parameters": {},  # by method and setting, instead of tuning
         }

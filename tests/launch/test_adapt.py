@@ -17,7 +17,7 @@ from jaxdp import data
 from jaxdp.data.shifts import STRENGTHS, Shift, shifted
 from jaxdp.privacy import Ledger
 from jaxdp.tta.adapter import Adapter
-from launch import adapt, frame, settings
+from launch import adapt, adapt_results, adapt_settings, frame, settings
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -235,7 +235,7 @@ def test_configs_name_known_corruptions_methods_and_settings(config):
     }
     assert strengths or set(config.tuning.corruptions) == set(data.HELD_OUT_CORRUPTIONS)
     for given in config.hyper_parameters.values():
-        assert set(given) == set(adapt.settings(config))
+        assert set(given) == set(adapt_settings.settings(config))
         assert all(choice.learning_rate > 0 for choice in given.values())
     json.loads(config.to_json())
     assert list(adapt.STUDY.cells(config))
@@ -275,12 +275,14 @@ def test_runs_cross_streams_with_source_models(monkeypatch):
 
 def test_the_error_counts_streams_and_source_models():
     values = {0: 1.0, 1: 3.0, 2: 2.0, 3: 4.0}  # sources 0 and 1 of streams 0 and 1
-    mean, error = adapt.crossed(values, 2)
+    mean, error = adapt_results.crossed(values, 2)
     assert mean == 2.5 and error == pytest.approx(math.sqrt(1.0**2 + 0.5**2))
-    assert adapt.crossed({0: 1.0, 1: 3.0}, 1) == (2.0, 1.0), (
+    assert adapt_results.crossed({0: 1.0, 1: 3.0}, 1) == (2.0, 1.0), (
         "one source model: the standard error over streams"
     )
-    assert math.isnan(adapt.crossed({0: 1.0}, 1)[1]) and adapt.crossed({0: 1.0, 1: 1.0}, 1) == (
+    assert math.isnan(adapt_results.crossed({0: 1.0}, 1)[1]) and adapt_results.crossed(
+        {0: 1.0, 1: 1.0}, 1
+    ) == (
         1.0,
         0.0,
     )
