@@ -39,6 +39,7 @@ KEPT = (
     "std",
     "over_source",
     "over_original",
+    "over_usual",
     "length",
     "taken",
     "learning_rate",
@@ -46,8 +47,12 @@ KEPT = (
 STUDIES = {
     "continual": lambda: usps_shift.get_config("continual"),
     "episodic": lambda: usps_shift.get_config("episodic"),
+    "ablations": lambda: usps_shift.get_config("ablations"),
+    "episodic_ablations": lambda: usps_shift.get_config("episodic_ablations"),
     "cifar10": lambda: cifar10.get_config("group_norm"),
     "cifar10_episodic": lambda: cifar10.get_config("group_norm_episodic"),
+    "cifar10_filters": lambda: cifar10.get_config("group_norm_filters"),
+    "cifar10_episodic_filters": lambda: cifar10.get_config("group_norm_episodic_filters"),
 }
 
 
@@ -111,7 +116,7 @@ def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
 def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> dict[str, Any]:
     """Returns the numbers of a finished study that the page can state."""
     runs = {(r["method"], r["setting"], r["seed"]): r["mean"] for r in rows if r["part"] == "runs"}
-    seeds = range(config.protocol.seeds)
+    seeds, ways = range(config.protocol.seeds), adapt_settings.settings(config)
 
     def gaps(method: str, setting: str, over: tuple[str, str]) -> dict[int, float]:
         return {seed: runs[method, setting, seed] - runs[*over, seed] for seed in seeds}
@@ -120,8 +125,16 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
     for cell in cells:
         less = gaps(cell["method"], cell["setting"], (cell["method"], adapt_settings.ORIGINAL))
         cell["higher"] = sum(gap > 0 for gap in less.values())
+        other = adapt_settings.usual(ways, cell["setting"])
+        if other:
+            less = gaps(cell["method"], cell["setting"], (cell["method"], other))
+            cell["higher_usual"] = sum(gap > 0 for gap in less.values())
     of_five = {}
-    for setting in adapt_settings.settings(config):
+    for setting in ways:
+        if sum(name == setting for _, name in adapt_settings.compared(config)) < len(
+            config.methods
+        ):
+            continue  # kept filters are for methods with filters
         mine = [
             gaps(method, setting, (adapt_settings.SOURCE, adapt_settings.ORIGINAL))
             for method in config.methods
@@ -133,6 +146,10 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
         for row in result["tried"]
     ]
     sources = config.protocol.sources
+    shorter = [
+        {name: row[name] for name in ("method", "setting", "images", "mean", "over_original")}
+        for row in adapt_results.by_length(result)
+    ]
     return {
         "source models": sources,
         "streams": result["seeds"] // sources,
@@ -141,6 +158,7 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
         "cells": cells,
         "mean gain of the methods": of_five,
         "tried": tried,
+        "by length": shorter,
         "domains": {name: value for name, value in result["cells"][-1]["per_corruption"].items()},
     }
 

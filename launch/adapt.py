@@ -340,7 +340,7 @@ def _cells(config: Any) -> Iterator[Cell]:
         yield Cell("tuning", method, setting, 0)
     seeds = range(config.protocol.seeds)
     for part in lengths(config):
-        for seed, (method, setting) in itertools.product(seeds, compared(config)):
+        for seed, (method, setting) in itertools.product(seeds, compared(config, part)):
             yield Cell(part, method, setting, seed)
         for seed in seeds:
             yield Cell(part, SOURCE, ORIGINAL, seed)

@@ -36,16 +36,18 @@ def settings(config: Any) -> dict[str, Setting]:
     return ways
 
 
-def compared(config: Any) -> list[tuple[str, str]]:
-    """Returns each method with each of its settings.
+def compared(config: Any, part: str = "runs") -> list[tuple[str, str]]:
+    """Returns each method with each of its settings in a part.
 
-    Filters are kept only in a method that has one on single images.
+    Filters are kept only in a method that has one on single images. Shorter streams compare the
+    paper's private form with the original.
     """
     pairs = []
     for method, (name, way) in itertools.product(config.methods, settings(config).items()):
         base, *_ = method.partition("-")
         filtered = getattr(tta.METHODS[base], "reliable", None) is not tta.Method.reliable
-        if way.filters != "keep" or filtered:
+        ablation = way.filters == "keep" or (way.unit and not way.epsilon)
+        if (filtered or way.filters != "keep") and (part == "runs" or not ablation):
             pairs.append((method, name))
     return pairs
 
