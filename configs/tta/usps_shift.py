@@ -73,7 +73,7 @@ def get_config(variant: str = "continual") -> ConfigDict:
     if variant.endswith("ablations"):
         config.clipping = ("image", "batch")
         config.privacy.update(budgets=(20.0,), filters=("remove", "keep"))
-        config.protocol.lengths = (64, 128, 256, 512)
+        config.protocol.update(seeds=min(config.protocol.seeds, 9), lengths=(64, 256))
     config.tuning.update(
         corruptions=("speckle", "contrast", "rotation"),
         images=1024,
