@@ -452,22 +452,25 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     """Draws the figures. Writes methods.txt, which describes the private form of each method."""
-    config = work.config
-    any_choice = {"learning_rate": 1.0, "clip_norm": 1.0}
-    ways, texts = settings(config), []
-    for name, setting in compared(config):
-        if ways[setting].epsilon and ways[setting].epsilon == config.privacy.budgets[-1]:
-            cell = Cell("runs", name, setting, 0)
-            method: Any = work.shared.adapter(cell, any_choice).method
-            texts.append(f"{name}: {method.describe()}\n")
-    write_durably(work.root / "methods.txt", "\n".join(texts).encode())
+    texts = "\n".join(_descriptions(work.config, work.shared))
+    write_durably(work.root / "methods.txt", texts.encode())
     corruptions = len(result["cells"][-1]["per_corruption"])
     streams = f"{result['seeds']} streams of {result['images']} photographs"
     about = f"{corruptions} corruptions, {streams}"
-    adapt_figures.draw_streams(result, work, about, ways)
+    adapt_figures.draw_streams(result, work, about, settings(work.config))
     adapt_figures.draw_epsilons(result, work, about)
     adapt_figures.draw_lengths(adapt_results.by_length(result), work)
     adapt_figures.draw_stability(result, work)
+
+
+def _descriptions(config: Any, task: _Task) -> Iterator[str]:
+    """Yields what each private form at the last budget keeps, moves and removes."""
+    any_choice = {"learning_rate": 1.0, "clip_norm": 1.0}
+    for name, setting in compared(config):
+        epsilon = settings(config)[setting].epsilon
+        if epsilon and epsilon == config.privacy.budgets[-1]:
+            method: Any = task.adapter(Cell("runs", name, setting, 0), any_choice).method
+            yield f"{name}: {method.describe()}\n"
 
 
 STUDY = frame.Study(

@@ -7,7 +7,8 @@ arXiv:2606.01908.
         --config.model.checkpoint=/path/to/vit_base_patch16_224/model.safetensors
 
 ":episodic" resets at every corruption. ":convnext" and ":convnext_episodic" are the two streams for
-a ConvNeXt-T (timm's convnext_tiny.in12k_ft_in1k in the paper's code). It needs the 15 + 4 sets `imagenet2012_corrupted/{corruption}_5` and clean images of `imagenet2012`,
+a ConvNeXt-T (timm's convnext_tiny.in12k_ft_in1k in the paper's code). It
+needs the 15 + 4 sets `imagenet2012_corrupted/{corruption}_5` and clean images of `imagenet2012`,
 prepared by TFDS, and a checkpoint in the naming of timm, Hugging Face or augreg. It also needs an
 accelerator, and 24 GB of memory for the 5000 photographs of five streams and tuning. The paper has
 five runs over the same 50,000 photographs. Learning rates and clip norms are the paper's, found on

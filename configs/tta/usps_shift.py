@@ -71,7 +71,7 @@ def get_config(variant: str = "continual") -> ConfigDict:
     if variant.startswith("episodic"):
         config.protocol.update(reset="domain", seeds=6)
     if variant.endswith("ablations"):
-        config.clipping = ("image", "batch")
+        config.methods, config.clipping = ("Tent", "EATA", "DeYO"), ("image", "batch")
         config.privacy.update(budgets=(20.0,), filters=("remove", "keep"))
         config.protocol.update(seeds=min(config.protocol.seeds, 9), lengths=(64, 256))
     config.tuning.update(
