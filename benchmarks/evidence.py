@@ -130,7 +130,12 @@ EVIDENCE = [
         "results/tta.md",
         ("evidence_tta.json",),
         evidence_tta.tables,
-        {"tta.png": evidence_tta.draw},
+        {"tta.png": evidence_tta.draw, "tta_costs.png": evidence_tta.draw_costs},
+    ),
+    Evidence(
+        "results/tta.md",
+        ("tta_paper.json", "evidence_tta.json"),
+        evidence_tta.beside,
     ),
     Evidence(
         "results/agt.md",

@@ -5,10 +5,13 @@ budgets.
         --data_dir DIR [--study continual] [--workdir workdir/evidence_tta]
     python -m benchmarks run evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
         --checkpoint resnet20_cifar10.npz
+    python -m benchmarks run evidence_tta --data_dir DIR --study cifar10_filters \
+        --study cifar10_episodic_filters --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 
-The first two commands run configs/tta/usps_shift.py and configs/tta/cifar10.py:group_norm,
-continual and episodic, and keep what docs/results/tta.md states. The third writes the page. An
+The first runs configs/tta/usps_shift.py and configs/finetune/usps.py, the second
+configs/tta/cifar10.py:group_norm, continual and episodic, the third the same with the filters of
+private forms kept. They keep what docs/results/tta.md states. The last writes the page. An
 interrupted run goes on from its workdir. Update lengths and shares of images are functions of the
 records: for public benchmarks only. """
 
@@ -24,11 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
+from configs.finetune import usps
 from configs.tta import cifar10, usps_shift
 from jaxdp.models import save_params
 from jaxdp.models.layers import GroupNorm
 from jaxdp.report import format_table, plot_curves
-from launch import adapt, adapt_results, adapt_settings, data, frame, models, results
+from launch import adapt, adapt_results, adapt_settings, curve, data, frame, models, results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence_tta.json"
@@ -55,6 +59,15 @@ STUDIES = {
     "cifar10_episodic_filters": lambda: cifar10.get_config("group_norm_episodic_filters"),
 }
 
+ABLATIONS = (
+    "ablations",
+    "episodic_ablations",
+    "cifar10_filters",
+    "cifar10_episodic_filters",
+)
+TRAINING = "training"
+PRIVATE = "epsilon 20"  # of shorter streams
+
 
 def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> dict[str, Any]:
     """Returns what is kept of a study."""
@@ -66,6 +79,16 @@ def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> 
     result = frame.run(adapt.STUDY, config, root)
     rows = [json.loads(line) for line in (root / "rows.jsonl").read_text().splitlines()]
     return clean | summary(result, rows, config, (time.process_time() - start) / 60)
+
+
+def train(data_dir: str, root: pathlib.Path) -> dict[str, Any]:
+    """Returns the accuracies of DP-SGD training over epsilon, and that without privacy."""
+    config = usps.get_config()
+    config.public_benchmark, config.data.data_dir = True, data_dir
+    start = time.process_time()
+    result = frame.run(curve.STUDY, config, root)
+    kept = {name: result[name] for name in ("points", "without_privacy", "runs", "records")}
+    return {"cpu minutes": round((time.process_time() - start) / 60, 1), **kept}
 
 
 def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float:
@@ -169,39 +192,95 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
 def tables(report: Any) -> dict[str, str]:
     """Returns the tables of the page in Markdown, by the name in their comment."""
     markdown = {}
-    for protocol in (name for name in STUDIES if name in report):
-        *cells, source = report[protocol]["cells"]
-        changed = [cell for cell in cells if cell["setting"] != adapt_settings.ORIGINAL]
-        runs = report[protocol]["streams"] * report[protocol]["source models"]
-        markdown[f"{protocol}: accuracy"] = _pivot(
-            [*cells, source], lambda c: f"{100 * c['mean']:.1f}"
-        )
-        five = [
-            {"method": "mean of the five", "setting": setting, "over_source": gain}
-            for setting, gain in report[protocol]["mean gain of the methods"].items()
-        ]
-        markdown[f"{protocol}: gain"] = _pivot(
-            [*cells, *five], lambda c: results.percent(*c["over_source"], sign="+")
-        )
-        markdown[f"{protocol}: change"] = _pivot(
-            changed,
-            lambda c, n=runs: (
-                f"{results.percent(*c['over_original'], sign='+')} ({c['higher']} of {n})"
-            ),
-        )
-        markdown[f"{protocol}: length"] = _pivot(cells, lambda c: f"{c['length']:.3f}")
-        markdown[f"{protocol}: taken"] = _pivot(
-            [cell for cell in cells if "taken" in cell], lambda c: f"{100 * c['taken']:.0f}"
-        )
-        if "clean" in report[protocol]:
-            right = {"clean test images": report[protocol]["clean"], "the stream": source["mean"]}
-            shown = {
-                "source right on": "percent",
-                **{where: f"{100 * share:.1f}" for where, share in right.items()},
-            }
-            markdown[f"{protocol}: source"] = format_table([shown], style="markdown")
-        markdown[f"{protocol}: by length"] = _by_length(report[protocol]["tried"])
+    for study in (name for name in STUDIES if name in report):
+        tables_of = _ablations if study in ABLATIONS else _diagnostics
+        for name, table in (_accuracies(report[study]) | tables_of(report[study])).items():
+            markdown[f"{study}: {name}"] = table
+    if TRAINING in report:
+        markdown["training: costs"] = format_table(costs(report), style="markdown")
     return markdown
+
+
+def _accuracies(found: Any) -> dict[str, str]:
+    changed = [c for c in found["cells"][:-1] if c["setting"] != adapt_settings.ORIGINAL]
+    runs = found["streams"] * found["source models"]
+
+    def change(c: Any) -> str:
+        return f"{results.percent(*c['over_original'], sign='+')} ({c['higher']} of {runs})"
+
+    return {
+        "accuracy": _pivot(found["cells"], lambda c: f"{100 * c['mean']:.1f}"),
+        "change": _pivot(changed, change),
+    }
+
+
+def _diagnostics(found: Any) -> dict[str, str]:
+    *cells, source = found["cells"]
+    five = [
+        {"method": "mean of the five", "setting": setting, "over_source": gain}
+        for setting, gain in found["mean gain of the methods"].items()
+    ]
+    counted = [cell for cell in cells if "taken" in cell]
+    markdown = {
+        "gain": _pivot([*cells, *five], lambda c: results.percent(*c["over_source"], sign="+")),
+        "length": _pivot(cells, lambda c: f"{c['length']:.3f}"),
+        "taken": _pivot(counted, lambda c: f"{100 * c['taken']:.0f}"),
+        "by length": _by_length(found["tried"]),
+    }
+    if "clean" in found:
+        right = {"clean test images": found["clean"], "the stream": source["mean"]}
+        shown = {"source right on": "percent"}
+        shown |= {where: f"{100 * share:.1f}" for where, share in right.items()}
+        markdown["source"] = format_table([shown], style="markdown")
+    return markdown
+
+
+def _ablations(found: Any) -> dict[str, str]:
+    """Returns what kept filters and clipped batches change, and how the length of a stream does."""
+    ablated = [cell for cell in found["cells"] if "over_usual" in cell]
+    runs = found["streams"] * found["source models"]
+
+    def change(c: Any) -> str:
+        return f"{results.percent(*c['over_usual'], sign='+')} ({c['higher_usual']} of {runs})"
+
+    markdown = {"usual": _pivot(ablated, change)}
+    if found["by length"]:
+        by_images = results.pivot(
+            results.select(found["by length"], setting=PRIVATE),
+            "method",
+            "images",
+            lambda c: results.percent(*c[0]["over_original"], sign="+"),
+            heading="{} photographs",
+        )
+        markdown["photographs"] = format_table(by_images, style="markdown")
+    return markdown
+
+
+def costs(report: Any) -> list[dict[str, str]]:
+    """Returns how much accuracy privacy takes from training and from adaptation, in points."""
+    trained = report[TRAINING]
+    rows: list[dict[str, Any]] = [
+        {
+            "what is private": "DP-SGD training",
+            "epsilon": point["epsilon"],
+            "less": (point["accuracy"] - trained["without_privacy"], point["deviation"]),
+        }
+        for point in trained["points"]
+    ]
+    for protocol in ("continual", "episodic"):
+        for cell in report[protocol]["cells"]:
+            if cell["setting"].startswith("epsilon"):
+                epsilon = float(cell["setting"].removeprefix("epsilon "))
+                name = f"{cell['method']}, {protocol}"
+                less = cell["over_original"]
+                rows.append({"what is private": name, "epsilon": epsilon, "less": less})
+    return results.pivot(
+        rows,
+        "what is private",
+        "epsilon",
+        lambda found: results.percent(*found[0]["less"], sign="+"),
+        heading="epsilon {:g}",
+    )
 
 
 def _pivot(cells: Sequence[Any], text: Any) -> str:
@@ -223,6 +302,30 @@ def _by_length(tried: Sequence[Any]) -> str:
             }
             rows.append({"method": method, "setting": setting} | shown)
     return format_table(rows, style="markdown")
+
+
+def beside(paper: Any, report: Any) -> dict[str, str]:
+    """Returns Tent by epsilon beside the paper's Tent, with the differences to the original."""
+    original = adapt_settings.ORIGINAL
+    streams = {f"USPS, {name}": report[name]["cells"] for name in ("continual", "episodic")}
+    streams |= {
+        "CIFAR-10, continual": report["cifar10"]["cells"],
+        "CIFAR-10, episodic": report["cifar10_episodic"]["cells"],
+    }
+    means = {"paper: ViT-B/16, ImageNet-C, continual": paper["Tent"]}
+    for stream, cells in streams.items():
+        ours = results.select(cells, method="Tent")
+        means[stream] = {cell["setting"]: 100 * cell["mean"] for cell in ours}
+    every = [name for name in means["USPS, continual"] if name != adapt_settings.CLIPPED]
+    rows = []
+    for stream, accuracy in means.items():
+        row = {"Tent": stream} | dict.fromkeys(every, "")
+        for name in every:
+            if name in accuracy:
+                less = f" ({accuracy[name] - accuracy[original]:+.1f})"
+                row[name] = f"{accuracy[name]:.1f}{less if name != original else ''}"
+        rows.append(row)
+    return {"Tent beside the paper": format_table(rows, style="markdown")}
 
 
 def draw(report: Any, path: pathlib.Path) -> None:
@@ -251,11 +354,40 @@ def draw(report: Any, path: pathlib.Path) -> None:
     )
 
 
+def draw_costs(report: Any, path: pathlib.Path) -> None:
+    """Draws how much accuracy privacy takes from training and from adaptation, by epsilon."""
+    trained = report[TRAINING]
+    losses = [
+        (point["epsilon"], point["accuracy"] - trained["without_privacy"])
+        for point in trained["points"]
+    ]
+    curves = {"DP-SGD training": sorted(losses)}
+    for cell in report["episodic"]["cells"]:
+        if cell["setting"].startswith("epsilon"):
+            epsilon = float(cell["setting"].removeprefix("epsilon "))
+            change, _ = cell["over_original"]
+            curves.setdefault(cell["method"], []).append((epsilon, change))
+    plot_curves(
+        path,
+        {name: sorted(points) for name, points in curves.items()},
+        title="What privacy costs in training and in adaptation, USPS",
+        subtitle="private less not private, δ = 1e-6, adaptation with resets",
+        xlabel="ε (log scale)",
+        ylabel="accuracy less that without privacy",
+        xscale="log",
+        xticks={epsilon: f"{epsilon:g}" for epsilon, _ in losses},
+        references={"no cost": 0.0},
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data_dir", default="")
     parser.add_argument("--workdir", default="workdir/evidence_tta")
     parser.add_argument(
-        "--study", action="append", choices=STUDIES, help="the default is those of USPS"
+        "--study",
+        action="append",
+        choices=(*STUDIES, TRAINING),
+        help="the default is those of USPS",
     )
     parser.add_argument(
         "--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10"
@@ -264,8 +396,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
     report = timing.earlier(flags.output)
-    for study in flags.study or ("continual", "episodic"):
+    for study in flags.study or ("continual", "episodic", *ABLATIONS[:2], TRAINING):
         workdir = pathlib.Path(flags.workdir) / study
-        report[study] = run(study, flags.data_dir, workdir, flags.checkpoint)
+        if study == TRAINING:
+            report[study] = train(flags.data_dir, workdir)
+        else:
+            report[study] = run(study, flags.data_dir, workdir, flags.checkpoint)
         timing.write(report, flags.output)  # a later study may fail
     return report

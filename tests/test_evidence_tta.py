@@ -9,28 +9,45 @@ import pytest
 
 from benchmarks import evidence_tta
 from jaxdp.models import create
+from launch import adapt_settings
 
 FOUND = json.loads(evidence_tta.RESULTS.read_text())
 
 
-@pytest.mark.parametrize("protocol", FOUND)
-def test_the_runs_are_those_of_the_config(protocol):
-    config, found = evidence_tta.STUDIES[protocol](), FOUND[protocol]
+@pytest.mark.parametrize("study", [name for name in FOUND if name in evidence_tta.STUDIES])
+def test_the_runs_are_those_of_the_config(study):
+    config, found = evidence_tta.STUDIES[study](), FOUND[study]
     assert found["source models"] == config.protocol.sources
     assert found["streams"] * found["source models"] == config.protocol.seeds
     assert found["images per domain"] == config.data.images and {*found["domains"]} == {
         *config.data.corruptions
     }
-    settings = {cell["setting"] for cell in found["cells"] if cell["method"] == "Tent"}
-    assert settings == {
-        "original",
-        "clipped",
-        *(f"epsilon {budget:g}" for budget in config.privacy.budgets),
-    }
+    pairs = [(cell["method"], cell["setting"]) for cell in found["cells"]]
+    assert {*pairs} == {*adapt_settings.compared(config), ("no adaptation", "original")}
+    lengths = {row["images"] for row in found.get("by length", ())}
+    assert lengths - {config.data.images} == {*config.protocol.lengths}
     for cell in found["cells"]:
         assert all(
             math.isfinite(number) for number in (*cell["over_source"], *cell["over_original"])
         )
+
+
+def test_the_costs_of_training_and_adaptation_are_differences():
+    report = {
+        "training": {
+            "without_privacy": 0.9,
+            "points": [{"epsilon": 20.0, "accuracy": 0.85, "deviation": 0.01}],
+        }
+    }
+    cells = [
+        {"method": "Tent", "setting": "epsilon 20", "over_original": [0.02, 0.004]},
+        {"method": "Tent", "setting": "original", "over_original": [0.0, 0.0]},
+    ]
+    report |= {"continual": {"cells": cells}, "episodic": {"cells": []}}
+    assert evidence_tta.costs(report) == [
+        {"what is private": "DP-SGD training", "epsilon 20": "-5.0 ± 1.0"},
+        {"what is private": "Tent, continual", "epsilon 20": "+2.0 ± 0.4"},
+    ]
 
 
 def test_group_norms_take_the_place_of_batch_norms():
