@@ -144,8 +144,8 @@ class _Task:
         """Returns the adapter of a cell with these hyper-parameters."""
         number = cell.seed % self.config.protocol.sources
         name = "Tent" if cell.method == SOURCE else cell.method  # at a rate of 0 any method will do
-        setting, privacy = settings(self.config)[cell.setting], self.config.privacy
-        accumulate = 1
+        privacy, accumulate = self.config.privacy, 1
+        setting: Any = settings(self.config)[cell.setting]
         method: Any = self.method(name, number, not setting.epsilon)
         if setting.epsilon:
             method = tta.private(

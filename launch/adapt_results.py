@@ -171,7 +171,7 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
 def by_length(result: Mapping[str, Any]) -> list[frame.Row]:
     """Returns the cells that are not original with the photographs of a domain, if that varies."""
     lengths = [*result["shorter"], {name: result[name] for name in ("images", "cells")}]
-    rows = []
+    rows: list[frame.Row] = []
     for length in lengths if result["shorter"] else ():
         for cell in length["cells"]:
             if cell["setting"] != ORIGINAL:

@@ -18,10 +18,10 @@ The first trains its source model, a ViT of width 64 and 4 blocks, on CIFAR-10's
 The second reads one of width 128 and 6 post-norm blocks from a file in the naming of PyTorch's
 nn.TransformerEncoder (73.7% clean). The third reads a published ResNet-20
 (akamaster/pytorch_resnet_cifar10, 91.73% clean) and adapts scale and bias of its BatchNorms with
-frozen statistics. The fourth runs `:group_norm`, the same network with GroupNorms in their place.
+frozen statistics. The fourth runs ":group_norm", the same network with GroupNorms in their place.
 The command makes it. launch.adapt alone would train it from random parameters. The fifth,
-`:group_norm_episodic`, resets to the source model before each corruption. `:group_norm_filters` and
-`:group_norm_episodic_filters` (studies cifar10_filters and cifar10_episodic_filters) keep the
+":group_norm_episodic", resets to the source model before each corruption. ":group_norm_filters" and
+":group_norm_episodic_filters" (studies cifar10_filters and cifar10_episodic_filters) keep the
 filters of private EATA and DeYO, beside the forms without them. Not run by us: the third as a
 whole. Results and times: docs/results/tta.md. """
 

@@ -12,7 +12,7 @@ of USPS's test images. The fifth has scikit-learn's digits, which were scanned e
 source models see each stream in five orders of the domains. Hyper-parameters are chosen on training
 images that no source model saw, under three other shifts. The episodic variant resets to the source
 model before each domain. There the order of the domains has no effect, and two streams differ in
-the order of images only. `:ablations` and `:episodic_ablations` clip batches instead of images, keep
+the order of images only. ":ablations" and ":episodic_ablations" clip batches instead of images, keep
 the filters of private forms, and serve shorter streams. Results and times: docs/results/tta.md.
 
 DIR holds USPS as a data set of TFDS (usps/1.0.0, splits train and test, images [16, 16, 1]). The
