@@ -6,7 +6,7 @@ budgets.
     python -m benchmarks run evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
         --checkpoint resnet20_cifar10.npz
     python -m benchmarks run evidence_tta --data_dir DIR --study cifar10_filters \
-        --study cifar10_episodic_filters --checkpoint resnet20_cifar10.npz
+        --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 
 The first runs configs/tta/usps_shift.py and configs/finetune/usps.py, the second
@@ -55,15 +55,13 @@ STUDIES = {
     "episodic_ablations": lambda: usps_shift.get_config("episodic_ablations"),
     "cifar10": lambda: cifar10.get_config("group_norm"),
     "cifar10_episodic": lambda: cifar10.get_config("group_norm_episodic"),
-    "cifar10_filters": lambda: cifar10.get_config("group_norm_filters"),
-    "cifar10_episodic_filters": lambda: cifar10.get_config("group_norm_episodic_filters"),
+    "cifar10_filters": lambda: cifar10.get_config("group_norm_episodic_filters"),
 }
 
 ABLATIONS = (
     "ablations",
     "episodic_ablations",
     "cifar10_filters",
-    "cifar10_episodic_filters",
 )
 TRAINING = "training"
 PRIVATE = "epsilon 20"  # of shorter streams

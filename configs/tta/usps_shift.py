@@ -25,9 +25,30 @@ label [n], give instead:
 configs/tta/digits.py needs no data.
 """
 
+from collections.abc import Mapping
+
 from ml_collections import ConfigDict
 
 from configs.tta import cifar10
+
+_CLIP_NORM = 0.3  # a third of the median gradient norm
+# What the studies without ablations chose: the learning rate as published, and learning rate times
+# clip norm with clipped images and at epsilon 20.
+_STEPS = {
+    "never": {"Tent": (0.03, 0.01, 0.03), "EATA": (0.03,) * 3, "DeYO": (0.1, 0.03, 0.03)},
+    "domain": {"Tent": (0.1,) * 3, "EATA": (0.03, 0.03, 0.1), "DeYO": (0.1,) * 3},
+}
+
+
+def _chosen(steps: Mapping[str, tuple[float, ...]]) -> dict[str, dict[str, dict[str, float]]]:
+    """Returns the hyper-parameters of these steps, by method and setting."""
+    chosen = {}
+    for name, (published, *clipped) in steps.items():
+        chosen[name] = {"original": {"learning_rate": published}}
+        for setting, step in zip(("clipped", "epsilon 20"), clipped, strict=True):
+            choice = {"learning_rate": step / _CLIP_NORM, "clip_norm": _CLIP_NORM}
+            chosen[name][setting] = choice
+    return chosen
 
 
 def get_config(variant: str = "continual") -> ConfigDict:
@@ -73,13 +94,14 @@ def get_config(variant: str = "continual") -> ConfigDict:
     if variant.endswith("ablations"):
         config.methods, config.clipping = ("Tent", "EATA", "DeYO"), ("image", "batch")
         config.privacy.update(budgets=(20.0,), filters=("remove", "keep"))
-        config.protocol.update(seeds=min(config.protocol.seeds, 9), lengths=(64, 256))
+        config.protocol.update(seeds=6, lengths=(64, 256))
+        config.hyper_parameters = _chosen(_STEPS[config.protocol.reset])
     config.tuning.update(
         corruptions=("speckle", "contrast", "rotation"),
         images=1024,
         learning_rates=(3e-3, 1e-2, 3e-2, 1e-1),
         clipped_steps=(3e-3, 1e-2, 3e-2, 1e-1),
-        clip_norms=(0.3,),  # a third of the median gradient norm
+        clip_norms=(_CLIP_NORM,),
         batch_clip_norms=(0.1,),  # of whole batches, likewise
     )
     return config

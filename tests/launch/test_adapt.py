@@ -329,9 +329,10 @@ def test_configs_name_known_corruptions_methods_and_settings(config):
     }
     assert strengths or set(config.tuning.corruptions) == set(data.HELD_OUT_CORRUPTIONS)
     for given in config.hyper_parameters.values():
-        # What is not given is chosen, such as the rates of kept filters.
+        # What is not given is chosen, such as the rates of ablations.
         missing = set(adapt_settings.settings(config)) - set(given)
-        assert missing <= {"epsilon 20, filters kept"} and len(given) > 1
+        assert missing <= {"epsilon 20, filters kept", "clipped per batch"} and len(given) > 1
+        assert set(given) <= set(adapt_settings.settings(config))
         assert all(choice.learning_rate > 0 for choice in given.values())
     json.loads(config.to_json())
     assert list(adapt.STUDY.cells(config))
