@@ -9,11 +9,11 @@ budgets.
         --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 
-The first runs configs/tta/usps_shift.py and configs/finetune/usps.py, the second
-configs/tta/cifar10.py:group_norm, continual and episodic, the third the same with the filters of
-private forms kept. They keep what docs/results/tta.md states. The last writes the page. An
-interrupted run goes on from its workdir. Update lengths and shares of images are functions of the
-records: for public benchmarks only. """
+The first runs configs/tta/usps_shift.py, the second configs/tta/cifar10.py:group_norm, continual and
+episodic, the third the latter with the filters of private forms kept. They keep what
+docs/results/tta.md states. The last writes the page. An interrupted run goes on from its workdir.
+Update lengths and shares of images are functions of the records: for public benchmarks only.
+"""
 
 import argparse
 import json
@@ -27,12 +27,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import timing
-from configs.finetune import usps
 from configs.tta import cifar10, usps_shift
 from jaxdp.models import save_params
 from jaxdp.models.layers import GroupNorm
 from jaxdp.report import format_table, plot_curves
-from launch import adapt, adapt_results, adapt_settings, curve, data, frame, models, results
+from launch import adapt, adapt_results, adapt_settings, data, frame, models, results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence_tta.json"
@@ -63,7 +62,6 @@ ABLATIONS = (
     "episodic_ablations",
     "cifar10_filters",
 )
-TRAINING = "training"
 PRIVATE = "epsilon 20"  # of shorter streams
 
 
@@ -77,16 +75,6 @@ def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> 
     result = frame.run(adapt.STUDY, config, root)
     rows = [json.loads(line) for line in (root / "rows.jsonl").read_text().splitlines()]
     return clean | summary(result, rows, config, (time.process_time() - start) / 60)
-
-
-def train(data_dir: str, root: pathlib.Path) -> dict[str, Any]:
-    """Returns the accuracies of DP-SGD training over epsilon, and that without privacy."""
-    config = usps.get_config()
-    config.public_benchmark, config.data.data_dir = True, data_dir
-    start = time.process_time()
-    result = frame.run(curve.STUDY, config, root)
-    kept = {name: result[name] for name in ("points", "without_privacy", "runs", "records")}
-    return {"cpu minutes": round((time.process_time() - start) / 60, 1), **kept}
 
 
 def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float:
@@ -194,8 +182,6 @@ def tables(report: Any) -> dict[str, str]:
         tables_of = _ablations if study in ABLATIONS else _diagnostics
         for name, table in (_accuracies(report[study]) | tables_of(report[study])).items():
             markdown[f"{study}: {name}"] = table
-    if TRAINING in report:
-        markdown["training: costs"] = format_table(costs(report), style="markdown")
     return markdown
 
 
@@ -254,33 +240,6 @@ def _ablations(found: Any) -> dict[str, str]:
     return markdown
 
 
-def costs(report: Any) -> list[dict[str, str]]:
-    """Returns how much accuracy privacy takes from training and from adaptation, in points."""
-    trained = report[TRAINING]
-    rows: list[dict[str, Any]] = [
-        {
-            "what is private": "DP-SGD training",
-            "epsilon": point["epsilon"],
-            "less": (point["accuracy"] - trained["without_privacy"], point["deviation"]),
-        }
-        for point in trained["points"]
-    ]
-    for protocol in ("continual", "episodic"):
-        for cell in report[protocol]["cells"]:
-            if cell["setting"].startswith("epsilon"):
-                epsilon = float(cell["setting"].removeprefix("epsilon "))
-                name = f"{cell['method']}, {protocol}"
-                less = cell["over_original"]
-                rows.append({"what is private": name, "epsilon": epsilon, "less": less})
-    return results.pivot(
-        rows,
-        "what is private",
-        "epsilon",
-        lambda found: results.percent(*found[0]["less"], sign="+"),
-        heading="epsilon {:g}",
-    )
-
-
 def _pivot(cells: Sequence[Any], text: Any) -> str:
     return format_table(
         results.pivot(cells, "method", "setting", lambda c: text(c[0])), style="markdown"
@@ -326,6 +285,82 @@ def beside(paper: Any, report: Any) -> dict[str, str]:
     return {"Tent beside the paper": format_table(rows, style="markdown")}
 
 
+_IMAGES = {"cifar10": "CIFAR-10", "fashion_mnist": "Fashion-MNIST"}
+
+
+def costs(scattering: Any, squeezenet: Any, report: Any) -> list[dict[str, Any]]:
+    """Returns how much accuracy privacy takes from training and from adaptation, by epsilon.
+
+    The error of training is the standard deviation over runs, of one run there is none."""
+    training = {"scattering features": scattering, "SqueezeNet features": squeezenet}
+    rows = []
+    for features, found in training.items():
+        for name, run in found["runs"].items():
+            images = f"{run['records']} images of {_IMAGES[name.removesuffix('_full')]}"
+            for point in run["points"]:
+                change = point["accuracy"] - run["without_privacy"]
+                private = f"DP-SGD on {features}, {images}"
+                rows.append(_cost(private, point["epsilon"], change, point["deviation"]))
+    for protocol in ("continual", "episodic"):
+        gains = report[protocol]["mean gain of the methods"]
+        without, _ = gains[adapt_settings.ORIGINAL]
+        for setting, (gain, _) in gains.items():
+            if setting.startswith("epsilon"):
+                mean = f"adaptation, {protocol}, mean of the five"
+                rows.append(_cost(mean, _epsilon(setting), gain - without, None))
+        for cell in report[protocol]["cells"]:
+            if cell["setting"].startswith("epsilon"):
+                private = f"adaptation, {protocol}, {cell['method']}"
+                rows.append(_cost(private, _epsilon(cell["setting"]), *cell["over_original"]))
+    return rows
+
+
+def _epsilon(setting: str) -> float:
+    return float(setting.removeprefix("epsilon "))
+
+
+def _cost(private: str, epsilon: float, change: float, error: float | None) -> dict[str, Any]:
+    return {"what is private": private, "epsilon": epsilon, "change": (change, error)}
+
+
+def cost_tables(*found: Any) -> dict[str, str]:
+    """Returns the costs of privacy at the epsilons that are closest in both."""
+    rows = [
+        {**row, "at": "epsilon 1" if row["epsilon"] == 1 else "epsilon 8 (adaptation: 10)"}
+        for row in results.select(costs(*found), epsilon=(1.0, 8.0, 10.0))
+    ]
+    table = results.pivot(
+        rows, "what is private", "at", lambda found: results.percent(*found[0]["change"], sign="+")
+    )
+    return {"costs of privacy": format_table(table, style="markdown")}
+
+
+def draw_costs(*found: Any) -> None:
+    """Draws the costs of privacy in training and, as the mean of the methods, in adaptation."""
+    *documents, path = found
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in costs(*documents):
+        name = row["what is private"]
+        if name.startswith("DP-SGD") or name.endswith("mean of the five"):
+            change, _ = row["change"]
+            curves.setdefault(_short(name), []).append((row["epsilon"], change))
+    plot_curves(
+        path,
+        {name: sorted(points) for name, points in curves.items()},
+        title="What privacy costs in training and in adaptation",
+        subtitle="DP-SGD on features of images; adaptation on USPS, mean of five methods",
+        xlabel="ε (log scale)",
+        ylabel="accuracy less that without privacy",
+        xscale="log",
+        references={"no cost": 0.0},
+    )
+
+
+def _short(private: str) -> str:
+    name = private.removeprefix("DP-SGD on ").removesuffix(", mean of the five")
+    return name.replace(" features, ", ", ").replace(" images of", "")
+
+
 def draw(report: Any, path: pathlib.Path) -> None:
     """Draws what each private form gains over no adaptation, by epsilon."""
     *cells, source = report["continual"]["cells"]
@@ -352,39 +387,13 @@ def draw(report: Any, path: pathlib.Path) -> None:
     )
 
 
-def draw_costs(report: Any, path: pathlib.Path) -> None:
-    """Draws how much accuracy privacy takes from training and from adaptation, by epsilon."""
-    trained = report[TRAINING]
-    losses = [
-        (point["epsilon"], point["accuracy"] - trained["without_privacy"])
-        for point in trained["points"]
-    ]
-    curves = {"DP-SGD training": sorted(losses)}
-    for cell in report["episodic"]["cells"]:
-        if cell["setting"].startswith("epsilon"):
-            epsilon = float(cell["setting"].removeprefix("epsilon "))
-            change, _ = cell["over_original"]
-            curves.setdefault(cell["method"], []).append((epsilon, change))
-    plot_curves(
-        path,
-        {name: sorted(points) for name, points in curves.items()},
-        title="What privacy costs in training and in adaptation, USPS",
-        subtitle="private less not private, δ = 1e-6, adaptation with resets",
-        xlabel="ε (log scale)",
-        ylabel="accuracy less that without privacy",
-        xscale="log",
-        xticks={epsilon: f"{epsilon:g}" for epsilon, _ in losses},
-        references={"no cost": 0.0},
-    )
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data_dir", default="")
     parser.add_argument("--workdir", default="workdir/evidence_tta")
     parser.add_argument(
         "--study",
         action="append",
-        choices=(*STUDIES, TRAINING),
+        choices=STUDIES,
         help="the default is those of USPS",
     )
     parser.add_argument(
@@ -394,11 +403,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
     report = timing.earlier(flags.output)
-    for study in flags.study or ("continual", "episodic", *ABLATIONS[:2], TRAINING):
+    for study in flags.study or ("continual", "episodic", *ABLATIONS[:2]):
         workdir = pathlib.Path(flags.workdir) / study
-        if study == TRAINING:
-            report[study] = train(flags.data_dir, workdir)
-        else:
-            report[study] = run(study, flags.data_dir, workdir, flags.checkpoint)
+        report[study] = run(study, flags.data_dir, workdir, flags.checkpoint)
         timing.write(report, flags.output)  # a later study may fail
     return report

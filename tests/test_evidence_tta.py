@@ -33,21 +33,31 @@ def test_the_runs_are_those_of_the_config(study):
 
 
 def test_the_costs_of_training_and_adaptation_are_differences():
-    report = {
-        "training": {
-            "without_privacy": 0.9,
-            "points": [{"epsilon": 20.0, "accuracy": 0.85, "deviation": 0.01}],
-        }
-    }
+    points = [
+        {"epsilon": 8.0, "accuracy": 0.85, "deviation": 0.01},
+        {"epsilon": 2.0, "accuracy": 0.7, "deviation": None},
+    ]
+    training = {"runs": {"cifar10_full": {"records": 9, "without_privacy": 0.9, "points": points}}}
     cells = [
-        {"method": "Tent", "setting": "epsilon 20", "over_original": [0.02, 0.004]},
+        {"method": "Tent", "setting": "epsilon 10", "over_original": [0.02, 0.004]},
         {"method": "Tent", "setting": "original", "over_original": [0.0, 0.0]},
     ]
-    report |= {"continual": {"cells": cells}, "episodic": {"cells": []}}
-    assert evidence_tta.costs(report) == [
-        {"what is private": "DP-SGD training", "epsilon 20": "-5.0 ± 1.0"},
-        {"what is private": "Tent, continual", "epsilon 20": "+2.0 ± 0.4"},
-    ]
+    gains = {"original": [0.03, 0.01], "epsilon 10": [0.02, 0.01]}
+    one = {"cells": cells, "mean gain of the methods": gains}
+    report = {"continual": one, "episodic": {"cells": [], "mean gain of the methods": gains}}
+    found = evidence_tta.costs(training, {"runs": {}}, report)
+    changes = {(row["what is private"], row["epsilon"]): row["change"][0] for row in found}
+    assert changes == pytest.approx(
+        {
+            ("DP-SGD on scattering features, 9 images of CIFAR-10", 8.0): -0.05,
+            ("DP-SGD on scattering features, 9 images of CIFAR-10", 2.0): -0.2,
+            ("adaptation, continual, mean of the five", 10.0): -0.01,
+            ("adaptation, continual, Tent", 10.0): 0.02,
+            ("adaptation, episodic, mean of the five", 10.0): -0.01,
+        }
+    )
+    table = evidence_tta.cost_tables(training, {"runs": {}}, report)["costs of privacy"]
+    assert "-5.0 ± 1.0" in table and "-20.0" not in table
 
 
 def test_group_norms_take_the_place_of_batch_norms():

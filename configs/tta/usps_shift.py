@@ -94,7 +94,7 @@ def get_config(variant: str = "continual") -> ConfigDict:
     if variant.endswith("ablations"):
         config.methods, config.clipping = ("Tent", "EATA", "DeYO"), ("image", "batch")
         config.privacy.update(budgets=(20.0,), filters=("remove", "keep"))
-        config.protocol.update(seeds=6, lengths=(64, 256))
+        config.protocol.update(seeds=config.protocol.sources, lengths=(64, 256))
         config.hyper_parameters = _chosen(_STEPS[config.protocol.reset])
     config.tuning.update(
         corruptions=("speckle", "contrast", "rotation"),
