@@ -134,6 +134,17 @@ EVIDENCE = [
         {"tta.png": evidence_tta.draw},
     ),
     Evidence(
+        "results/tta.md",
+        ("tta_paper.json", "evidence_tta.json"),
+        evidence_tta.beside,
+    ),
+    Evidence(
+        "results/tta.md",
+        ("finetune_scattering.json", "finetune_squeezenet.json", "evidence_tta.json"),
+        evidence_tta.cost_tables,
+        {"tta_costs.png": evidence_tta.draw_costs},
+    ),
+    Evidence(
         "results/agt.md",
         ("evidence_agt.json",),
         evidence_agt.tables,

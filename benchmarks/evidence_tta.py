@@ -5,12 +5,15 @@ budgets.
         --data_dir DIR [--study continual] [--workdir workdir/evidence_tta]
     python -m benchmarks run evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
         --checkpoint resnet20_cifar10.npz
+    python -m benchmarks run evidence_tta --data_dir DIR --study cifar10_filters \
+        --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 
-The first two commands run configs/tta/usps_shift.py and configs/tta/cifar10.py:group_norm,
-continual and episodic, and keep what docs/results/tta.md states. The third writes the page. An
-interrupted run goes on from its workdir. Update lengths and shares of images are functions of the
-records: for public benchmarks only. """
+The first runs configs/tta/usps_shift.py, the second configs/tta/cifar10.py:group_norm, continual and
+episodic, the third the latter with the filters of private forms kept. They keep what
+docs/results/tta.md states. The last writes the page. An interrupted run goes on from its workdir.
+Update lengths and shares of images are functions of the records: for public benchmarks only.
+"""
 
 import argparse
 import json
@@ -28,7 +31,7 @@ from configs.tta import cifar10, usps_shift
 from jaxdp.models import save_params
 from jaxdp.models.layers import GroupNorm
 from jaxdp.report import format_table, plot_curves
-from launch import adapt, data, frame, models, results
+from launch import adapt, adapt_results, adapt_settings, data, frame, models, results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence_tta.json"
@@ -39,6 +42,7 @@ KEPT = (
     "std",
     "over_source",
     "over_original",
+    "over_usual",
     "length",
     "taken",
     "learning_rate",
@@ -46,9 +50,19 @@ KEPT = (
 STUDIES = {
     "continual": lambda: usps_shift.get_config("continual"),
     "episodic": lambda: usps_shift.get_config("episodic"),
+    "ablations": lambda: usps_shift.get_config("ablations"),
+    "episodic_ablations": lambda: usps_shift.get_config("episodic_ablations"),
     "cifar10": lambda: cifar10.get_config("group_norm"),
     "cifar10_episodic": lambda: cifar10.get_config("group_norm_episodic"),
+    "cifar10_filters": lambda: cifar10.get_config("group_norm_episodic_filters"),
 }
+
+ABLATIONS = (
+    "ablations",
+    "episodic_ablations",
+    "cifar10_filters",
+)
+PRIVATE = "epsilon 20"  # of shorter streams
 
 
 def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> dict[str, Any]:
@@ -111,25 +125,40 @@ def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
 def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> dict[str, Any]:
     """Returns the numbers of a finished study that the page can state."""
     runs = {(r["method"], r["setting"], r["seed"]): r["mean"] for r in rows if r["part"] == "runs"}
-    seeds = range(config.protocol.seeds)
+    seeds, ways = range(config.protocol.seeds), adapt_settings.settings(config)
 
     def gaps(method: str, setting: str, over: tuple[str, str]) -> dict[int, float]:
         return {seed: runs[method, setting, seed] - runs[*over, seed] for seed in seeds}
 
     cells = [{name: cell[name] for name in KEPT if name in cell} for cell in result["cells"]]
     for cell in cells:
-        less = gaps(cell["method"], cell["setting"], (cell["method"], adapt.ORIGINAL))
+        less = gaps(cell["method"], cell["setting"], (cell["method"], adapt_settings.ORIGINAL))
         cell["higher"] = sum(gap > 0 for gap in less.values())
+        other = adapt_settings.usual(ways, cell["setting"])
+        if other:
+            less = gaps(cell["method"], cell["setting"], (cell["method"], other))
+            cell["higher_usual"] = sum(gap > 0 for gap in less.values())
     of_five = {}
-    for setting in adapt.settings(config):
-        mine = [gaps(method, setting, (adapt.SOURCE, adapt.ORIGINAL)) for method in config.methods]
+    for setting in ways:
+        if sum(name == setting for _, name in adapt_settings.compared(config)) < len(
+            config.methods
+        ):
+            continue  # kept filters are for methods with filters
+        mine = [
+            gaps(method, setting, (adapt_settings.SOURCE, adapt_settings.ORIGINAL))
+            for method in config.methods
+        ]
         means = {seed: results.moments(gap[seed] for gap in mine).mean for seed in seeds}
-        of_five[setting] = adapt.crossed(means, config.protocol.sources)
+        of_five[setting] = adapt_results.crossed(means, config.protocol.sources)
     tried = [
         {name: row[name] for name in ("method", "setting", "length", "accuracy")}
         for row in result["tried"]
     ]
     sources = config.protocol.sources
+    shorter = [
+        {name: row[name] for name in ("method", "setting", "images", "mean", "over_original")}
+        for row in adapt_results.by_length(result)
+    ]
     return {
         "source models": sources,
         "streams": result["seeds"] // sources,
@@ -138,6 +167,7 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
         "cells": cells,
         "mean gain of the methods": of_five,
         "tried": tried,
+        "by length": shorter,
         "domains": {name: value for name, value in result["cells"][-1]["per_corruption"].items()},
     }
 
@@ -148,38 +178,65 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
 def tables(report: Any) -> dict[str, str]:
     """Returns the tables of the page in Markdown, by the name in their comment."""
     markdown = {}
-    for protocol in (name for name in STUDIES if name in report):
-        *cells, source = report[protocol]["cells"]
-        changed = [cell for cell in cells if cell["setting"] != adapt.ORIGINAL]
-        runs = report[protocol]["streams"] * report[protocol]["source models"]
-        markdown[f"{protocol}: accuracy"] = _pivot(
-            [*cells, source], lambda c: f"{100 * c['mean']:.1f}"
+    for study in (name for name in STUDIES if name in report):
+        tables_of = _ablations if study in ABLATIONS else _diagnostics
+        for name, table in (_accuracies(report[study]) | tables_of(report[study])).items():
+            markdown[f"{study}: {name}"] = table
+    return markdown
+
+
+def _accuracies(found: Any) -> dict[str, str]:
+    changed = [c for c in found["cells"][:-1] if c["setting"] != adapt_settings.ORIGINAL]
+    runs = found["streams"] * found["source models"]
+
+    def change(c: Any) -> str:
+        return f"{results.percent(*c['over_original'], sign='+')} ({c['higher']} of {runs})"
+
+    return {
+        "accuracy": _pivot(found["cells"], lambda c: f"{100 * c['mean']:.1f}"),
+        "change": _pivot(changed, change),
+    }
+
+
+def _diagnostics(found: Any) -> dict[str, str]:
+    *cells, source = found["cells"]
+    five = [
+        {"method": "mean of the five", "setting": setting, "over_source": gain}
+        for setting, gain in found["mean gain of the methods"].items()
+    ]
+    counted = [cell for cell in cells if "taken" in cell]
+    markdown = {
+        "gain": _pivot([*cells, *five], lambda c: results.percent(*c["over_source"], sign="+")),
+        "length": _pivot(cells, lambda c: f"{c['length']:.3f}"),
+        "taken": _pivot(counted, lambda c: f"{100 * c['taken']:.0f}"),
+        "by length": _by_length(found["tried"]),
+    }
+    if "clean" in found:
+        right = {"clean test images": found["clean"], "the stream": source["mean"]}
+        shown = {"source right on": "percent"}
+        shown |= {where: f"{100 * share:.1f}" for where, share in right.items()}
+        markdown["source"] = format_table([shown], style="markdown")
+    return markdown
+
+
+def _ablations(found: Any) -> dict[str, str]:
+    """Returns what kept filters and clipped batches change, and how the length of a stream does."""
+    ablated = [cell for cell in found["cells"] if "over_usual" in cell]
+    runs = found["streams"] * found["source models"]
+
+    def change(c: Any) -> str:
+        return f"{results.percent(*c['over_usual'], sign='+')} ({c['higher_usual']} of {runs})"
+
+    markdown = {"usual": _pivot(ablated, change)}
+    if found["by length"]:
+        by_images = results.pivot(
+            results.select(found["by length"], setting=PRIVATE),
+            "method",
+            "images",
+            lambda c: results.percent(*c[0]["over_original"], sign="+"),
+            heading="{} photographs",
         )
-        five = [
-            {"method": "mean of the five", "setting": setting, "over_source": gain}
-            for setting, gain in report[protocol]["mean gain of the methods"].items()
-        ]
-        markdown[f"{protocol}: gain"] = _pivot(
-            [*cells, *five], lambda c: results.percent(*c["over_source"], sign="+")
-        )
-        markdown[f"{protocol}: change"] = _pivot(
-            changed,
-            lambda c, n=runs: (
-                f"{results.percent(*c['over_original'], sign='+')} ({c['higher']} of {n})"
-            ),
-        )
-        markdown[f"{protocol}: length"] = _pivot(cells, lambda c: f"{c['length']:.3f}")
-        markdown[f"{protocol}: taken"] = _pivot(
-            [cell for cell in cells if "taken" in cell], lambda c: f"{100 * c['taken']:.0f}"
-        )
-        if "clean" in report[protocol]:
-            right = {"clean test images": report[protocol]["clean"], "the stream": source["mean"]}
-            shown = {
-                "source right on": "percent",
-                **{where: f"{100 * share:.1f}" for where, share in right.items()},
-            }
-            markdown[f"{protocol}: source"] = format_table([shown], style="markdown")
-        markdown[f"{protocol}: by length"] = _by_length(report[protocol]["tried"])
+        markdown["photographs"] = format_table(by_images, style="markdown")
     return markdown
 
 
@@ -194,7 +251,7 @@ def _by_length(tried: Sequence[Any]) -> str:
     rate."""
     rows = []
     for method in dict.fromkeys(row["method"] for row in tried):
-        for setting in (adapt.ORIGINAL, adapt.CLIPPED):
+        for setting in (adapt_settings.ORIGINAL, adapt_settings.CLIPPED):
             mine = results.select(tried, method=method, setting=setting)
             shown = {
                 f"rate {k}": f"{100 * r['accuracy']:.1f} at {r['length']:.3f}"
@@ -202,6 +259,106 @@ def _by_length(tried: Sequence[Any]) -> str:
             }
             rows.append({"method": method, "setting": setting} | shown)
     return format_table(rows, style="markdown")
+
+
+def beside(paper: Any, report: Any) -> dict[str, str]:
+    """Returns Tent by epsilon beside the paper's Tent, with the differences to the original."""
+    original = adapt_settings.ORIGINAL
+    streams = {f"USPS, {name}": report[name]["cells"] for name in ("continual", "episodic")}
+    streams |= {
+        "CIFAR-10, continual": report["cifar10"]["cells"],
+        "CIFAR-10, episodic": report["cifar10_episodic"]["cells"],
+    }
+    means = {"paper: ViT-B/16, ImageNet-C, continual": paper["Tent"]}
+    for stream, cells in streams.items():
+        ours = results.select(cells, method="Tent")
+        means[stream] = {cell["setting"]: 100 * cell["mean"] for cell in ours}
+    every = [name for name in means["USPS, continual"] if name != adapt_settings.CLIPPED]
+    rows = []
+    for stream, accuracy in means.items():
+        row = {"Tent": stream} | dict.fromkeys(every, "")
+        for name in every:
+            if name in accuracy:
+                less = f" ({accuracy[name] - accuracy[original]:+.1f})"
+                row[name] = f"{accuracy[name]:.1f}{less if name != original else ''}"
+        rows.append(row)
+    return {"Tent beside the paper": format_table(rows, style="markdown")}
+
+
+_IMAGES = {"cifar10": "CIFAR-10", "fashion_mnist": "Fashion-MNIST"}
+
+
+def costs(scattering: Any, squeezenet: Any, report: Any) -> list[dict[str, Any]]:
+    """Returns how much accuracy privacy takes from training and from adaptation, by epsilon.
+
+    The error of training is the standard deviation over runs, of one run there is none."""
+    training = {"scattering features": scattering, "SqueezeNet features": squeezenet}
+    rows = []
+    for features, found in training.items():
+        for name, run in found["runs"].items():
+            images = f"{run['records']} images of {_IMAGES[name.removesuffix('_full')]}"
+            for point in run["points"]:
+                change = point["accuracy"] - run["without_privacy"]
+                private = f"DP-SGD on {features}, {images}"
+                rows.append(_cost(private, point["epsilon"], change, point["deviation"]))
+    for protocol in ("continual", "episodic"):
+        gains = report[protocol]["mean gain of the methods"]
+        without, _ = gains[adapt_settings.ORIGINAL]
+        for setting, (gain, _) in gains.items():
+            if setting.startswith("epsilon"):
+                mean = f"adaptation, {protocol}, mean of the five"
+                rows.append(_cost(mean, _epsilon(setting), gain - without, None))
+        for cell in report[protocol]["cells"]:
+            if cell["setting"].startswith("epsilon"):
+                private = f"adaptation, {protocol}, {cell['method']}"
+                rows.append(_cost(private, _epsilon(cell["setting"]), *cell["over_original"]))
+    return rows
+
+
+def _epsilon(setting: str) -> float:
+    return float(setting.removeprefix("epsilon "))
+
+
+def _cost(private: str, epsilon: float, change: float, error: float | None) -> dict[str, Any]:
+    return {"what is private": private, "epsilon": epsilon, "change": (change, error)}
+
+
+def cost_tables(*found: Any) -> dict[str, str]:
+    """Returns the costs of privacy at the epsilons that are closest in both."""
+    rows = [
+        {**row, "at": "epsilon 1" if row["epsilon"] == 1 else "epsilon 8 (adaptation: 10)"}
+        for row in results.select(costs(*found), epsilon=(1.0, 8.0, 10.0))
+    ]
+    table = results.pivot(
+        rows, "what is private", "at", lambda found: results.percent(*found[0]["change"], sign="+")
+    )
+    return {"costs of privacy": format_table(table, style="markdown")}
+
+
+def draw_costs(*found: Any) -> None:
+    """Draws the costs of privacy in training and, as the mean of the methods, in adaptation."""
+    *documents, path = found
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in costs(*documents):
+        name = row["what is private"]
+        if name.startswith("DP-SGD") or name.endswith("mean of the five"):
+            change, _ = row["change"]
+            curves.setdefault(_short(name), []).append((row["epsilon"], change))
+    plot_curves(
+        path,
+        {name: sorted(points) for name, points in curves.items()},
+        title="What privacy costs in training and in adaptation",
+        subtitle="DP-SGD on features of images; adaptation on USPS, mean of five methods",
+        xlabel="ε (log scale)",
+        ylabel="accuracy less that without privacy",
+        xscale="log",
+        references={"no cost": 0.0},
+    )
+
+
+def _short(private: str) -> str:
+    name = private.removeprefix("DP-SGD on ").removesuffix(", mean of the five")
+    return name.replace(" features, ", ", ").replace(" images of", "")
 
 
 def draw(report: Any, path: pathlib.Path) -> None:
@@ -226,7 +383,7 @@ def draw(report: Any, path: pathlib.Path) -> None:
         ylabel="mean accuracy over the stream",
         xscale="log",
         xticks={epsilon: f"{epsilon:g}" for epsilon, _ in noisy},
-        references={adapt.SOURCE: source["mean"]},
+        references={adapt_settings.SOURCE: source["mean"]},
     )
 
 
@@ -234,7 +391,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data_dir", default="")
     parser.add_argument("--workdir", default="workdir/evidence_tta")
     parser.add_argument(
-        "--study", action="append", choices=STUDIES, help="the default is those of USPS"
+        "--study",
+        action="append",
+        choices=STUDIES,
+        help="the default is those of USPS",
     )
     parser.add_argument(
         "--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10"
@@ -243,7 +403,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
     report = timing.earlier(flags.output)
-    for study in flags.study or ("continual", "episodic"):
+    for study in flags.study or ("continual", "episodic", *ABLATIONS[:2]):
         workdir = pathlib.Path(flags.workdir) / study
         report[study] = run(study, flags.data_dir, workdir, flags.checkpoint)
         timing.write(report, flags.output)  # a later study may fail

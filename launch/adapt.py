@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,18 +28,28 @@ from jaxdp.data.shifts import Shift
 from jaxdp.files import write_durably
 from jaxdp.models import Pretrained
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
-from jaxdp.report import format_table, progress_bar
+from jaxdp.report import progress_bar
 
-from . import adapt_figures, data, frame, models, plans, results
+from . import adapt_figures, adapt_results, data, frame, models, plans, results
+from .adapt_settings import (
+    CLIPPINGS,
+    FILTERS,
+    ORIGINAL,
+    SOURCE,
+    compared,
+    lengths,
+    settings,
+)
 
-# How a method is run: as published, with its gradients clipped, or with noise for a target epsilon.
-ORIGINAL, CLIPPED = "original", "clipped"
-SOURCE = adapt_figures.NO_ADAPTATION
 _FISHER_BATCH = 64  # of the papers' fisher_strength
 
 
 class Cell(NamedTuple):
-    """A method over one stream: of the held-out corruptions ("tuning"), or of a seed ("runs")."""
+    """A method over one stream.
+
+    `part` is "tuning" for the held-out corruptions, "runs" for the stream of a seed, and "first n"
+    for the same stream with n photographs of each domain.
+    """
 
     part: str
     method: str
@@ -139,20 +148,20 @@ class _Task:
         """Returns the adapter of a cell with these hyper-parameters."""
         number = cell.seed % self.config.protocol.sources
         name = "Tent" if cell.method == SOURCE else cell.method  # at a rate of 0 any method will do
-        accumulate = 1
-        method: Any
-        if cell.setting == ORIGINAL:
-            method = self.method(name, number, True)
-        elif cell.setting == CLIPPED:
-            method = tta.clipped(self.method(name, number, True), choice["clip_norm"])
-        else:
+        privacy, accumulate = self.config.privacy, 1
+        setting: Any = settings(self.config)[cell.setting]
+        method: Any = self.method(name, number, not setting.epsilon)
+        if setting.epsilon:
             method = tta.private(
-                self.method(name, number, False),
+                method,
                 clip_norm=choice["clip_norm"],
                 noise_multiplier=self.noise[cell.setting],
-                **dict(self.config.privacy.filters),
+                filters=setting.filters,
+                kept_fraction=privacy.kept_fraction if setting.filters == "keep" else 1.0,
             )
             accumulate = self.config.protocol.accumulate
+        elif setting.unit:
+            method = tta.clipped(method, choice["clip_norm"], unit=setting.unit)
         return tta.Adapter(
             self.apply_fn,
             self.source(number).params,
@@ -161,9 +170,10 @@ class _Task:
             accumulate=accumulate,
         )
 
-    def stream(self, seed: int) -> tta.Stream:
-        """Returns the stream of a seed. Seeds that differ in their source model only have the same
-        stream.
+    def stream(self, seed: int, images: int = 0) -> tta.Stream:
+        """Returns the stream of a seed, or its first images of each domain.
+
+        Seeds that differ in their source model only have the same stream.
         """
         protocol, number = self.config.protocol, seed // self.config.protocol.sources
         names = list(self._mine)
@@ -176,6 +186,11 @@ class _Task:
             first = number * self.config.data.images
             rows = np.arange(first, first + self.config.data.images)
             domains = {name: self._mine[name].take(rows) for name in names}
+        if images:
+            domains = {
+                name: source.take(np.arange(min(images, len(source))))
+                for name, source in domains.items()
+            }
         return tta.Stream(
             domains,
             seed=number,
@@ -231,15 +246,15 @@ class _Task:
 def _noise_of_settings(config: Any) -> dict[str, float]:
     """Returns the noise multiplier of each private setting."""
     multipliers = {}
-    budgets = progress_bar(config.privacy.budgets, label="noise", unit="budget")
-    for setting, budget in zip(settings(config)[2:], budgets, strict=True):
-        multipliers[setting] = calibrate_noise(
+    for budget in progress_bar(config.privacy.budgets, label="noise", unit="budget"):
+        multipliers[budget] = calibrate_noise(
             GaussianDpEvent,
             epsilon=budget,
             delta=config.privacy.delta,
             adjacency=config.privacy.adjacency,
         )
-    return multipliers
+    ways = settings(config).items()
+    return {name: multipliers[way.epsilon] for name, way in ways if way.epsilon}
 
 
 def _counting(method: tta.Method) -> tta.Method:
@@ -299,11 +314,6 @@ def _names() -> list[str]:
     return [*names, *(f"{name}-COME" for name in names)]
 
 
-def settings(config: Any) -> list[str]:
-    """Returns the ways in which each method is run."""
-    return [ORIGINAL, CLIPPED, *(f"epsilon {budget:g}" for budget in config.privacy.budgets)]
-
-
 # --- Cells --------------------------------------------------------------------------------------
 
 
@@ -328,37 +338,50 @@ def _cells(config: Any) -> Iterator[Cell]:
             f"{config.protocol.sources}."
         )
     frame.known("methods", frame.some("methods", config.methods), _names())
-    seeds = range(config.protocol.seeds)
-    for method, setting in itertools.product(config.methods, settings(config)):
+    frame.known("clipping", config.clipping, CLIPPINGS)
+    frame.known("privacy.filters", config.privacy.filters, FILTERS)
+    for images in config.protocol.lengths:
+        if not config.protocol.batch_size <= images < config.data.images:
+            raise ValueError(
+                "config.protocol.lengths must be at least config.protocol.batch_size and below "
+                f"config.data.images, got {images}. A shorter stream has no batch, and the whole "
+                "one is run anyway."
+            )
+    for method, setting in compared(config):
         yield Cell("tuning", method, setting, 0)
-    for seed, method, setting in itertools.product(seeds, config.methods, settings(config)):
-        yield Cell("runs", method, setting, seed)
-    for seed in seeds:
-        yield Cell("runs", SOURCE, ORIGINAL, seed)
+    seeds = range(config.protocol.seeds)
+    for part in lengths(config):
+        for seed, (method, setting) in itertools.product(seeds, compared(config, part)):
+            yield Cell(part, method, setting, seed)
+        for seed in seeds:
+            yield Cell(part, SOURCE, ORIGINAL, seed)
 
 
 def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     config, task = work.config, work.shared
     if cell.part == "tuning":
         return _choose(cell, config, task)
+    images = lengths(config)[cell.part]
+    stream = task.stream(cell.seed, images)
     if cell.method == SOURCE:  # a rate of 0 changes nothing
         unchanged = task.adapter(cell, {"learning_rate": 0.0})
-        served = tta.serve(unchanged, task.stream(cell.seed), account=None)
+        served = tta.serve(unchanged, stream, account=None)
         return {"visits": 0, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
     adapter = task.adapter(cell, work.row(Cell("tuning", cell.method, cell.setting, 0))["chosen"])
     # Every run has its own data set. All runs together would cost much more, as the summary says.
     label = f"{cell.method}, {cell.setting}"
+    part = "" if cell.part == "runs" else f", {cell.part}"
     with frame.account(
         work.root / "ledger.sqlite",
-        f"{label}, stream {cell.seed}",
+        f"{label}, stream {cell.seed}{part}",
         label=label,
-        records=config.data.images,
+        records=images,
         **_terms(config),
     ) as account:
         event = getattr(adapter.method, "event", NonPrivateDpEvent())
         paid = tta.StreamAccount(account, event=event)
         scratch = work.folder(cell) / "scratch"
-        served = tta.serve(adapter, task.stream(cell.seed), account=paid, workdir=scratch)
+        served = tta.serve(adapter, stream, account=paid, workdir=scratch)
     row = {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
     return row | _diagnostics(served)
 
@@ -384,15 +407,7 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
     declared = _declared(config, cell.method, cell.setting)
     if declared:
         return {"chosen": dict(declared), "tried": []}
-    if cell.setting == ORIGINAL:
-        candidates = [{"learning_rate": rate} for rate in config.tuning.learning_rates]
-    else:
-        # If most gradients are clipped, a step is about learning_rate * clip_norm long. So this
-        # product varies.
-        lengths = itertools.product(config.tuning.clipped_steps, config.tuning.clip_norms)
-        candidates = [
-            {"learning_rate": length / norm, "clip_norm": norm} for length, norm in lengths
-        ]
+    candidates = _candidates(settings(config)[cell.setting].unit, config.tuning)
     stream = tta.Stream(
         task.tuning, seed=0, batch_size=config.protocol.batch_size, reset=config.protocol.reset
     )
@@ -402,6 +417,20 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
         tried.append({**candidate, "accuracy": _mean(served.accuracy), **_diagnostics(served)})
     best = results.best(tried)
     return {"chosen": {name: best[name] for name in candidates[0]}, "tried": tried}
+
+
+def _candidates(unit: str, tuning: Any) -> list[dict[str, float]]:
+    """Returns the hyper-parameters that are tried."""
+    if not unit:
+        return [{"learning_rate": rate} for rate in tuning.learning_rates]
+    norms = tuning.batch_clip_norms if unit == "batch" else tuning.clip_norms
+    if not tuning.clipped_steps:
+        rates = itertools.product(tuning.learning_rates, norms)
+        return [{"learning_rate": rate, "clip_norm": norm} for rate, norm in rates]
+    # If most gradients are clipped, a step is about learning_rate * clip_norm long. So this product
+    # varies.
+    lengths = itertools.product(tuning.clipped_steps, norms)
+    return [{"learning_rate": length / norm, "clip_norm": norm} for length, norm in lengths]
 
 
 def _diagnostics(served: tta.Served) -> dict[str, float]:
@@ -423,8 +452,10 @@ def _mean(accuracy: Mapping[str, float]) -> float:
 
 def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     task = opened()
-    streams = f"{len(config.methods)} methods x {config.protocol.seeds} streams"
+    pairs, count = compared(config), config.protocol.seeds * len(lengths(config))
     for setting in settings(config):
+        methods = sum(name == setting for _, name in pairs)
+        streams = f"{methods} methods x {count} streams"
         noise = task.noise.get(setting, 0.0)
         release = GaussianDpEvent(noise) if noise else NonPrivateDpEvent()
         accumulate = config.protocol.accumulate if noise else 1
@@ -434,200 +465,34 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
             tta.event(release, task.stream(0), accumulate=accumulate),
             _terms(config),
             rows=[("noise multiplier", f"{noise:.6g}")],
-            runs=len(config.methods) * config.protocol.seeds,
+            runs=methods * count,
         )
 
 
 # --- Results ------------------------------------------------------------------------------------
 
 
-def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
-    """Returns means and standard deviations over the seeds, per method, setting and corruption."""
-    config, cells, tried = work.config, [], []
-    tuning, runs = results.select(rows, part="tuning"), results.select(rows, part="runs")
-    chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
-    for method, setting in dict.fromkeys((row["method"], row["setting"]) for row in runs):
-        mine = results.select(runs, method=method, setting=setting)
-        mean, deviation, _ = results.over_seeds(mine, "mean")
-        original = results.select(runs, method=method, setting=ORIGINAL)
-        cell = {
-            "method": method,
-            "setting": setting,
-            **chosen.get((method, setting), {}),
-            "mean": mean,
-            "std": deviation,
-            "over_source": _over(mine, results.select(runs, method=SOURCE), config),
-            "over_original": _over(mine, original, config),
-        }
-        for name in ("length", "taken"):
-            if all(name in row for row in mine):
-                cell[name] = results.moments(row[name] for row in mine).mean
-        cell["per_corruption"] = {
-            name: results.moments(row["accuracy"][name] for row in mine).mean
-            for name in mine[0]["accuracy"]
-        }
-        sigma = work.shared.noise.get(setting)
-        if sigma:
-            cell |= {"noise_multiplier": sigma, **_costs(sigma, mine, config)}
-        cells.append(cell)
-    for row in tuning:
-        tried += [_name(row) | candidate for candidate in row["tried"]]
-    return {
-        "cells": cells,
-        "seeds": config.protocol.seeds,
-        "images": config.data.images,
-        **{name: config.privacy[name] for name in ("delta", "adjacency", "unit")},
-        "tried": tried,
-    }
-
-
-def _over(mine: Sequence[frame.Row], other: Sequence[frame.Row], config: Any) -> list[float]:
-    """Returns mean and standard error of the difference to what was run on the same streams."""
-    others = {row["seed"]: row["mean"] for row in other}
-    differences = {row["seed"]: row["mean"] - others[row["seed"]] for row in mine}
-    return list(crossed(differences, config.protocol.sources))
-
-
-def _costs(sigma: float, mine: Sequence[frame.Row], config: Any) -> dict[str, Any]:
-    """Returns what runs at a noise multiplier cost a photograph at most."""
-    visits = max(row["visits"] for row in mine)
-    paid = tta.epsilons(
-        GaussianDpEvent(sigma),
-        visits=visits,
-        delta=config.privacy.delta,
-        adjacency=config.privacy.adjacency,
-    )
-    return {"epsilon_sample": paid.sample, "epsilon_unit": paid.unit, "visits": visits}
-
-
-def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
-    """Returns the mean over runs, and a standard error for streams and source models that are both
-    samples.
-
-    Args:
-      values: One number per run, by seed. Run s has source model s % sources and stream s //
-          sources.
-      sources: The number of source models.
-
-    Returns:
-      The mean, and the root of the sum of the squared standard errors of the means per source model
-      and per stream. This counts the variation of single runs twice, so it is rather too large.
-    """
-    by_source: dict[int, list[float]] = {}
-    by_stream: dict[int, list[float]] = {}
-    for seed, value in values.items():
-        by_source.setdefault(seed % sources, []).append(value)
-        by_stream.setdefault(seed // sources, []).append(value)
-    errors = []
-    for groups in (by_source, by_stream):
-        if len(groups) > 1:
-            means = [results.moments(group).mean for group in groups.values()]
-            errors.append(results.moments(means).error)
-    return results.moments(values.values()).mean, math.hypot(*errors) if errors else math.nan
-
-
-def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
-    """Returns a line per method with a column per setting."""
-    return results.pivot(
-        cells, "method", "setting", lambda found: results.percent(found[0]["mean"], found[0]["std"])
-    )
-
-
-def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
-    """Returns the cells of the first method that have an epsilon. Other methods have the same
-    epsilons.
-    """
-    first = results.select(cells, method=cells[0]["method"])
-    return [cell for cell in first if "visits" in cell]
-
-
-def _tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
-    *cells, source = result["cells"]
-    changed = [cell for cell in cells if cell["setting"] != ORIGINAL]
-    return {
-        "Accuracy in percent over all corruptions, mean ± standard deviation of "
-        f"{result['seeds']} streams": _accuracies([source, *cells]),
-        "Difference to no adaptation on the same streams ± standard error": _differences(
-            "over_source", cells
-        ),
-        "Difference to the original method on the same streams ± standard error": _differences(
-            "over_original", changed
-        ),
-        "Diagnostics, functions of the records: mean length of an update, and percent of images "
-        "that took part": [_name(cell) | _step_length(cell) for cell in cells],
-        f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": [
-            _cost(cell, result["unit"]) for cell in _private(cells)
-        ],
-        "Accuracy in percent per corruption": [
-            _name(cell) | _per_corruption(cell) for cell in [*cells, source]
-        ],
-        "Hyper-parameters": [
-            _name(cell)
-            | {"learning rate": cell["learning_rate"], "clip norm": cell.get("clip_norm")}
-            for cell in cells
-        ],
-    }
-
-
-def _name(cell: frame.Row) -> dict[str, Any]:
-    return {"method": cell["method"], "setting": cell["setting"]}
-
-
-def _differences(over: str, cells: Sequence[frame.Row]) -> list[dict[str, str]]:
-    return results.pivot(
-        cells, "method", "setting", lambda found: results.percent(*found[0][over], sign="+")
-    )
-
-
-def _step_length(cell: frame.Row) -> dict[str, Any]:
-    taken = results.percent(cell["taken"]) if "taken" in cell else None
-    return {"length": cell["length"], "took part": taken}
-
-
-def _cost(cell: frame.Row, unit: str) -> dict[str, Any]:
-    return {
-        "setting": cell["setting"],
-        "noise multiplier": cell["noise_multiplier"],
-        "epsilon of a sample": cell["epsilon_sample"],
-        f"epsilon of a {unit}": cell["epsilon_unit"],
-        "visits": cell["visits"],
-    }
-
-
-def _per_corruption(cell: frame.Row) -> dict[str, str]:
-    return {name: results.percent(value) for name, value in cell["per_corruption"].items()}
-
-
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     """Draws the figures. Writes methods.txt, which describes the private form of each method."""
-    config = work.config
-    any_choice = {"learning_rate": 1.0, "clip_norm": 1.0}
-    texts = []
-    for name in config.methods:
-        cell = Cell("runs", name, settings(config)[-1], 0)
-        method: Any = work.shared.adapter(cell, any_choice).method
-        texts.append(f"{name}: {method.describe()}\n")
-    write_durably(work.root / "methods.txt", "\n".join(texts).encode())
+    texts = "\n".join(_descriptions(work.config, work.shared))
+    write_durably(work.root / "methods.txt", texts.encode())
     corruptions = len(result["cells"][-1]["per_corruption"])
     streams = f"{result['seeds']} streams of {result['images']} photographs"
     about = f"{corruptions} corruptions, {streams}"
-    adapt_figures.draw_streams(result, work, about, settings(config))
+    adapt_figures.draw_streams(result, work, about, settings(work.config))
     adapt_figures.draw_epsilons(result, work, about)
+    adapt_figures.draw_lengths(adapt_results.by_length(result), work)
     adapt_figures.draw_stability(result, work)
 
 
-def _summary(result: Mapping[str, Any]) -> str:
-    at = f"at delta = {result['delta']:g}, {result['adjacency']}"
-    costs = [
-        f"{cell['setting']}: epsilon = {cell['epsilon_sample']:.4g} for a sample, "
-        f"{cell['epsilon_unit']:.4g} for a {result['unit']} (seen {cell['visits']} times), {at}.\n"
-        for cell in _private(result["cells"])
-    ]
-    return (
-        f"{format_table(_accuracies(result['cells']))}\n\n{''.join(costs)}"
-        "Each epsilon is of one run alone. These runs shared streams and labels. Publish all of "
-        "them, as here, for public benchmarks only."
-    )
+def _descriptions(config: Any, task: _Task) -> Iterator[str]:
+    """Yields what each private form at the last budget keeps, moves and removes."""
+    any_choice = {"learning_rate": 1.0, "clip_norm": 1.0}
+    for name, setting in compared(config):
+        epsilon = settings(config)[setting].epsilon
+        if epsilon and epsilon == config.privacy.budgets[-1]:
+            method: Any = task.adapter(Cell("runs", name, setting, 0), any_choice).method
+            yield f"{name}: {method.describe()}\n"
 
 
 STUDY = frame.Study(
@@ -636,9 +501,9 @@ STUDY = frame.Study(
     open=_Task,
     cells=_cells,
     run=_run,
-    result=_result,
-    summary=_summary,
-    tables=_tables,
+    result=adapt_results.result_of,
+    summary=adapt_results.summary,
+    tables=adapt_results.tables,
     figures=_figures,
     plan=_plan,
     benchmark=(

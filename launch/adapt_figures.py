@@ -1,13 +1,13 @@
 """The figures of test-time adaptation, drawn from the result of `launch.adapt`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxdp.report import plot_curves
 
 from . import frame, results
+from .adapt_settings import SOURCE
 
-NO_ADAPTATION = "no adaptation"
 _MEAN_ACCURACY = "mean accuracy over the stream"
 Curves = dict[str, list[tuple[float, float]]]
 
@@ -16,7 +16,7 @@ def draw_streams(
     result: Mapping[str, Any],
     work: frame.Work,
     about: str,
-    settings: Sequence[str],
+    settings: Iterable[str],
 ) -> None:
     """Draws the accuracy over the stream in each setting, and its difference to the source
     model.
@@ -52,7 +52,7 @@ def draw_streams(
             xlabel="",
             xticks=ticks,
             ylabel="accuracy on the corruption less that of the source model",
-            references={NO_ADAPTATION: 0.0},
+            references={SOURCE: 0.0},
         )
 
 
@@ -62,23 +62,42 @@ def draw_epsilons(result: Mapping[str, Any], work: frame.Work, about: str) -> No
     private = [cell for cell in cells if "visits" in cell]
     if not private:
         return
-    curves = {name: list[tuple[float, float]]() for name in work.config.methods}
-    ticks = {}
-    for cell in sorted(private, key=lambda cell: cell["epsilon_sample"]):
+    curves, ticks = Curves(), {}
+    for cell in private:
         epsilon = cell["epsilon_sample"]
-        curves[cell["method"]].append((epsilon, cell["mean"]))
-        ticks[epsilon] = cell["setting"].removeprefix("epsilon ")
+        filters = ", filters kept" if cell["filters"] == "keep" else ""
+        curves.setdefault(f"{cell['method']}{filters}", []).append((epsilon, cell["mean"]))
+        ticks[epsilon] = f"{cell['target']:g}"
     plot_curves(
         work.root / "by_epsilon.png",
-        curves,
+        {name: sorted(points) for name, points in curves.items()},
         title="Accuracy under corruption against ε of a sample",
         subtitle=f"{about}, δ = {result['delta']:g}",
         xlabel="ε of one visit (log scale)",
         xticks=ticks,
-        references={NO_ADAPTATION: source["mean"]},
+        references={SOURCE: source["mean"]},
         ylabel=_MEAN_ACCURACY,
         xscale="log",
     )
+
+
+def draw_lengths(rows: Sequence[frame.Row], work: frame.Work) -> None:
+    """Draws what each setting changes over the photographs of a domain, if that varies."""
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        curves = Curves()
+        for row in results.select(rows, setting=setting):
+            mean, _ = row["over_original"]
+            curves.setdefault(row["method"], []).append((row["images"], mean))
+        plot_curves(
+            work.root / f"by_length_{frame.file_name(setting)}.png",
+            {method: sorted(points) for method, points in curves.items()},
+            title=f"Accuracy by the length of the stream, {setting}",
+            subtitle="rates of the longest stream",
+            xlabel="photographs of a domain (log scale)",
+            xscale="log",
+            ylabel="accuracy less that of the original method",
+            references={"original": 0.0},
+        )
 
 
 def draw_stability(result: Mapping[str, Any], work: frame.Work) -> None:

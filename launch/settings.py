@@ -41,7 +41,7 @@ _SEVERITY = _Rule(1, 5, "an integer in 1..5", whole=True)
 # Rules by the last names of a field. The longest match counts. A field `values` has the rule of its
 # parent.
 _NAMES: Mapping[_Rule, str] = {
-    _NORM: "clip_norm clip_norms residual_clip_norm",
+    _NORM: "clip_norm clip_norms batch_clip_norms residual_clip_norm",
     _POSITIVE: (
         "learning_rate learning_rates clip_learning_rate clipped_steps clip epsilon epsilons "
         "budgets std scales radius separation threshold ratio temperature factor parts.upstream "
@@ -53,7 +53,7 @@ _NAMES: Mapping[_Rule, str] = {
         "shots max_distance max_records client_images fisher_images anchors basis_size "
         "basis_every groups ascent_steps devices bins num_classes depth width widths hidden "
         "num_heads patch_size mlp_width protocol.seeds noise.seeds data.images tuning.images "
-        "length positions"
+        "length lengths positions"
     ),
     _COUNT_OR_NONE: (
         "data.tuning.images pretrain.steps physical_batch_size truncated_batch_size augmult "
@@ -67,7 +67,8 @@ _NAMES: Mapping[_Rule, str] = {
     ),
     _BELOW_ONE: "momentum ema_decay quantile delta tolerance",
     _SHARE: (
-        "pretrain_fraction label_share patch_share confidence whiten keep drops warmup_accuracy"
+        "pretrain_fraction label_share patch_share kept_fraction confidence whiten keep drops "
+        "warmup_accuracy"
     ),
     _SEVERITY: "severity",
 }

@@ -49,5 +49,6 @@ def get_config() -> ConfigDict:
         "learning_rates": (1e-3, 1e-2),
         "clipped_steps": (1e-3, 1e-2),
         "clip_norms": (0.3,),
+        "batch_clip_norms": (0.3,),
     }
     return config

@@ -200,7 +200,7 @@ class Adapter:
             reset_every=self.reset_every,
             predict=self.predict,
             private=isinstance(self.method, Private),
-            clipped=isinstance(self.method, Clipped),
+            clipped=self.method.unit if isinstance(self.method, Clipped) else None,
             layout=layout,
         )
         constants = StepConstants(params, moving, self.optimizer.init(widened(moving)))

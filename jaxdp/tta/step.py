@@ -18,6 +18,7 @@ import optax
 from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.meshes import Layout
 from jaxdp.transforms.noise import gaussian
+from jaxdp.tta.clipped import Unit
 from jaxdp.tta.finite import all_finite, without_bad_rows
 from jaxdp.tta.method import Method, Sample
 from jaxdp.tta.select import merge
@@ -72,7 +73,7 @@ class StepProgram(NamedTuple):
     reset_every: int | None
     predict: Predict
     private: bool
-    clipped: bool
+    clipped: Unit | None
     layout: Layout | None
     noisy: bool = False
     filters: str = "keep"
@@ -199,8 +200,10 @@ def _plain_step(
     method = program.method
     published = functools.partial(_published_gradient, program, constants, state.memory, examples)
     followed = published
-    if program.clipped:
+    if program.clipped == "image":
         followed = functools.partial(_clipped_gradient, program, constants, state.memory, examples)
+    elif program.clipped == "batch":
+        followed = functools.partial(_clipped_mean, constants, published)
     if method.radius:
         # The ascent is that of the unclipped gradient also in the clipped form.
         ascent, first = published(state.params, mask)
@@ -313,6 +316,18 @@ def _clipped_gradient(
     per_image = per_image._replace(selected=per_image.selected & jnp.isfinite(clipped.norms))
     count = jnp.maximum(per_image.selected.sum(), 1)
     return jax.tree.map(lambda x: x / count, clipped.grads), per_image
+
+
+def _clipped_mean(
+    constants: StepConstants,
+    published: Callable[[Any, jax.Array], tuple[Any, _PerImage]],
+    moving: Any,
+    candidates: jax.Array,
+) -> tuple[Any, _PerImage]:
+    """Returns the gradient of the mean loss, clipped as a whole."""
+    gradient, per_image = published(moving, candidates)
+    factor = jnp.minimum(1, constants.clip_norm / optax.tree.norm(gradient))
+    return jax.tree.map(lambda g: factor * g, gradient), per_image
 
 
 # --- The private form ---------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from jaxdp.data import shifts
 from jaxdp.data.shifts import STRENGTHS, Shift, shifted
 from jaxdp.privacy import Ledger
 from jaxdp.tta.adapter import Adapter
-from launch import adapt, frame, settings
+from launch import adapt, adapt_figures, adapt_results, adapt_settings, frame, settings
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -192,6 +192,92 @@ def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monk
             )
 
 
+ABLATIONS = {
+    "methods": ("EATA",),
+    "fisher_images": 64,
+    "clipping": ("image", "batch"),
+    "privacy.filters": ("remove", "keep"),
+    "data.images": 64,
+    "protocol.lengths": (32,),
+    "tuning.learning_rates": (1e-2,),
+    "tuning.clipped_steps": (1e-2,),
+}
+
+
+def test_ablations_and_shorter_streams(finished, tmp_path):
+    shutil.copy(finished[0] / "source.safetensors", tmp_path / "source.safetensors")
+    result = frame.run(tiny.undrawn(adapt.STUDY), tiny.adapt(**ABLATIONS), tmp_path)
+    settings_of = {"original", "clipped", "clipped per batch"}
+    private = {"epsilon 5", "epsilon 5, filters kept"}
+    assert {c["setting"] for c in result["cells"]} == settings_of | private
+    # Each ablation is compared with the paper's form of it, stream by stream.
+    for other, usual in (
+        ("clipped per batch", "clipped"),
+        ("epsilon 5, filters kept", "epsilon 5"),
+    ):
+        gaps = [
+            row(tmp_path, "runs", "EATA", frame.file_name(other), seed)["mean"]
+            - row(tmp_path, "runs", "EATA", frame.file_name(usual), seed)["mean"]
+            for seed in ("0", "1")
+        ]
+        mean, error = cell(result, "EATA", other)["over_usual"]
+        np.testing.assert_allclose(mean, np.mean(gaps), atol=1e-12)
+        np.testing.assert_allclose(error, np.std(gaps, ddof=1) / math.sqrt(2), atol=1e-12)
+        assert "over_usual" not in cell(result, "EATA", usual)
+    # A shorter stream has the first photographs of each domain, and an account of its own.
+    (shorter,) = result["shorter"]
+    assert shorter["images"] == 32
+    assert {c["setting"] for c in shorter["cells"]} == {"original", "epsilon 5"}
+    task = adapt.STUDY.open(tiny.adapt(**ABLATIONS), tmp_path)
+    apply_fn, right = jax.jit(task.apply_fn), []
+    for seed in (0, 1):
+        images = task.stream(seed).domains["contrast"].gather(np.arange(32))
+        logits = np.asarray(apply_fn(task.source(0).params, images["image"]))
+        right.append(logits.argmax(-1) == images["label"])
+    source = cell(shorter, "no adaptation", "original")
+    assert source["per_corruption"]["contrast"] == np.mean(right)
+    assert source["per_corruption"] != cell(result, "no adaptation", "original")["per_corruption"]
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        whole = ledger.epsilon("EATA, epsilon 5, stream 0")
+        assert ledger.epsilon("EATA, epsilon 5, stream 0, first 32") == pytest.approx(whole)
+        assert ledger.epsilon("EATA, clipped per batch, stream 0") == math.inf
+    text = (tmp_path / "tables.md").read_text()
+    assert "32 photographs" in text and "Difference of kept filters to removed ones" in text
+    removed, kept = adapt._descriptions(tiny.adapt(**ABLATIONS), task)
+    filters = "Keeps images with entropy H < E0: "
+    assert f"{filters}removed" in removed and f"{filters}absorbed" in kept
+    rows = adapt_results.by_length(result)
+    assert [r["images"] for r in rows if r["setting"] == "epsilon 5"] == [32, 64]
+    adapt_figures.draw_lengths(rows[:2], SimpleNamespace(root=tmp_path))
+    assert (tmp_path / "by_length_epsilon_5.png").stat().st_size > 10_000
+
+
+def test_filters_are_kept_where_there_are_any():
+    config = usps_shift.get_config("ablations")
+    pairs = adapt_settings.compared(config)
+    kept = [method for method, setting in pairs if setting == "epsilon 20, filters kept"]
+    assert kept == ["EATA", "DeYO"]
+    assert ("Tent", "clipped per batch") in pairs
+    assert adapt_settings.compared(config, "first 64") == [
+        (method, setting) for method in config.methods for setting in ("original", "epsilon 20")
+    ]
+
+
+def test_the_grid_of_imagenet_is_the_paper_s():
+    config = imagenet_r.get_config("convnext")
+    rates = [1e-4, 5e-4, 1e-3, 5e-3, 1e-2, 5e-2, 1e-1, 5e-1, 1.0]
+    tried = adapt._candidates("image", config.tuning)
+    assert {(c["learning_rate"], c["clip_norm"]) for c in tried} == {
+        *itertools.product(rates, (1.0, 5.0, 10.0, 15.0))
+    }
+    assert [c["learning_rate"] for c in adapt._candidates("", config.tuning)] == rates
+    # The small networks vary the product of rate and clip norm instead.
+    usps = usps_shift.get_config().tuning
+    steps = [c["learning_rate"] * c["clip_norm"] for c in adapt._candidates("batch", usps)]
+    assert steps == pytest.approx(usps.clipped_steps)
+    assert {c["clip_norm"] for c in adapt._candidates("batch", usps)} == {0.1}
+
+
 def test_the_private_form_of_each_method_is_described(finished):
     text = (finished[0] / "methods.txt").read_text()
     assert "Tent-COME: private Tent" in text and "COME's entropy of the opinion" in text
@@ -214,9 +300,13 @@ def test_given_hyper_parameters_are_not_tuned():
         imagenet_c.get_config(),
         imagenet_c.get_config("episodic"),
         imagenet_c.get_config("convnext"),
+        imagenet_c.get_config("convnext_episodic"),
         imagenet_r.get_config(),
+        imagenet_r.get_config("convnext"),
         usps_shift.get_config(),
         usps_shift.get_config("episodic"),
+        usps_shift.get_config("episodic_ablations"),
+        cifar10.get_config("group_norm_episodic_filters"),
     ],
     ids=[
         "cifar10",
@@ -224,9 +314,13 @@ def test_given_hyper_parameters_are_not_tuned():
         "imagenet_c",
         "episodic",
         "convnext",
+        "convnext_episodic",
         "imagenet_r",
+        "imagenet_r_convnext",
         "usps",
         "usps_episodic",
+        "usps_ablations",
+        "cifar10_filters",
     ],
 )
 def test_configs_name_known_corruptions_methods_and_settings(config):
@@ -237,7 +331,10 @@ def test_configs_name_known_corruptions_methods_and_settings(config):
     }
     assert strengths or set(config.tuning.corruptions) == set(data.HELD_OUT_CORRUPTIONS)
     for given in config.hyper_parameters.values():
-        assert set(given) == set(adapt.settings(config))
+        # What is not given is chosen, such as the rates of ablations.
+        missing = set(adapt_settings.settings(config)) - set(given)
+        assert missing <= {"epsilon 20, filters kept", "clipped per batch"} and len(given) > 1
+        assert set(given) <= set(adapt_settings.settings(config))
         assert all(choice.learning_rate > 0 for choice in given.values())
     json.loads(config.to_json())
     assert list(adapt.STUDY.cells(config))
@@ -325,12 +422,14 @@ def test_streams_at_the_size_of_the_paper_keep_one_batch_in_memory(monkeypatch):
 
 def test_the_error_counts_streams_and_source_models():
     values = {0: 1.0, 1: 3.0, 2: 2.0, 3: 4.0}  # sources 0 and 1 of streams 0 and 1
-    mean, error = adapt.crossed(values, 2)
+    mean, error = adapt_results.crossed(values, 2)
     assert mean == 2.5 and error == pytest.approx(math.sqrt(1.0**2 + 0.5**2))
-    assert adapt.crossed({0: 1.0, 1: 3.0}, 1) == (2.0, 1.0), (
+    assert adapt_results.crossed({0: 1.0, 1: 3.0}, 1) == (2.0, 1.0), (
         "one source model: the standard error over streams"
     )
-    assert math.isnan(adapt.crossed({0: 1.0}, 1)[1]) and adapt.crossed({0: 1.0, 1: 1.0}, 1) == (
+    assert math.isnan(adapt_results.crossed({0: 1.0}, 1)[1]) and adapt_results.crossed(
+        {0: 1.0, 1: 1.0}, 1
+    ) == (
         1.0,
         0.0,
     )
@@ -341,6 +440,8 @@ def test_the_error_counts_streams_and_source_models():
     [
         ({"seeds": 14}, "seeds must be a multiple of config.protocol.sources"),
         ({"domain_order": "any"}, "must be 'given'"),
+        ({"lengths": (1024,)}, "config.protocol.lengths must be at least .* got 1024"),
+        ({"lengths": (32,)}, "config.protocol.lengths must be at least .* got 32"),
     ],
 )
 def test_protocols_that_do_not_fit(changes, message):
@@ -372,7 +473,17 @@ def test_an_unknown_shift_is_refused():
 
 
 def test_an_unknown_variant_is_refused():
-    with pytest.raises(ValueError, match="variant must be 'continual' or 'episodic'"):
+    with pytest.raises(ValueError, match="variant must be one of continual, episodic, ablations"):
         usps_shift.get_config("cyclic")
-    with pytest.raises(ValueError, match="variant must be 'continual', 'episodic' or 'convnext'"):
+    with pytest.raises(ValueError, match="variant must be one of continual, episodic, convnext"):
         imagenet_c.get_config("cyclic")
+    with pytest.raises(ValueError, match="model must be 'vit' or 'convnext', got 'cyclic'"):
+        imagenet_r.get_config("cyclic")
+    config = usps_shift.get_config()
+    config.clipping = ("stream",)
+    with pytest.raises(ValueError, match="clipping has 'stream', which is not one of image, batch"):
+        list(adapt.STUDY.cells(config))
+    config = usps_shift.get_config()
+    config.privacy.filters = ("drop",)
+    with pytest.raises(ValueError, match="filters has 'drop', which is not one of remove, keep"):
+        list(adapt.STUDY.cells(config))

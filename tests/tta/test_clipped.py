@@ -124,22 +124,29 @@ def trajectory(reference, batches):
     return np.array(found)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_only_the_clip_is_added(name):
+@pytest.mark.parametrize(
+    ("name", "unit"), [*((name, "image") for name in CASES), ("EATA", "batch"), ("SAR", "batch")]
+)
+def test_only_the_clip_is_added(name, unit):
     method, kind, rows, constants, twins = CASES[name]
     if name == "EATA":
         method = dataclasses.replace(method, fisher=tta.fisher(tiny.apply_fn, tiny.PARAMS, FISHER))
     batches, clip = tiny.stream(4, STEPS), CLIPS[name]
-    reference = oracle(kind, rows, constants, clip)
+
+    def clipping(unit, constants):
+        reference = oracle(kind, rows, constants, clip)
+        return reference if unit == "image" else clipping_the_mean(reference, clip)
+
+    reference = clipping(unit, constants)
     expected = trajectory(reference, batches)
     assert reference.closest > 1e-4 and 0 < np.mean(reference.clips) < 1
-    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, tta.clipped(method, clip), SGD)
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, tta.clipped(method, clip, unit=unit), SGD)
     states, _ = tiny.run(adapter, batches)
     found = np.array([tiny.theta_of(state.params) for state in states])
     np.testing.assert_allclose(found, expected, atol=1e-5)
-    broken = {twin: oracle(kind, rows, changed, clip) for twin, changed in twins.items()}
+    broken = {twin: clipping(unit, changed) for twin, changed in twins.items()}
     broken["no clip"] = oracle(kind, rows, constants, math.inf)
-    broken["clip of the batch"] = clipping_the_mean(oracle(kind, rows, constants, clip), clip)
+    broken["the other clip"] = clipping("batch" if unit == "image" else "image", constants)
     for twin, other in broken.items():
         assert np.abs(trajectory(other, batches) - expected).max() > 1e-3, twin
     if name == "SAR":
@@ -151,6 +158,7 @@ def clipping_the_mean(reference, clip):
 
     def mean(gradients):
         whole = gradients.mean(0)
+        reference.clips.append(np.linalg.norm(whole) > clip)
         return whole * min(1.0, clip / max(np.linalg.norm(whole), 1e-30))
 
     reference.clipped_mean = mean
@@ -170,8 +178,9 @@ def test_padding_and_broken_images_add_nothing():
     np.testing.assert_allclose(padded.memory[0], few.memory[0], atol=1e-6)
 
 
-def test_it_is_never_reported_as_private():
-    form = tta.clipped(tta.Tent(), CLIP)
+@pytest.mark.parametrize("unit", ["image", "batch"])
+def test_it_is_never_reported_as_private(unit):
+    form = tta.clipped(tta.Tent(), CLIP, unit=unit)
     assert (
         not isinstance(form, tta.Private)
         and not hasattr(form, "epsilon")
@@ -209,6 +218,11 @@ def test_it_is_never_reported_as_private():
 def test_clip_norms_out_of_range(clip_norm):
     with pytest.raises(ValueError, match="clip_norm must be positive and finite"):
         tta.clipped(tta.Tent(), clip_norm)
+
+
+def test_an_unknown_unit():
+    with pytest.raises(ValueError, match="unit must be 'image' or 'batch', got 'stream'"):
+        tta.clipped(tta.Tent(), 1.0, unit="stream")
 
 
 def test_only_methods_are_clipped():
