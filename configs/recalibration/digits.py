@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
         "name": "digits",
         "split_seed": 0,
         "parts": {"public": 0.4, "test": 0.6},
-        "severity": 5,
+        "severity": (5,),
         "corruptions": ("clean", "motion_blur", "defocus_blur", "glass_blur", "fog"),
         "batch_size": 250,
     }
@@ -33,13 +33,7 @@ def get_config() -> ConfigDict:
         "naming": "auto",
         "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
     }
-    config.train = {
-        "steps": 1500,
-        "batch_size": 64,
-        "learning_rate": 1e-2,
-        "crop_padding": 0,
-        "init_seed": 0,
-    }
+    config.train.update(steps=1500, batch_size=64, learning_rate=1e-2, crop_padding=0)
     config.sweep.trials = 100
     config.sweep.sources = {"values": (5, 10, 20, 40), "samples": 10, "epsilon": 1.0}
     config.sweep.samples = {"values": (5, 10, 20, 30), "sources": 20, "epsilon": 1.0}
