@@ -36,6 +36,7 @@ from benchmarks import (
     evidence_tta,
     finetune_methods,
     membership,
+    recalibration_sweeps,
     split_costs,
     split_private,
     suites,
@@ -158,6 +159,12 @@ EVIDENCE = [
                 evidence_recalibration.draw, "resnet56"
             ),
         },
+    ),
+    Evidence(
+        "results/recalibration.md",
+        ("recalibration_sweeps.json",),
+        recalibration_sweeps.tables,
+        {"recalibration_sweeps.png": recalibration_sweeps.draw},
     ),
     Evidence("results/dpadapter.md", ("dpadapter_usps.json",), evidence_dpadapter.tables),
     Evidence(

@@ -44,6 +44,7 @@ from launch import results
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence_recalibration.json"
 TRIALS, SOURCES, SAMPLES, EPSILON = 10, 50, 30, 1.0
+EPSILONS = (0.2, 1.0, 2.0)  # of the table of epsilons
 PRIOR = jnp.array([1.0, 1.0, 0.0])
 
 
@@ -238,6 +239,7 @@ def tables(report: Any, earlier: Any) -> dict[str, str]:
         "differences": _difference_rows(public),
         "cifar100": hundred,
         "b": before,
+        "epsilons": _epsilon_rows(public),
     }
     return {title: format_table(lines, style="markdown") for title, lines in rows.items()}
 
@@ -249,6 +251,23 @@ def _method_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
         for network, run in runs.items():
             scores = _scores(name, run["methods"][name])
             row |= {f"{network}, {score}": value for score, value in scores.items()}
+        rows.append(row)
+    return rows
+
+
+def _epsilon_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns rows of mean errors at the lowest, a middle and the highest epsilon, and without."""
+    rows = []
+    names = [name for name in next(iter(runs.values()))["methods"] if name != "none"]
+    for name in names:
+        row = {"method": name}
+        for network, run in runs.items():
+            scores = run["methods"][name]
+            for column, (_, _, epsilon) in enumerate(run["settings"]["epsilon"]):
+                if epsilon in EPSILONS:
+                    errors = [of_shift[column] for of_shift in scores["epsilon"]]
+                    row[f"{network}, epsilon {epsilon:g}"] = _error(errors)
+            row[f"{network}, no privacy"] = _error(np.ravel(scores["no privacy"]))
         rows.append(row)
     return rows
 

@@ -2,13 +2,14 @@
 workdir/recal.
 
 Runs methods x shifts x sizes x budgets with hundreds of trials each. It makes Tables 1 and 4 and
-Figures 1 to 3 of "Privacy Preserving Recalibration under Domain Shift" (Luo et al. 2020). Of its
-Table 2 it makes curves: `config.sweep.options` has values of an attribute of the methods, such as
-iterations or bins, and `config.sweep.division` divides the same records among few or many sources.
-`config.data.severity` may be several numbers. A shift is then named with its severity, such as
-fog_3. Besides the files of all studies, the workdir holds `logits` of the test images under each shift, `figures`,
-the classifier if it was trained here (source.safetensors), and the spends of the sources of the
-reliability diagrams (ledger.sqlite).
+Figures 1 to 3 of "Privacy Preserving Recalibration under Domain Shift" (Luo et al. 2020). What its
+Table 2 says in words are sweeps that a config may add: `sweep.options` has values of an attribute
+of the methods, such as iterations or bins, and `sweep.division` divides the same records among few
+or many sources. With several `data.severity`, a shift has its severity in its name, such as fog_3.
+
+Besides the files of all studies, the workdir holds `logits` of the test images under each shift,
+`figures`, the classifier if it was trained here (source.safetensors), and the spends of the sources
+of the reliability diagrams (ledger.sqlite).
 """
 
 import dataclasses

@@ -43,7 +43,8 @@ def make(
         physical_batch_size          the number of examples per compiled call; 0 lets the library
                                      choose
         clip_norm
-        learning_rate, schedule, optimizer, optimizer_options, weight_decay  see `launch/optimizers.py`
+        learning_rate, schedule, optimizer, optimizer_options, weight_decay  see
+                                     `launch/optimizers.py`
         augmult                      augmented views per example; 0 does not augment
         ema_decay, ascent_radius     0 for none
       network: The network to train.

@@ -199,7 +199,7 @@ def get_config(source: str = "trained") -> ConfigDict:
 
 def _train_as_published(config: ConfigDict) -> None:
     """The WRN-28-10 of section E.1, with Zagoruyko and Komodakis (2016) where it is silent."""
-    config.model.name = "wrn_28_10"
+    config.model.update(name="wrn_28_10", options={"depth": 28, "width": 10})
     config.train.update(
         steps=200 * 391,  # 200 epochs of 50,000 images
         batch_size=128,
