@@ -146,7 +146,8 @@ def draw(report: Any, path: pathlib.Path) -> None:
         panels[f"{option}, epsilon 1"] = option, _curves(swept["values"], scores)
     scores = {name: of[DIVISION] for name, of in report["methods"].items() if name in DRAWN}
     records = report["centre"][0] * report["centre"][1]
-    panels[f"{records} records in all"] = "sources", _curves(report["division"], scores)
+    counts = np.log10(report["division"]).tolist()
+    panels[f"{records} records in all"] = "log10 of the sources", _curves(counts, scores)
     plot_panels(
         path,
         panels,

@@ -225,13 +225,17 @@ def _sweep_panels(result: Mapping[str, Any], names: Sequence[str]) -> dict[str, 
     figures: dict[str, Any] = {}
     for option, swept in result["options"].items():
         panels = {}
-        for part in (CENTRE, NO_PRIVACY):
+        titles = {
+            CENTRE: "ε = {2:g}".format(*result["settings"][CENTRE][0]),
+            NO_PRIVACY: NO_PRIVACY,
+        }
+        for part, title in titles.items():
             errors = by_option(result, option, part)
-            panels[part] = option, curves(swept["values"], errors)
+            panels[title] = option, curves(swept["values"], errors)
         figures[option] = panels
     if DIVISION in result["settings"]:
-        counts = [point[0] for point in result["settings"][DIVISION]]
-        panel = "number of sources", curves(counts, by_division(result))
+        counts = [math.log10(point[0]) for point in result["settings"][DIVISION]]
+        panel = "log10 of the number of sources", curves(counts, by_division(result))
         figures[DIVISION] = {"the same records": panel}
     by_level = by_severity(result)
     levels = list(next(iter(by_level.values())))

@@ -326,7 +326,8 @@ def isotonic(values: jax.Array, weights: jax.Array) -> jax.Array:
     in_row = jnp.where(is_range, weights[None, :], 0)
     masses = jnp.cumsum(in_row, 1)  # row by row, since a difference of two sums would cancel
     sums = jnp.cumsum(in_row * values[None, :], 1)
-    means = jnp.where(is_range, sums / jnp.where(is_range, masses, 1), jnp.inf)
+    divisors = jnp.where(is_range, masses, 1)
+    means = jnp.where(is_range, sums / divisors, jnp.inf)
     smallest = jax.lax.cummin(means, axis=1, reverse=True)  # [i, j], over k >= j
     return jnp.where(is_range, smallest, -jnp.inf).max(0)
 

@@ -198,7 +198,9 @@ class GridSearch(NamedTuple):
     def start(cls, bracket: Bracket, iterations: int) -> "GridSearch":
         """Divides the bracket into `iterations` + 1 parts."""
         low, high = bracket.ends
-        inner = low + (high - low) * jnp.arange(1, iterations + 1) / (iterations + 1)
+        parts_below = jnp.arange(1, iterations + 1)
+        width = (high - low) / (iterations + 1)
+        inner = low + width * parts_below
         first = jnp.int32(0)
         return cls(
             unchanged=bracket.unchanged,
@@ -220,7 +222,9 @@ class GridSearch(NamedTuple):
 
     def position(self) -> jax.Array:
         """Returns the middle of the next part."""
-        return (self.edges[self.next] + self.edges[self.next + 1]) / 2
+        low = self.edges[self.next]
+        high = self.edges[self.next + 1]
+        return (low + high) / 2
 
     def observed(self, k: int, observation: Observation) -> "GridSearch":
         """Returns the search after the value at `position()`, the k-th from 0."""

@@ -470,7 +470,7 @@ MISTAKES = {
     "search": (
         {"search": "ternary"},
         ValueError,
-        "search must be 'golden' or 'bisection', got 'ternary'",
+        "search must be 'golden', 'grid' or 'bisection', got 'ternary'",
     ),
     "no sources": ({"sources": []}, ValueError, "sources is empty. Give at least one"),
     "no list": (
