@@ -90,11 +90,11 @@ def _cells(config: Any) -> Iterator[Cell | Values | Diagrams]:
         )
     for name, setting in itertools.product(private, _settings(config)):
         _scale(config, name, setting.epsilon)  # raises if the method has no noise scale
-    for option in config.sweep.options:
+    for option in option_values(config):
         valued(config, option)  # raises if no method has the option, or a value is impossible
     for shift, name in itertools.product(shifts, config.methods):
         yield Cell(shift, name)
-    for option, shift in itertools.product(config.sweep.options, shifts):
+    for option, shift in itertools.product(option_values(config), shifts):
         yield Values(option, shift)
     yield Diagrams("reliability", figures.reliability_shift)
 
@@ -117,7 +117,7 @@ def parts(config: Any) -> dict[str, list[Setting]]:
         )
     settings[CENTRE] = [Setting(**centre)]
     settings[NO_PRIVACY] = [Setting(**{**centre, "epsilon": math.inf})]
-    if config.sweep.division:
+    if config.sweep.division.sources:
         settings[DIVISION] = _divided(**config.sweep.division)
     return settings
 
@@ -167,6 +167,11 @@ def _private(config: Any) -> list[str]:
     return [name for name in known if _kind(config, name) in recalibration.METHODS]
 
 
+def option_values(config: Any) -> dict[str, Sequence[Any]]:
+    """Returns the values of each option that a config sweeps."""
+    return {option: values for option, values in config.sweep.options.items() if values}
+
+
 def valued(config: Any, option: str) -> dict[str, list[Any]]:
     """Returns each private method with an option at all of its values, by name.
 
@@ -180,10 +185,10 @@ def valued(config: Any, option: str) -> dict[str, list[Any]]:
             values = config.sweep.options[option]
             with named("sweep.options", config.sweep.options):
                 variants[name] = [dataclasses.replace(method, **{option: v}) for v in values]
-    if not any(variants.values()):
+    if not variants:
         raise ValueError(
-            f"config.sweep.options.{option} must have values, and some of config.methods must have "
-            "this attribute."
+            f"config.sweep.options.{option} must be an attribute of some private method in "
+            f"config.methods, got {', '.join(config.methods)}."
         )
     return variants
 
@@ -418,13 +423,13 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     records = {shift: _records(work, shift) for shift in levels}
     settings = parts(config)
     cells: dict[str, Any] = {shift: {} for shift in records}
-    options: dict[str, Any] = {}
-    for option, values in config.sweep.options.items():
-        options[option] = {"values": list(values), "cells": {}}
+    swept: dict[str, Any] = {}
+    for option, values in option_values(config).items():
+        swept[option] = {"values": list(values), "cells": {}}
     for row in rows:
         if "option" in row:
             scores = {name: row[name] for name in valued(config, row["option"])}
-            options[row["option"]]["cells"][row["shift"]] = scores
+            swept[row["option"]]["cells"][row["shift"]] = scores
         else:
             cells[row["shift"]][row["method"]] = {part: row[part] for part in settings}
     del settings[NO_PRIVACY]  # its settings are those of the centre
@@ -436,7 +441,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "accuracy": {shift: float(of.correct.mean()) for shift, of in records.items()},
         "severities": {shift: level for shift, (_, level) in levels.items()},
         "cells": cells,
-        "options": options,
+        "options": swept,
         "costs": [_cost(config, name, method) for name, method in methods(config).items()],
         "example": {key: example[key] for key in ("shift", "diagrams", "temperatures")},
     }

@@ -158,10 +158,10 @@ def get_config(source: str = "trained") -> ConfigDict:
                     "samples": 30,
                     "epsilon": 1.0,
                 },
-                # Values of an attribute of methods, at the centre, such as {"bins": (5, 15)}.
-                "options": {},
-                # The same records among few or many sources: records, epsilon, sources.
-                "division": {},
+                # Values of an attribute of methods, at the centre. Any attribute may be added.
+                "options": {"iterations": (), "bins": ()},
+                # The same records in all, divided among each of these numbers of sources.
+                "division": {"records": 1500, "epsilon": 1.0, "sources": ()},
             },
             "figures": {
                 "methods": (
@@ -225,7 +225,6 @@ def _vary(config: ConfigDict) -> None:
     config.sweep.sources = {"values": (10, 50, 100, 200), "samples": 10, "epsilon": 1.0}
     config.sweep.samples = {"values": (5, 10, 30, 50), "sources": 50, "epsilon": 1.0}
     config.sweep.options = {"iterations": (1, 2, 3, 5, 7), "bins": (1, 5, 15, 50)}
-    division = (1, 5, 15, 50, 150, 500, 1500)
-    config.sweep.division = {"records": 1500, "epsilon": 1.0, "sources": division}
+    config.sweep.division.sources = (1, 5, 15, 50, 150, 500, 1500)
     config.figures.methods = (*searched, "Acc-T grid", "HB split", "logistic binning", "one source")
     config.figures.reliability_shift = "motion_blur_5"

@@ -38,5 +38,6 @@ def get_config() -> ConfigDict:
     config.sweep.sources = {"values": (5, 10, 20, 40), "samples": 10, "epsilon": 1.0}
     config.sweep.samples = {"values": (5, 10, 20, 30), "sources": 20, "epsilon": 1.0}
     config.sweep.epsilon = {"values": (0.25, 0.5, 1.0, 2.0), "sources": 20, "samples": 20}
+    config.sweep.division.records = 400
     config.sweep.centre = {"sources": 20, "samples": 20, "epsilon": 1.0}
     return config

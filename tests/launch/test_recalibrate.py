@@ -289,8 +289,8 @@ def test_options_and_divisions_are_swept(swept):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"options": {"edges": ()}}, r"sweep.options.edges must have values, and some of"),
-        ({"options": {"rounds": (1,)}}, r"sweep.options.rounds must have values, and some of"),
+        ({"options": {"bound": (1.0,)}}, r"sweep.options.bound must be an attribute of some"),
+        ({"options": {"rounds": (1,)}}, r"sweep.options.rounds must be an attribute of some"),
         ({"options": {"bins": (0,)}}, r"bins must be an integer and at least 1, got 0"),
         (
             {"division": {"records": 40, "epsilon": 1.0, "sources": (3,)}},
