@@ -164,7 +164,7 @@ EVIDENCE = [
         "results/recalibration.md",
         ("recalibration_sweeps.json",),
         recalibration_sweeps.tables,
-        {"recalibration_sweeps.png": recalibration_sweeps.draw},
+        {"recalibration_sweeps.png": functools.partial(recalibration_sweeps.draw, "digits")},
     ),
     Evidence("results/dpadapter.md", ("dpadapter_usps.json",), evidence_dpadapter.tables),
     Evidence(

@@ -1,13 +1,12 @@
-r"""What Table 2 and section D.1 of Luo et al. 2020 say in words: more data, iterations, bins, epsilon.
+r"""What Table 2 and section D.1 of Luo et al. 2020 say in words: more data, iterations and bins.
 
-    python -m launch.recalibrate --config configs/recalibration/cifar10.py:sweeps \
-        --workdir W/sweeps ...
+    python -m launch.recalibrate --config configs/recalibration/digits.py:sweeps --workdir W/digits
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:wrn --workdir W/wrn ...
-    python -m benchmarks run recalibration_sweeps --workdir W/sweeps --recipe W/wrn
+    python -m benchmarks run recalibration_sweeps --workdirs W/digits --recipe W/wrn
     python -m benchmarks.evidence results/recalibration.md
 
-The docstring of the config has the first command, docs/results/recalibration.md the second one,
-which trains a small network by the paper's recipe."""
+docs/results/recalibration.md has the whole second command. It trains a small network by the paper's
+recipe. W/resnet20 of configs/recalibration/cifar10.py:sweeps may be added to the workdirs."""
 
 import argparse
 import json
@@ -27,13 +26,21 @@ DRAWN = ("Acc-T wide", "NLL-T wide", "ECE-T wide", "HB split", "logistic binning
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workdir", required=True, help="a finished workdir of the variant sweeps")
+    parser.add_argument("--workdirs", required=True, help="finished workdirs, separated by commas")
     parser.add_argument("--recipe", required=True, help="a finished workdir of the variant wrn")
 
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
-    """Returns what the page needs of both workdirs."""
-    result = _read(flags.workdir)
+    """Returns what the page needs of the workdirs."""
+    folders = list(map(pathlib.Path, flags.workdirs.split(",")))
+    recipe = _read(pathlib.Path(flags.recipe))["accuracy"]
+    return {
+        "runs": {folder.name: _summary(_read(folder)) for folder in folders},
+        "recipe": {name: round(accuracy, 5) for name, accuracy in recipe.items()},
+    }
+
+
+def _summary(result: Any) -> dict[str, Any]:
     shifts = [shift for shift in result["cells"] if shift != "clean"]
     methods = {}
     for cost in result["costs"]:
@@ -50,7 +57,6 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     severity = {}
     for name, of_level in by_severity(result).items():
         severity[name] = {str(level): round(error, 5) for level, error in of_level.items()}
-    recipe = _read(flags.recipe)["accuracy"]
     return {
         "images": result["images"],
         "trials": result["trials"],
@@ -60,12 +66,11 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         "methods": methods,
         "options": options,
         "severity": severity,
-        "recipe": {name: round(accuracy, 5) for name, accuracy in recipe.items()},
     }
 
 
-def _read(folder: str) -> Any:
-    return json.loads((pathlib.Path(folder) / "result.json").read_text(encoding="utf-8"))
+def _read(folder: pathlib.Path) -> Any:
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))
 
 
 def _scores(cells: Sequence[Any], part: str, score: str) -> list[list[float]]:
@@ -78,25 +83,33 @@ def _scores(cells: Sequence[Any], part: str, score: str) -> list[list[float]]:
 
 def tables(report: Any) -> dict[str, str]:
     """Returns the tables of docs/results/recalibration.md."""
-    rows = {
-        "baselines": _baselines(report["methods"]),
-        "grid": [_pair(report["methods"], *pair) for pair in PAIRS.items()],
-        "severity": [
-            {"method": name} | {f"severity {k}": f"{error:.3f}" for k, error in of_level.items()}
-            for name, of_level in report["severity"].items()
-        ],
-        "division": [
-            _row(name, "sources", report["division"], scores[DIVISION])
-            for name, scores in report["methods"].items()
-        ],
-        "recipe": [
-            {"images": name} | {"accuracy in percent": results.percent(accuracy)}
-            for name, accuracy in report["recipe"].items()
-        ],
-    }
-    for option, swept in report["options"].items():
-        rows[option] = _option_rows(option, swept)
+    recipe = []
+    for name, accuracy in report["recipe"].items():
+        recipe.append({"images": name, "accuracy in percent": results.percent(accuracy)})
+    rows = {"recipe": recipe}
+    for network, run in report["runs"].items():
+        for title, lines in _tables_of(run).items():
+            rows[f"{title}, {network}"] = lines
     return {title: format_table(lines, style="markdown") for title, lines in rows.items()}
+
+
+def _tables_of(run: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
+    severity = []
+    for name, of_level in run["severity"].items():
+        errors = {f"severity {level}": f"{error:.3f}" for level, error in of_level.items()}
+        severity.append({"method": name} | errors)
+    division = []
+    for name, scores in run["methods"].items():
+        division.append(_row(name, "sources", run["division"], scores[DIVISION]))
+    tables = {
+        "baselines": _baselines(run["methods"]),
+        "grid": [_pair(run["methods"], *pair) for pair in PAIRS.items()],
+        "severity": severity,
+        "division": division,
+    }
+    for option, swept in run["options"].items():
+        tables[option] = _option_rows(option, swept)
+    return tables
 
 
 def _baselines(methods: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -138,21 +151,21 @@ def _error(values: Iterable[Any]) -> str:
     return f"{mean:.3f} ({error:.3f})"
 
 
-def draw(report: Any, path: pathlib.Path) -> None:
+def draw(network: str, report: Any, path: pathlib.Path) -> None:
     """Draws mean errors over iterations, bins and numbers of sources of the same records."""
-    panels = {}
-    for option, swept in report["options"].items():
+    run, panels = report["runs"][network], {}
+    for option, swept in run["options"].items():
         scores = {name: of[CENTRE] for name, of in swept["methods"].items()}
         panels[f"{option}, epsilon 1"] = option, _curves(swept["values"], scores)
-    scores = {name: of[DIVISION] for name, of in report["methods"].items() if name in DRAWN}
-    records = report["centre"][0] * report["centre"][1]
-    counts = np.log10(report["division"]).tolist()
+    scores = {name: of[DIVISION] for name, of in run["methods"].items() if name in DRAWN}
+    records = run["centre"][0] * run["centre"][1]
+    counts = np.log10(run["division"]).tolist()
     panels[f"{records} records in all"] = "log10 of the sources", _curves(counts, scores)
     plot_panels(
         path,
         panels,
         title="More iterations, more bins, and more sources of the same records",
-        subtitle=f"Means over {len(report['shifts'])} shifts of CIFAR-10, one factor varied",
+        subtitle=f"Means over {len(run['shifts'])} shifts of {network}, one factor varied",
         ylabel="ECE",
     )
 
