@@ -37,6 +37,7 @@ from benchmarks import (
     evidence_tta,
     finetune_methods,
     membership,
+    recalibration_sweeps,
     split_costs,
     split_private,
     suites,
@@ -187,6 +188,12 @@ EVIDENCE = [
                 evidence_dpadapter.draw_robustness, "gamma_4"
             ),
         },
+    ),
+    Evidence(
+        "results/recalibration.md",
+        ("recalibration_sweeps.json",),
+        recalibration_sweeps.tables,
+        {"recalibration_sweeps.png": functools.partial(recalibration_sweeps.draw, "digits")},
     ),
     Evidence(
         "results/dpadapter.md",

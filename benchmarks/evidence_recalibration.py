@@ -44,6 +44,8 @@ from launch import results
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence_recalibration.json"
 TRIALS, SOURCES, SAMPLES, EPSILON = 10, 50, 30, 1.0
+RECORDS = (1500, 2500)  # of the table of few or many sources
+EPSILONS = (0.2, 1.0, 2.0)  # of the table of epsilons
 PRIOR = jnp.array([1.0, 1.0, 0.0])
 
 
@@ -238,6 +240,8 @@ def tables(report: Any, earlier: Any) -> dict[str, str]:
         "differences": _difference_rows(public),
         "cifar100": hundred,
         "b": before,
+        "epsilons": _epsilon_rows(public),
+        "few or many": _division_rows(public),
     }
     return {title: format_table(lines, style="markdown") for title, lines in rows.items()}
 
@@ -249,6 +253,43 @@ def _method_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
         for network, run in runs.items():
             scores = _scores(name, run["methods"][name])
             row |= {f"{network}, {score}": value for score, value in scores.items()}
+        rows.append(row)
+    return rows
+
+
+def _epsilon_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns rows of mean errors at the lowest, a middle and the highest epsilon, and without."""
+    rows = []
+    names = [name for name in next(iter(runs.values()))["methods"] if name != "none"]
+    for name in names:
+        row = {"method": name}
+        for network, run in runs.items():
+            scores = run["methods"][name]
+            for column, (_, _, epsilon) in enumerate(run["settings"]["epsilon"]):
+                if epsilon in EPSILONS:
+                    errors = [of_shift[column] for of_shift in scores["epsilon"]]
+                    row[f"{network}, epsilon {epsilon:g}"] = _error(errors)
+            row[f"{network}, no privacy"] = _error(np.ravel(scores["no privacy"]))
+        rows.append(row)
+    return rows
+
+
+def _division_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns rows of mean errors of few and of many sources that have the same records in all.
+
+    The sweep of sources has 10 records each, and the sweep of samples has 50 sources.
+    """
+    rows = []
+    names = [name for name in next(iter(runs.values()))["methods"] if name != "none"]
+    for name in names:
+        row = {"method": name}
+        for network, run in runs.items():
+            scores, settings = run["methods"][name], run["settings"]
+            for part in ("samples", "sources"):
+                for column, (sources, samples, _) in enumerate(settings[part]):
+                    if sources * samples in RECORDS:
+                        errors = [of_shift[column] for of_shift in scores[part]]
+                        row[f"{network}, {sources} of {samples}"] = _error(errors)
         rows.append(row)
     return rows
 

@@ -87,6 +87,9 @@ BENCHMARKS = {
     "evidence_recalibration": _studies(
         "evidence_recalibration", "claims of private recalibration", "evidence_recalibration"
     ),
+    "recalibration_sweeps": _studies(
+        "recalibration_sweeps", "what helps and hurts recalibration", "recalibration_sweeps"
+    ),
     "evidence_split": _studies("evidence_split", "claims of Split Adaptation", "split_cifar100"),
     "evidence_tta": _studies(
         "evidence_tta", "claims of private test-time adaptation", "evidence_tta"

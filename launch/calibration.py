@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ FACTORS = {
     "epsilon": ("ε of each source", "{sources} sources of {samples} samples"),
 }
 CENTRE, NO_PRIVACY = "centre", "no privacy"
+DIVISION = "division"  # of the same records among few or many sources
 
 
 def _paid(cost: Mapping[str, Any]) -> float:
@@ -59,6 +60,71 @@ def _per_shift(result: Mapping[str, Any], part: str) -> list[dict[str, str]]:
         accuracy = f"{result['accuracy'][shift]:.4f}"
         rows.append({"shift": shift.replace("_", " "), "accuracy": accuracy, **errors})
     return rows
+
+
+def _mean_of(cells: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Returns the mean ECE over shifts of each setting, from one part of the cells."""
+    return np.mean([cell["ece"] for cell in cells], 0).tolist()
+
+
+def by_division(result: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Returns the mean ECE over shifts of each method, by number of sources of the same records."""
+    shifts = _shifted(result)
+    errors = {}
+    for cost in result["costs"]:
+        cells = [result["cells"][shift][cost["method"]][DIVISION] for shift in shifts]
+        errors[cost["method"]] = _mean_of(cells)
+    return errors
+
+
+def by_option(result: Mapping[str, Any], option: str, part: str) -> dict[str, list[float]]:
+    """Returns the mean ECE over shifts of each method, by value of an option."""
+    cells = result["options"][option]["cells"]
+    shifts = _shifted(result)
+    errors = {}
+    for name in cells[shifts[0]]:
+        errors[name] = _mean_of([cells[shift][name][part] for shift in shifts])
+    return errors
+
+
+def by_severity(result: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """Returns the mean ECE at the centre of each method, by severity of the shifts."""
+    levels = sorted({result["severities"][shift] for shift in _shifted(result)})
+    errors: dict[str, dict[int, float]] = {cost["method"]: {} for cost in result["costs"]}
+    for name, level in itertools.product(errors, levels):
+        shifts = [shift for shift in _shifted(result) if result["severities"][shift] == level]
+        cells = [result["cells"][shift][name][CENTRE] for shift in shifts]
+        (errors[name][level],) = _mean_of(cells)
+    return errors
+
+
+def _sweeps(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns tables of the sweeps that a config may leave out, rows by title."""
+    over, centre = f"over {len(_shifted(result))} shifts", _centre(result)
+    tables: dict[str, Any] = {}
+    for option, swept in result["options"].items():
+        rows = []
+        for part, suffix in ((CENTRE, ""), (NO_PRIVACY, ", no privacy")):
+            for name, errors in by_option(result, option, part).items():
+                rows.append(_row(f"{name}{suffix}", option, swept["values"], errors))
+        tables[f"Mean ECE {over} by {option}, with {centre}"] = rows
+    if DIVISION in result["settings"]:
+        points = [Setting(*point) for point in result["settings"][DIVISION]]
+        counts, records = [point.sources for point in points], points[0].sources * points[0].samples
+        tables[f"Mean ECE {over} by division of {records} records among sources"] = [
+            _row(name, "sources", counts, errors) for name, errors in by_division(result).items()
+        ]
+    by_level = by_severity(result)
+    if max(map(len, by_level.values())) > 1:
+        tables[f"Mean ECE {over} by severity, with {centre}"] = [
+            _row(name, "severity", errors, errors.values()) for name, errors in by_level.items()
+        ]
+    return tables
+
+
+def _row(name: str, factor: str, values: Iterable[Any], errors: Iterable[float]) -> dict[str, str]:
+    pairs = zip(values, errors, strict=True)
+    return {"method": name} | {f"{factor} {value}": f"{error:.4f}" for value, error in pairs}
 
 
 def _centre(result: Mapping[str, Any]) -> str:
@@ -102,6 +168,7 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         "ECE under each shift without privacy, with the same sources and samples": _per_shift(
             result, NO_PRIVACY
         ),
+        **_sweeps(result),
         f"What {centre} cost, pure epsilon, {result['adjacency']}": costs,
     }
 
@@ -132,12 +199,50 @@ def figures(result: Mapping[str, Any], work: frame.Work) -> None:
             subtitle=f"{result['images']} test images, means of {result['trials']} trials",
             ylabel="expected calibration error",
         )
+    for file, panels in _sweep_panels(result, work.config.figures.methods).items():
+        plot_panels(
+            work.root / "figures" / f"{file}.png",
+            panels,
+            title=f"Calibration by {file}",
+            subtitle=f"Means over {len(_shifted(result))} shifts. {_centre(result)}, if not varied",
+            ylabel="expected calibration error",
+        )
     plot_reliability(
         work.root / "figures" / "reliability.png",
         {name: Reliability(**diagram) for name, diagram in result["example"]["diagrams"].items()},
         title=f"Reliability under {result['example']['shift'].replace('_', ' ')}",
         subtitle=f"One recalibration by each method: {_centre(result)}",
     )
+
+
+def _sweep_panels(result: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns panels of the sweeps that a config may leave out, by the name of their figure."""
+
+    def curves(at: Sequence[Any], errors: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+        drawn = [name for name in errors if name in names] or list(errors)
+        return {name: list(zip(at, errors[name], strict=True)) for name in drawn}
+
+    figures: dict[str, Any] = {}
+    for option, swept in result["options"].items():
+        panels = {}
+        titles = {
+            CENTRE: "ε = {2:g}".format(*result["settings"][CENTRE][0]),
+            NO_PRIVACY: NO_PRIVACY,
+        }
+        for part, title in titles.items():
+            errors = by_option(result, option, part)
+            panels[title] = option, curves(swept["values"], errors)
+        figures[option] = panels
+    if DIVISION in result["settings"]:
+        counts = [math.log10(point[0]) for point in result["settings"][DIVISION]]
+        panel = "log10 of the number of sources", curves(counts, by_division(result))
+        figures[DIVISION] = {"the same records": panel}
+    by_level = by_severity(result)
+    levels = list(next(iter(by_level.values())))
+    if len(levels) > 1:
+        errors = {name: list(of_level.values()) for name, of_level in by_level.items()}
+        figures["severity"] = {_centre(result): ("severity", curves(levels, errors))}
+    return figures
 
 
 def _title(shift: str) -> str:

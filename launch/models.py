@@ -52,6 +52,7 @@ from jaxdp.release import locked
 from jaxdp.report import progress_bar
 from jaxdp.transforms import losses
 
+from . import optimizers
 from .settings import named
 
 Params = Any
@@ -306,8 +307,9 @@ def source_model(
     """Returns the model of a config with parts `model` and `train`, trained once in `root` if it
     has no checkpoint.
 
-    config.train has steps, batch_size, learning_rate (of AdamW), crop_padding (of random crops and
-    flips, 0 for neither) and init_seed, to which `number` is added. `untrained` is
+    config.train has steps, batch_size, learning_rate, crop_padding (of random crops and flips, 0
+    for neither) and init_seed, to which `number` is added. It may have the fields of
+    `launch/optimizers.py`. The default is AdamW with a cosine schedule. `untrained` is
     `network(config.model)`, if the caller has it.
     """
     padding = config.train.crop_padding
@@ -315,13 +317,16 @@ def source_model(
     def augment(key: jax.Array, example: Any) -> Any:
         return {**example, "image": data.augment(key, example["image"], padding=padding)}
 
+    def recipe(_: Any) -> optax.GradientTransformation:
+        return optimizers.optimizer(config.train, "train")  # with a schedule of its own
+
     return trained(
         untrained or network(config.model),
         images,
         config.train,
         root / f"{name}.safetensors",
         seed=config.train.init_seed + number,
-        optimizer=optax.adamw,
+        optimizer=recipe if "optimizer" in config.train else optax.adamw,
         augment=augment if padding else None,
     )
 

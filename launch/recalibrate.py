@@ -2,10 +2,14 @@
 workdir/recal.
 
 Runs methods x shifts x sizes x budgets with hundreds of trials each. It makes Tables 1 and 4 and
-Figures 1 to 3 of "Privacy Preserving Recalibration under Domain Shift" (Luo et al. 2020). Besides
-the files of all studies, the workdir holds `logits` of the test images under each shift, `figures`,
-the classifier if it was trained here (source.safetensors), and the spends of the sources of the
-reliability diagrams (ledger.sqlite).
+Figures 1 to 3 of "Privacy Preserving Recalibration under Domain Shift" (Luo et al. 2020). What its
+Table 2 says in words are sweeps that a config may add: `sweep.options` has values of an attribute
+of the methods, such as iterations or bins, and `sweep.division` divides the same records among few
+or many sources. With several `data.severity`, a shift has its severity in its name, such as fog_3.
+
+Besides the files of all studies, the workdir holds `logits` of the test images under each shift,
+`figures`, the classifier if it was trained here (source.safetensors), and the spends of the sources
+of the reliability diagrams (ledger.sqlite).
 """
 
 import dataclasses
@@ -22,23 +26,25 @@ import numpy as np
 from jaxdp import recalibration
 from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Examples, read_column
 from jaxdp.data import open as open_spec
-from jaxdp.data.shifts import CLEAN
+from jaxdp.data.shifts import CLEAN, Shift
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Ledger, SelfComposedDpEvent
 from jaxdp.recalibration import Records
 from jaxdp.recalibration.methods import TemperatureSearch
 from jaxdp.release import stream
 
-from . import calibration, data, frame, models, plans, simulation
-from .calibration import CENTRE, FACTORS, NO_PRIVACY
+from . import calibration, data, frame, models, plans, refits, simulation
+from .calibration import CENTRE, DIVISION, FACTORS, NO_PRIVACY
+from .settings import named
 from .simulation import Setting
 
-# A config may also ask for no method, or for the usual method of the first source alone (Guo et al.
-# 2017).
+# A config may also ask for no method, for the usual method of the first source alone (Guo et al.
+# 2017), and for fits to the records of all sources without privacy.
 _KINDS: Mapping[str, Any] = {
     "none": None,
     **recalibration.METHODS,
     "one_source": recalibration.METHODS["nll_t"],
+    **refits.REFITS,
 }
 
 
@@ -47,6 +53,13 @@ class Cell(NamedTuple):
 
     shift: str
     method: str
+
+
+class Values(NamedTuple):
+    """All private methods with an option, at each of its values, at the centre under a shift."""
+
+    option: str
+    shift: str
 
 
 class Diagrams(NamedTuple):
@@ -59,14 +72,11 @@ class Diagrams(NamedTuple):
 # --- What a config says -------------------------------------------------------------------------
 
 
-def _cells(config: Any) -> Iterator[Cell | Diagrams]:
-    figures, shifts = config.figures, config.data.corruptions
-    private = [
-        name
-        for name, method in methods(config).items()
-        if method and _kind(config, name) != "one_source"
-    ]
-    frame.known("data.corruptions", shifts, (CLEAN, *CORRUPTIONS, *HELD_OUT_CORRUPTIONS))
+def _cells(config: Any) -> Iterator[Cell | Values | Diagrams]:
+    figures, private = config.figures, _private(config)
+    corruptions = (CLEAN, *CORRUPTIONS, *HELD_OUT_CORRUPTIONS)
+    frame.known("data.corruptions", config.data.corruptions, corruptions)
+    shifts = list(severities(config))
     frame.known("figures.methods", figures.methods, config.methods)
     frame.known("figures.reliability_shift", [figures.reliability_shift], shifts)
     frame.known("figures.reliability_methods", figures.reliability_methods, private)
@@ -80,8 +90,12 @@ def _cells(config: Any) -> Iterator[Cell | Diagrams]:
         )
     for name, setting in itertools.product(private, _settings(config)):
         _scale(config, name, setting.epsilon)  # raises if the method has no noise scale
+    for option in option_values(config):
+        valued(config, option)  # raises if no method has the option, or a value is impossible
     for shift, name in itertools.product(shifts, config.methods):
         yield Cell(shift, name)
+    for option, shift in itertools.product(option_values(config), shifts):
+        yield Values(option, shift)
     yield Diagrams("reliability", figures.reliability_shift)
 
 
@@ -103,7 +117,36 @@ def parts(config: Any) -> dict[str, list[Setting]]:
         )
     settings[CENTRE] = [Setting(**centre)]
     settings[NO_PRIVACY] = [Setting(**{**centre, "epsilon": math.inf})]
+    if config.sweep.division.sources:
+        settings[DIVISION] = _divided(**config.sweep.division)
     return settings
+
+
+def _divided(records: int, epsilon: float, sources: Sequence[int]) -> list[Setting]:
+    """Returns settings in which each number of sources has the same records together."""
+    for count in sources:
+        if records % count:
+            raise ValueError(
+                f"config.sweep.division.sources must divide the {records} records, got {count}."
+            )
+    return [Setting(count, records // count, epsilon) for count in sources]
+
+
+def severities(config: Any) -> dict[str, tuple[str, int]]:
+    """Returns the name and severity of each shift, by the shift's label."""
+    levels = config.data.severity
+    shifts = {}
+    for level, name in itertools.product(levels, config.data.corruptions):
+        is_alone = name == CLEAN or len(levels) == 1
+        shifts[name if is_alone else f"{name}_{level}"] = (name, level)
+    return shifts
+
+
+def _shifts(config: Any) -> dict[str, Shift]:
+    shifts = {}
+    for label, (name, level) in severities(config).items():
+        shifts[label] = data.shift({**config.data, "severity": level}, name)
+    return shifts
 
 
 def _settings(config: Any) -> list[Setting]:
@@ -116,6 +159,38 @@ def methods(config: Any) -> dict[str, Any]:
         name: method(f"method_options.{name}", config.method_options.get(name, {}))
         for name in config.methods
     }
+
+
+def _private(config: Any) -> list[str]:
+    """Returns the names of the methods that ask sources with noise."""
+    known = methods(config)  # raises for a kind that there is not
+    return [name for name in known if _kind(config, name) in recalibration.METHODS]
+
+
+def option_values(config: Any) -> dict[str, Sequence[Any]]:
+    """Returns the values of each option that a config sweeps."""
+    return {option: values for option, values in config.sweep.options.items() if values}
+
+
+def valued(config: Any, option: str) -> dict[str, list[Any]]:
+    """Returns each private method with an option at all of its values, by name.
+
+    Raises:
+      ValueError: No method has the option, or a value is impossible.
+    """
+    variants = {}
+    for name in _private(config):
+        method = methods(config)[name]
+        if option in {field.name for field in dataclasses.fields(method)}:
+            values = config.sweep.options[option]
+            with named("sweep.options", config.sweep.options):
+                variants[name] = [dataclasses.replace(method, **{option: v}) for v in values]
+    if not variants:
+        raise ValueError(
+            f"config.sweep.options.{option} must be an attribute of some private method in "
+            f"config.methods, got {', '.join(config.methods)}."
+        )
+    return variants
 
 
 def method(field: str, declared: Mapping[str, Any]) -> Any:
@@ -168,15 +243,14 @@ class Bench:
         self.prepare = models.network(config.model).preprocessing.prepare
         self.specs = data.specs(config.data, "public", "test")
         self.test = open_spec(self.specs["test"], prepare=self.prepare)
-        names = config.data.corruptions
-        self.shifts = {name: data.shift(config.data, name) for name in names}
-        records, settings = len(self.images(names[0])), _settings(config)
+        self.shifts = _shifts(config)
+        records, settings = len(self.images(next(iter(self.shifts)))), _settings(config)
         self.order = simulation.Order.draw(
             config.sweep.seed, records=records, trials=config.sweep.trials, settings=settings
         )
         print(
-            f"{len(config.methods)} methods under {len(names)} shifts of {records} test images, "
-            f"{len(settings)} settings of sources, samples and epsilon.",
+            f"{len(config.methods)} methods under {len(self.shifts)} shifts of {records} test "
+            f"images, {len(settings)} settings of sources, samples and epsilon.",
             flush=True,
         )
 
@@ -210,25 +284,58 @@ def _records(work: frame.Work, shift: str) -> Records:
     return Records(jnp.asarray(arrays["logits"]), jnp.asarray(arrays["labels"]))
 
 
-def _run(cell: Cell | Diagrams, work: frame.Work) -> dict[str, Any]:
+def _run(cell: Cell | Values | Diagrams, work: frame.Work) -> dict[str, Any]:
     if isinstance(cell, Diagrams):
         return _diagrams(cell, work)
+    if isinstance(cell, Values):
+        return _values(cell, work)
     config, settings = work.config, _settings(work.config)
-    method = methods(config)[cell.method]
+    method, kind = methods(config)[cell.method], _kind(config, cell.method)
     task = _records(work, cell.shift), work.shared.order, settings
     if method is None:
         outcomes = simulation.unchanged(*task)
-    elif _kind(config, cell.method) == "one_source":
+    elif kind in refits.REFITS:
+        outcomes = refits.outcomes(method, *task)
+    elif kind == "one_source":
         outcomes = simulation.simulate(method, *task, key=None)
     else:
-        seed = config.sweep.seed.to_bytes(16, "little")  # not secret
-        key = stream(seed, f"{cell.shift}, {cell.method}")
+        key = _key(config, cell.shift, cell.method)
         outcomes = simulation.simulate(method, *task, key=key, adjacency=config.sweep.adjacency)
     by_setting = dict(zip(settings, outcomes, strict=True))
     return {
         part: _moments([by_setting[point] for point in points])
         for part, points in parts(config).items()
     }
+
+
+def _key(config: Any, *names: str) -> Any:
+    """Returns the key of simulated noise, which is not secret."""
+    return stream(config.sweep.seed.to_bytes(16, "little"), ", ".join(names))
+
+
+def _values(cell: Values, work: frame.Work) -> dict[str, Any]:
+    """Returns the scores of each method at each value, with and without privacy."""
+    config, records = work.config, _records(work, cell.shift)
+    points = {part: parts(config)[part][0] for part in (CENTRE, NO_PRIVACY)}
+    order = work.shared.order.only(list(points.values()))
+    row: dict[str, Any] = {}
+    for name, variants in valued(config, cell.option).items():
+        outcomes = []
+        for value, variant in zip(config.sweep.options[cell.option], variants, strict=True):
+            key = _key(config, cell.shift, name, f"{cell.option}={value}")
+            outcomes.append(
+                simulation.simulate(
+                    variant,
+                    records,
+                    order,
+                    list(points.values()),
+                    key=key,
+                    adjacency=config.sweep.adjacency,
+                )
+            )
+        by_part = zip(points, zip(*outcomes, strict=True), strict=True)
+        row[name] = {part: _moments(of_values) for part, of_values in by_part}
+    return row
 
 
 def _moments(outcomes: Sequence[simulation.Outcome]) -> dict[str, list[float]]:
@@ -312,11 +419,19 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     config, (*rows, example) = work.config, rows
-    records = {shift: _records(work, shift) for shift in config.data.corruptions}
+    levels = severities(config)
+    records = {shift: _records(work, shift) for shift in levels}
     settings = parts(config)
     cells: dict[str, Any] = {shift: {} for shift in records}
+    swept: dict[str, Any] = {}
+    for option, values in option_values(config).items():
+        swept[option] = {"values": list(values), "cells": {}}
     for row in rows:
-        cells[row["shift"]][row["method"]] = {part: row[part] for part in settings}
+        if "option" in row:
+            scores = {name: row[name] for name in valued(config, row["option"])}
+            swept[row["option"]]["cells"][row["shift"]] = scores
+        else:
+            cells[row["shift"]][row["method"]] = {part: row[part] for part in settings}
     del settings[NO_PRIVACY]  # its settings are those of the centre
     return {
         "images": len(work.shared.order.rank[0]),
@@ -324,7 +439,9 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "adjacency": config.sweep.adjacency,
         "settings": {part: [list(s) for s in points] for part, points in settings.items()},
         "accuracy": {shift: float(of.correct.mean()) for shift, of in records.items()},
+        "severities": {shift: level for shift, (_, level) in levels.items()},
         "cells": cells,
+        "options": swept,
         "costs": [_cost(config, name, method) for name, method in methods(config).items()],
         "example": {key: example[key] for key in ("shift", "diagrams", "temperatures")},
     }
@@ -336,6 +453,8 @@ def _cost(config: Any, name: str, method: Any) -> dict[str, Any]:
         return {"method": name, "releases": 0, "noise": None, "epsilon": 0.0}
     if _kind(config, name) == "one_source":
         return {"method": name, "releases": 1, "noise": 0.0, "epsilon": None}  # its temperature
+    if _kind(config, name) in refits.REFITS:
+        return {"method": name, "releases": None, "noise": 0.0, "epsilon": None}  # all records
     (centre,) = parts(config)[CENTRE]
     noise = math.sqrt(_scale(config, name, centre.epsilon).variance * centre.sources)
     return {"method": name, "releases": method.rounds, "noise": noise, "epsilon": centre.epsilon}

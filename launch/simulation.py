@@ -108,6 +108,13 @@ def _distinct(states: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[first], states)
 
 
+def _ends(settings: Sequence[Setting]) -> tuple[int, ...]:
+    """Returns how many records the first source has, and all sources, ascending."""
+    first_source = {setting.samples for setting in settings}
+    all_sources = {setting.sources * setting.samples for setting in settings}
+    return tuple(sorted(first_source | all_sources))
+
+
 class Order(NamedTuple):
     """The order in which each trial hands records to sources.
 
@@ -126,9 +133,7 @@ class Order(NamedTuple):
         """Returns independent random orders. Raises ValueError if a setting leaves no record for
         the test split.
         """
-        first_source = {setting.samples for setting in settings}
-        all_sources = {setting.sources * setting.samples for setting in settings}
-        ends = sorted(first_source | all_sources)
+        ends = _ends(settings)
         longest = ends[-1]
         if longest >= records:
             raise ValueError(
@@ -142,7 +147,12 @@ class Order(NamedTuple):
         rank = np.full((trials, records), records, np.int32)
         places = np.arange(longest, dtype=np.int32)
         np.put_along_axis(rank, rows, places[None], 1)
-        return cls(jax.device_put(rows), jax.device_put(rank), tuple(ends))
+        return cls(jax.device_put(rows), jax.device_put(rank), ends)
+
+    def only(self, settings: Sequence[Setting]) -> "Order":
+        """Returns the beginnings that some settings use."""
+        ends = _ends(settings)
+        return self._replace(rows=self.rows[:, : ends[-1]], ends=ends)
 
 
 class Sums(NamedTuple):

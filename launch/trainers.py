@@ -1,12 +1,10 @@
 """The trainer that the `private` part of a config describes, for all studies that fine-tune."""
 
-import inspect
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import optax
 
 from jaxdp import finetune
 from jaxdp.data import Groups, PoissonSampler, augmentation
@@ -15,6 +13,7 @@ from jaxdp.privacy import Account
 from jaxdp.report import Callback, read_metrics
 
 from . import frame, models, settings
+from .optimizers import optimizer
 
 Params = Any
 
@@ -46,7 +45,8 @@ def make(
         physical_batch_size          the number of examples per compiled call; 0 lets the library
                                      choose
         clip_norm
-        learning_rate, schedule, optimizer, optimizer_options, weight_decay  see `optimizer`
+        learning_rate, schedule, optimizer, optimizer_options, weight_decay  see
+                                     `launch/optimizers.py`
         augmult                      augmented views per example; 0 does not augment
         ema_decay, ascent_radius     0 for none
       network: The network to train.
@@ -69,7 +69,7 @@ def make(
     ):
         return finetune.METHODS[config.method](
             models.loss(network),
-            optimizer(config, part),
+            optimizer(config, part, steps=steps(config)),
             sampler=_sampler(config, private, part),
             clip_norm=config.clip_norm,
             clip_rule=config.get("clip_rule", "global"),
@@ -123,53 +123,6 @@ def _method_options(config: Any, private: Any, public: Any, part: str) -> dict[s
     if config.method == "gep":
         options["anchors"] = _anchors(public, options["anchors"], private.num_classes, part)
     return options
-
-
-def optimizer(config: Any, part: str = "private") -> optax.GradientTransformation:
-    """Returns the optimizer of a part of a study's config.
-
-    Args:
-      config: Has steps, learning_rate and
-
-        optimizer, optimizer_options  the name of a function of optax with a `learning_rate`, and
-                                      its arguments by name
-        weight_decay                  of the function, or added to the gradient where the function
-                                      has none
-        schedule                      "constant", "cosine", "linear" to zero, or "warmup", which
-                                      rises for a tenth of the steps and falls as a cosine
-      part: The name of the part, for errors.
-
-    Raises:
-      ValueError: There is no such optimizer or schedule, or the optimizer lacks an argument.
-    """
-    rate, total = config.learning_rate, steps(config)
-    rates = {
-        "constant": optax.constant_schedule(rate),
-        "cosine": optax.cosine_decay_schedule(rate, total),
-        "linear": optax.linear_schedule(rate, 0.0, total),
-        "warmup": optax.warmup_cosine_decay_schedule(0.0, rate, max(1, total // 10), max(2, total)),
-    }
-    frame.known(f"{part}.schedule", [config.schedule], rates)
-    name, decay = config.optimizer, config.weight_decay
-    make = getattr(optax, name, None)
-    known = inspect.signature(make).parameters if inspect.isfunction(make) else {}
-    if make is None or "learning_rate" not in known:
-        raise ValueError(
-            f"config.{part}.optimizer must be an optimizer of optax, such as 'sgd' or 'adamw', "
-            f"got {name!r}."
-        )
-    options = dict(config.optimizer_options.get(name, {}))
-    if unknown := sorted(set(options) - set(known)):
-        raise ValueError(
-            f"config.{part}.optimizer_options.{name} has {', '.join(unknown)}, which optax.{name} "
-            f"lacks. It has {', '.join(known)}."
-        )
-    if "weight_decay" in known:
-        return make(rates[config.schedule], weight_decay=decay, **options)
-    method = make(rates[config.schedule], **options)
-    if not decay:
-        return method
-    return optax.chain(optax.add_decayed_weights(decay), method)
 
 
 def _anchors(public: Any, count: int, num_classes: int, part: str) -> dict[str, np.ndarray]:

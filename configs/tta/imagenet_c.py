@@ -96,6 +96,7 @@ def get_config(variant: str = "continual") -> ConfigDict:
             },
         )
         config.methods = ("Tent", "EATA")
+        config.data.images = 49_500  # the other photographs choose the hyper-parameters
         return config
     config.hyper_parameters = {
         name: {

@@ -25,10 +25,13 @@ from jaxdp.recalibration.search import (
     Bracket,
     FoundTemperature,
     GoldenSection,
+    GridSearch,
     Observation,
 )
 
 Form = Literal["split", "published"]
+Search = Literal["golden", "grid", "bisection"]
+_SEARCHES: dict[str, Any] = {"golden": GoldenSection, "grid": GridSearch, "bisection": Bisection}
 
 
 def confidence(logits: jax.Array, temperature: jax.Array | float = 1.0) -> jax.Array:
@@ -58,23 +61,30 @@ class TemperatureSearch:
     Attributes:
       bracket: Public range of temperatures, a `Bracket` or an argument of `Bracket.of`.
       iterations: K, the number of reductions of the bracket. Each leaves 0.618 of it, or a half
-          with bisection.
+          with bisection. A grid has K + 1 temperatures.
+      search: "golden" chooses each temperature by the earlier answers (section C.1). "grid" asks
+          about temperatures that are fixed in advance (section D.1). Both release K + 1 answers
+          under the same noise.
     """
 
     bracket: Any = dataclasses.field(default_factory=Bracket)
     iterations: int = 5
+    search: Search = "golden"
 
-    search: ClassVar[Any] = GoldenSection
+    searches: ClassVar[tuple[str, ...]] = ("golden", "grid")
     split = False  # whether the first round asks for a number that all later answers need
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bracket", Bracket.of(self.bracket))
         _check_count("iterations", self.iterations)
+        if self.search not in self.searches:
+            allowed = " or ".join(map(repr, self.searches))
+            raise ValueError(f"search must be {allowed}, got {self.search!r}.")
 
     @property
     def rounds(self) -> int:
         """K + 1, or K with bisection, and one more for `split`."""
-        return self.iterations + (self.search is GoldenSection) + self.split
+        return self.iterations + (self.search != "bisection") + self.split
 
     def objective(self, answer: jax.Array) -> jax.Array:
         """Returns the number to minimise, from the sum over sources [s]."""
@@ -89,7 +99,8 @@ class TemperatureSearch:
 
     def init(self, variance: float | jax.Array) -> Any:
         """Returns the search of the whole bracket, and the answer that later ones need: 0."""
-        return self.search.start(self.bracket), jnp.float32(0)
+        search = _SEARCHES[self.search].start(self.bracket, self.iterations)
+        return search, jnp.float32(0)
 
     def question(self, k: int, state: Any) -> jax.Array:
         """Returns the temperature at the next position."""
@@ -246,10 +257,13 @@ class HistogramBinning(Binning):
       form: "split" asks for the correct and the incorrect records of each bin, "published" for the
         correct ones and all. Both give the same information. A record counts once in "split", so it
         needs half the noise.
+      monotone: Whether the accuracy may not fall from a bin to the next. It is then the isotonic
+        regression of the noisy bins (Zadrozny and Elkan 2002), which needs no further release.
     """
 
     bins: int = 15
     form: Form = "split"
+    monotone: bool = False
 
     def __post_init__(self) -> None:
         _check_count("bins", self.bins)
@@ -293,11 +307,29 @@ class HistogramBinning(Binning):
         middle = (jnp.arange(self.bins) + 0.5) / self.bins
         present = total > 0
         accuracy = jnp.clip(correct / jnp.where(total > 0, total, 1), 0, 1)
-        return jnp.where(present, accuracy, middle)
+        accuracy = jnp.where(present, accuracy, middle)
+        return isotonic(accuracy, jnp.maximum(total, 1)) if self.monotone else accuracy
 
     def curve(self, parameters: jax.Array, score: jax.Array) -> jax.Array:
         """Returns the accuracy of the score's bin."""
         return parameters[self.cell(score)]
+
+
+def isotonic(values: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the ascending numbers of least weighted squared distance from values, float32 [n].
+
+    Number j is the maximum over i <= j of the minimum over k >= j of the weighted mean of values i
+    to k (Robertson, Wright and Dykstra 1988, theorem 1.4.4). Weights are positive. Memory is n^2.
+    """
+    order = jnp.arange(len(values))
+    is_range = order[:, None] <= order[None, :]  # from row i to column k
+    in_row = jnp.where(is_range, weights[None, :], 0)
+    masses = jnp.cumsum(in_row, 1)  # row by row, since a difference of two sums would cancel
+    sums = jnp.cumsum(in_row * values[None, :], 1)
+    divisors = jnp.where(is_range, masses, 1)
+    means = jnp.where(is_range, sums / divisors, jnp.inf)
+    smallest = jax.lax.cummin(means, axis=1, reverse=True)  # [i, j], over k >= j
+    return jnp.where(is_range, smallest, -jnp.inf).max(0)
 
 
 # --- Accuracy temperature scaling ---------------------------------------------------------------
@@ -361,7 +393,9 @@ class AccBisection(AccT):
     0.618^K of it, and compares two noisy values instead of one.
     """
 
-    search = Bisection
+    search: Search = "bisection"
+
+    searches = ("bisection",)
 
     def objective(self, answer: jax.Array) -> jax.Array:
         """Returns v. Too little confidence, v > 0, means a temperature that is too high."""

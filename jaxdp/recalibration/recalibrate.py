@@ -9,7 +9,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jaxdp.recalibration.methods import (
     HistogramBinning,
     LogisticBinning,
     NllT,
+    Search,
 )
 from jaxdp.recalibration.protocol import (
     Method,
@@ -320,7 +321,7 @@ def acc_t(
     iterations: int = 5,
     bracket: tuple[float, float] = (0.5, 3.0),
     spacing: Spacing = "log",
-    search: Literal["golden", "bisection"] = "golden",
+    search: Search = "golden",
     split: bool | None = None,
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
@@ -335,17 +336,19 @@ def acc_t(
           (0.5, 3).
       spacing: "log" searches over log T, "linear" over T as published.
       search: "golden" is Algorithm 1. "bisection" needs less noise for a finer answer
-          (`AccBisection`).
+          (`AccBisection`). "grid" asks about K + 1 fixed temperatures, as a baseline.
       split: Whether to ask for accuracy once and for confidence in the other rounds. The default is
         True under "replace_one", where that needs much less noise (`AccT`).
     """
-    if search not in ("golden", "bisection"):
-        raise ValueError(f"search must be 'golden' or 'bisection', got {search!r}.")
-    kind = AccT if search == "golden" else AccBisection
+    if search not in get_args(Search):
+        raise ValueError(f"search must be 'golden', 'grid' or 'bisection', got {search!r}.")
+    kind = AccBisection if search == "bisection" else AccT
     if split is None:
         # Under "add_remove" this would be less noise with two classes only.
         split = adjacency == "replace_one"
-    method = kind(bracket=Bracket.of(bracket, spacing), iterations=iterations, split=split)
+    method = kind(
+        bracket=Bracket.of(bracket, spacing), iterations=iterations, search=search, split=split
+    )
     return recalibrate(
         method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
     )
@@ -359,6 +362,7 @@ def nll_t(
     iterations: int = 5,
     bracket: tuple[float, float] = (0.5, 3.0),
     spacing: Spacing = "log",
+    search: Literal["golden", "grid"] = "golden",
     bound: float = 10.0,
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
@@ -368,7 +372,9 @@ def nll_t(
     The loss of each record is clipped to `bound`, in nats, which must not depend on the sources.
     Other arguments are as in `acc_t`.
     """
-    method = NllT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bound=bound)
+    method = NllT(
+        bracket=Bracket.of(bracket, spacing), iterations=iterations, search=search, bound=bound
+    )
     return recalibrate(
         method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
     )
@@ -382,6 +388,7 @@ def ece_t(
     iterations: int = 5,
     bracket: tuple[float, float] = (0.5, 3.0),
     spacing: Spacing = "log",
+    search: Literal["golden", "grid"] = "golden",
     bins: int = 15,
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
@@ -390,7 +397,9 @@ def ece_t(
 
     Arguments are as in `acc_t`.
     """
-    method = EceT(bracket=Bracket.of(bracket, spacing), iterations=iterations, bins=bins)
+    method = EceT(
+        bracket=Bracket.of(bracket, spacing), iterations=iterations, search=search, bins=bins
+    )
     return recalibrate(
         method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
     )
@@ -403,6 +412,7 @@ def histogram_binning(
     key: jax.Array | None = None,
     bins: int = 15,
     form: Form = "split",
+    monotone: bool = False,
     adjacency: Adjacency = "add_remove",
     workdir: Workdir = None,
 ) -> Recalibration:
@@ -410,7 +420,7 @@ def histogram_binning(
 
     Other arguments are as in `recalibrate`.
     """
-    method = HistogramBinning(bins=bins, form=form)
+    method = HistogramBinning(bins=bins, form=form, monotone=monotone)
     return recalibrate(
         method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
     )

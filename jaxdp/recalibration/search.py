@@ -1,9 +1,9 @@
 """Searches for a temperature by one value of a function in each round.
 
-`GoldenSection` finds a minimum (section C.1), and `Bisection` a change of sign. A search is an
-immutable pytree: `search.position()` is where the function is evaluated next, and
-`search.observed(k, observation)` is the search after that. Positions are temperatures or their
-logarithms (`Bracket`).
+`GoldenSection` finds a minimum (section C.1), `GridSearch` too, at positions that are fixed in
+advance (section D.1), and `Bisection` finds a change of sign. A search is an immutable pytree:
+`search.position()` is where the function is evaluated next, and `search.observed(k, observation)`
+is the search after that. Positions are temperatures or their logarithms (`Bracket`).
 """
 
 import dataclasses
@@ -130,8 +130,8 @@ class GoldenSection(NamedTuple):
     probe: jax.Array  # index of the probe to evaluate next
 
     @classmethod
-    def start(cls, bracket: Bracket) -> "GoldenSection":
-        """Runs Algorithm 1, line 2."""
+    def start(cls, bracket: Bracket, iterations: int) -> "GoldenSection":
+        """Runs Algorithm 1, line 2, for any number of iterations."""
         low, high = bracket.ends
         return cls(
             unchanged=bracket.unchanged,
@@ -179,6 +179,67 @@ def _probes(low: jax.Array, high: jax.Array) -> jax.Array:
     return jnp.stack([high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)])
 
 
+class GridSearch(NamedTuple):
+    """Search of a grid for the minimum of a function: the baseline of section D.1.
+
+    The grid has the middles of K + 1 equal parts of the bracket. So it needs the K + 1 values of
+    `GoldenSection`, and its answer is within 1 / (2 (K + 1)) of the bracket of the best position.
+    No position depends on an earlier value, so all of them could be evaluated at once. Positions
+    are float32 []. Ties are decided as in `GoldenSection`.
+    """
+
+    unchanged: jax.Array  # the position of T = 1
+    edges: jax.Array  # of the parts of the bracket, [K + 2]
+    next: jax.Array  # index of the part to evaluate next
+    best: jax.Array  # index of the part with the smallest value so far
+    value: jax.Array  # that value
+
+    @classmethod
+    def start(cls, bracket: Bracket, iterations: int) -> "GridSearch":
+        """Divides the bracket into `iterations` + 1 parts."""
+        low, high = bracket.ends
+        parts_below = jnp.arange(1, iterations + 1)
+        width = (high - low) / (iterations + 1)
+        inner = low + width * parts_below
+        first = jnp.int32(0)
+        return cls(
+            unchanged=bracket.unchanged,
+            edges=jnp.concatenate([low[None], inner, high[None]]),
+            next=first,
+            best=first,
+            value=jnp.float32(jnp.inf),
+        )
+
+    @property
+    def low(self) -> jax.Array:
+        """The lower end of the best part."""
+        return self.edges[self.best]
+
+    @property
+    def high(self) -> jax.Array:
+        """The upper end of the best part."""
+        return self.edges[self.best + 1]
+
+    def position(self) -> jax.Array:
+        """Returns the middle of the next part."""
+        low = self.edges[self.next]
+        high = self.edges[self.next + 1]
+        return (low + high) / 2
+
+    def observed(self, k: int, observation: Observation) -> "GridSearch":
+        """Returns the search after the value at `position()`, the k-th from 0."""
+        between = (self.edges[self.best] + self.edges[self.next + 1]) / 2  # the two positions
+        nearer_to_one = self.unchanged > between
+        tied = observation.value == self.value
+        higher = jnp.where(observation.lean == 0, nearer_to_one, observation.lean < 0)
+        better = jnp.where(tied, higher, observation.value < self.value)
+        return self._replace(
+            next=self.next + 1,
+            best=jnp.where(better, self.next, self.best),
+            value=jnp.where(better, observation.value, self.value),
+        )
+
+
 class Bisection(NamedTuple):
     """Search for the sign change of a rising function.
 
@@ -192,8 +253,8 @@ class Bisection(NamedTuple):
     high: jax.Array
 
     @classmethod
-    def start(cls, bracket: Bracket) -> "Bisection":
-        """Starts with the whole bracket."""
+    def start(cls, bracket: Bracket, iterations: int) -> "Bisection":
+        """Starts with the whole bracket, for any number of iterations."""
         return cls(bracket.unchanged, *bracket.ends)
 
     def position(self) -> jax.Array:

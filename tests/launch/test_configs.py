@@ -65,6 +65,21 @@ def test_another_model_needs_no_other_options():
         assert shapes(config.model) > 20_000_000
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("configs/recalibration/cifar10.py:wrn", 36.5e6),
+        ("configs/recalibration/cifar10.py:wrn_cifar100", 36.5e6),
+        ("configs/recalibration/imagenet.py:resnet50", 25.6e6),
+    ],
+)
+def test_the_networks_of_the_recalibration_paper_have_their_size(name, size):
+    """Zagoruyko and Komodakis 2016, table 5: 36.5 million. He et al. 2016: 25.6 million."""
+    assert name in documented()
+    assert shapes(catalogue.load(name).model) == pytest.approx(size, rel=5e-3)
+
+
 def test_an_option_that_a_model_lacks_fails():
     config = catalogue.load("configs/tta/imagenet_c.py")
     with config.model.unlocked():

@@ -185,7 +185,7 @@ def test_a_curve_has_a_ledger_and_a_model_for_every_point(checkpoint, tmp_path):
             {"private.optimizer": "tree"},
             r"config\.private\.optimizer must be an optimizer of optax.*got 'tree'",
         ),
-        ({"private.schedule": "step"}, "config.private.schedule has 'step'"),
+        ({"private.schedule": "stairs"}, "config.private.schedule has 'stairs'"),
         ({"pretrain.weights": "x.safetensors"}, "both give a start"),
         ({"pretrain.new_head": False}, r"head\.bias: shape \(3,\) does not fit head/bias \(10,\)"),
     ],

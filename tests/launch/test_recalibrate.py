@@ -7,11 +7,13 @@ import sys
 
 import numpy as np
 import pytest
+from scipy import special
+from sklearn import isotonic, linear_model
 
 from configs.recalibration import cifar10, digits, imagenet
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from launch import frame, recalibrate
+from launch import frame, optimizers, recalibrate
 from launch.simulation import Order
 from tests.launch import program, tiny
 
@@ -180,6 +182,130 @@ def test_the_sources_of_the_diagrams_pay_for_every_method(finished):
     assert 0.5 < result["example"]["temperatures"]["Acc-T"] < 3
 
 
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Returns the workdir and the result of a study with all sweeps, whose network SGD trains."""
+    root = tmp_path_factory.mktemp("sweeps")
+    return root, frame.run(recalibrate.STUDY, tiny.recalibrate_sweeps(), root)
+
+
+def logits_of(root, shift):
+    with np.load(root / "logits" / f"{shift}.npz") as file:
+        return file["logits"], file["labels"]
+
+
+def test_severities_are_shifts_of_one_run(swept):
+    root, result = swept
+    assert list(result["cells"]) == ["clean", "fog_1", "fog_5"]
+    assert result["severities"]["fog_1"] == 1 and result["severities"]["fog_5"] == 5
+    assert result["accuracy"]["fog_1"] > result["accuracy"]["fog_5"] + 0.02
+    table = (root / "tables.md").read_text().split("by severity")[1].split("##")[0]
+    (line,) = (line for line in table.splitlines() if line.startswith("| none"))
+    errors = [result["cells"][shift]["none"]["centre"]["ece"][0] for shift in ("fog_1", "fog_5")]
+    assert [cell.strip() for cell in line.split("|")[2:4]] == [f"{e:.4f}" for e in errors]
+    assert (root / "figures" / "severity.png").stat().st_size > 10_000
+
+
+def test_the_recipe_of_the_paper_trains_the_source_model(swept):
+    """Fails if the optimizer of the config is not used: the golden AdamW has other logits."""
+    root, result = swept
+    logits, labels = logits_of(root, "clean")
+    assert np.mean(logits.argmax(1) == labels) == pytest.approx(result["accuracy"]["clean"])
+    assert result["accuracy"]["clean"] > 0.4
+    assert (root / "source.safetensors").exists()
+    rates = optimizers.optimizer(tiny.recalibrate_sweeps().train, "train")
+    params = {"w": np.ones(2, np.float32)}
+    state = rates.init(params)
+    steps = []
+    for _ in range(20):  # SGD with momentum 0.9, Nesterov, and a decay of 5e-4 w
+        change, state = rates.update({"w": np.zeros(2, np.float32)}, state, params)
+        steps.append(float(change["w"][0]))
+    assert steps[0] == pytest.approx(-0.05 * 5e-4 * 1.9, rel=1e-5)
+    assert steps[9] / steps[10] == pytest.approx(10, rel=0.2)  # the step of the schedule
+
+
+def test_refits_are_judged_on_what_they_did_not_see(swept):
+    root, result = swept
+    logits, labels = logits_of(root, "fog_5")
+    right = logits.argmax(1) == labels
+    order = np.sort(logits.astype(np.float64), 1)
+    others = special.logsumexp(order[:, :-1], 1)
+    design = (order[:, -1] - others)[:, None]  # the log-odds
+    parts = recalibrate.parts(tiny.recalibrate_sweeps())
+    settings = list(dict.fromkeys(setting for part in parts.values() for setting in part))
+    drawn = Order.draw(0, records=len(labels), trials=5, settings=settings)
+    briers = {"isotonic, not private": [], "Platt, not private": []}
+    for row in np.asarray(drawn.rows):
+        used = row[:40]
+        rest = np.setdiff1d(np.arange(len(labels)), used)
+        step = isotonic.IsotonicRegression(y_min=0, y_max=1, out_of_bounds="clip")
+        fitted = step.fit(design[used, 0], right[used]).predict(design[rest, 0])
+        briers["isotonic, not private"].append(np.mean((fitted - right[rest]) ** 2))
+        # The smoothed targets of Platt as weights of both classes.
+        high, low = (
+            (right[used].sum() + 1) / (right[used].sum() + 2),
+            1 / ((~right[used]).sum() + 2),
+        )
+        target = np.where(right[used], high, low)
+        line = linear_model.LogisticRegression(C=1e6, tol=1e-8).fit(
+            np.concatenate([design[used]] * 2),
+            np.repeat([True, False], 40),
+            np.concatenate([target, 1 - target]),
+        )
+        fitted = line.predict_proba(design[rest])[:, 1]
+        briers["Platt, not private"].append(np.mean((fitted - right[rest]) ** 2))
+    for name, expected in briers.items():
+        scores = result["cells"]["fog_5"][name]
+        assert scores["centre"]["brier"][0] == pytest.approx(np.mean(expected), abs=2e-4)
+        assert scores["centre"] == scores["no privacy"]  # no noise, whatever epsilon
+        (cost,) = (cost for cost in result["costs"] if cost["method"] == name)
+        assert cost["epsilon"] is None and cost["releases"] is None
+
+
+def test_options_and_divisions_are_swept(swept):
+    root, result = swept
+    swept_bins = result["options"]["bins"]
+    assert swept_bins["values"] == [1, 5] and list(swept_bins["cells"]) == list(result["cells"])
+    for shift, cells in swept_bins["cells"].items():
+        assert list(cells) == ["HB split"]
+        ece = cells["HB split"]["centre"]["ece"]
+        assert len(ece) == 2 and ece[0] != ece[1]
+        # One bin says the accuracy of 40 records to all: its Brier score without noise follows.
+        logits, labels = logits_of(root, shift)
+        p = np.mean(logits.argmax(1) == labels)
+        expected = p * (1 - p) * (1 + 1 / 40)
+        brier = cells["HB split"]["no privacy"]["brier"][0]
+        assert brier == pytest.approx(expected, rel=0.05)
+    assert result["settings"]["division"] == [[1, 40, 2.0], [4, 10, 2.0]]
+    cell = result["cells"]["fog_5"]["HB split"]
+    assert cell["division"]["ece"][1] == cell["centre"]["ece"][0]  # one setting of two parts
+    tables = (root / "tables.md").read_text()
+    for title in ("by bins, with 4 sources", "by division of 40 records among sources"):
+        assert f"Mean ECE over 2 shifts {title}" in tables
+    for name in ("bins", "division"):
+        assert (root / "figures" / f"{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"options": {"bound": (1.0,)}}, r"sweep.options.bound must be an attribute of some"),
+        ({"options": {"rounds": (1,)}}, r"sweep.options.rounds must be an attribute of some"),
+        ({"options": {"bins": (0,)}}, r"bins must be an integer and at least 1, got 0"),
+        (
+            {"division": {"records": 40, "epsilon": 1.0, "sources": (3,)}},
+            r"sweep.division.sources must divide the 40 records, got 3",
+        ),
+    ],
+)
+def test_impossible_sweeps_are_refused(changes, words):
+    config = tiny.recalibrate_sweeps()
+    for name, value in changes.items():
+        config.sweep[name] = value
+    with pytest.raises(ValueError, match=words):
+        list(recalibrate.STUDY.cells(config))
+
+
 def test_figures_are_drawn(finished):
     root, _ = finished
     names = {path.name for path in (root / "figures").iterdir()}
@@ -235,11 +361,13 @@ def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(
     [
         cifar10.get_config(),
         cifar10.get_config("checkpoint"),
+        cifar10.get_config("wrn"),
         digits.get_config(),
         imagenet.get_config(),
         imagenet.get_config("convnext"),
+        imagenet.get_config("resnet50"),
     ],
-    ids=["cifar10", "checkpoint", "digits", "imagenet", "convnext"],
+    ids=["cifar10", "checkpoint", "wrn", "digits", "imagenet", "convnext", "resnet50"],
 )
 def test_configs_are_consistent_and_have_the_fields_of_the_first(config):
     if config.model.name in ("vit_b16", "convnext_tiny"):
@@ -274,3 +402,26 @@ def test_the_paper_s_factors():
 def test_an_unknown_variant_is_refused(module, variant):
     with pytest.raises(ValueError, match=f"must be '.*' or '.*', got '{variant}'"):
         module.get_config(variant)
+
+
+@pytest.mark.parametrize(
+    ("config", "epochs", "images", "decay"),
+    [
+        (cifar10.get_config("wrn"), 200, 50_000, 5e-4),
+        (cifar10.get_config("wrn_cifar100"), 200, 50_000, 5e-4),
+        (imagenet.get_config("resnet50"), 90, 1_281_167, 1e-4),
+    ],
+    ids=["wrn", "wrn_cifar100", "resnet50"],
+)
+def test_the_paper_s_networks_train_by_its_recipe(config, epochs, images, decay):
+    """Section E.1: SGD from 0.1 with a cosine, for 200 or 90 epochs."""
+    how = config.train
+    assert math.ceil(images / how.batch_size) * epochs == how.steps
+    assert (how.optimizer, how.schedule, how.learning_rate) == ("sgd", "cosine", 0.1)
+    assert how.weight_decay == decay and how.optimizer_options.sgd.momentum == 0.9
+    assert config.data.parts.public and not config.model.checkpoint
+    first = optimizers.optimizer(how, "train")
+    params = {"w": np.ones(1, np.float32)}
+    change, _ = first.update({"w": np.ones(1, np.float32)}, first.init(params), params)
+    push = 1.9 if how.optimizer_options.sgd.nesterov else 1.0
+    assert float(change["w"][0]) == pytest.approx(-0.1 * push * (1 + decay), rel=1e-5)

@@ -35,7 +35,8 @@ METHODS = [
     AccBisection(bracket=WIDE, iterations=3),
     NllT(bracket=WIDE, iterations=2),
     EceT(bracket=WIDE, iterations=2),
-    HistogramBinning(),
+    AccT(bracket=WIDE, iterations=2, search="grid"),
+    HistogramBinning(monotone=True),
     LogisticBinning(),
 ]
 SETTINGS = [Setting(4, 10, math.inf), Setting(3, 20, math.inf)]

@@ -279,3 +279,18 @@ def recalibrate(**changes: Any) -> Any:
         {name.replace("__", "."): value for name, value in changes.items()}
     )
     return config
+
+
+def recalibrate_sweeps() -> Any:
+    """Returns methods without a search under two severities, for a network that SGD trains."""
+    config = recalibrate()
+    config.data.severity = (1, 5)
+    config.data.corruptions = ("clean", "fog")
+    config.train.update(optimizer="sgd", schedule="step", learning_rate=0.05, weight_decay=5e-4)
+    config.methods = ("HB split", "isotonic, not private", "Platt, not private", "none")
+    config.sweep.options = {"bins": (1, 5)}
+    config.sweep.division = {"records": 40, "epsilon": 2.0, "sources": (1, 4)}
+    config.figures.methods = ("HB split", "none")
+    config.figures.reliability_shift = "fog_5"
+    config.figures.reliability_methods = ("HB split",)
+    return config

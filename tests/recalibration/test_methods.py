@@ -25,6 +25,7 @@ from jaxdp.recalibration import (
     Records,
     play,
 )
+from jaxdp.recalibration.methods import isotonic
 from jaxdp.recalibration.protocol import noise_scale, summands
 
 RATIO = (math.sqrt(5) - 1) / 2
@@ -174,7 +175,18 @@ def test_probes_that_tie_around_the_minimum_keep_it():
 
 
 @pytest.mark.parametrize(
-    "method", [AccT(), AccT(split=True), AccBisection(), AccBisection(split=True), NllT(), EceT()]
+    "method",
+    [
+        AccT(),
+        AccT(split=True),
+        AccT(search="grid"),
+        AccT(search="grid", split=True),
+        AccBisection(),
+        AccBisection(split=True),
+        NllT(),
+        NllT(search="grid"),
+        EceT(),
+    ],
 )
 def test_an_end_that_was_never_left_is_reported(method):
     for low, best in ((True, 0.1), (False, 30.0), (None, 1.2)):
@@ -210,6 +222,42 @@ def test_bisection_follows_signs(spacing, iterations):
     )
 
 
+@pytest.mark.parametrize(("spacing", "iterations"), [("linear", 1), ("log", 5)])
+def test_grid_search_takes_the_least_of_fixed_temperatures(spacing, iterations):
+    bracket = Bracket(low=0.5, high=8.0, spacing=spacing)
+    to, back = (float, float) if spacing == "linear" else (math.log, math.exp)
+    low, high = to(bracket.low), to(bracket.high)
+    width = (high - low) / (iterations + 1)
+    grid = [back(low + (k + 0.5) * width) for k in range(iterations + 1)]
+    golden_asks = set()
+    for seed in range(3):
+        f = wave(seed)
+        best = int(np.argmin([f(t) for t in grid]))
+        for kind, sign in ((NllT, 1), (AccT, -1), (EceT, 1)):
+            method = kind(bracket=bracket, iterations=iterations, search="grid")
+            ask = Recorder(lambda k, t, f=f, sign=sign: [sign * f(t)])
+            result = play(method, ask, 0.0)
+            assert len(ask.asked) == method.rounds == iterations + 1
+            np.testing.assert_allclose(ask.asked, grid, rtol=2e-6)
+            assert float(result.temperature) == pytest.approx(grid[best], rel=2e-6)
+            assert (bool(result.low), bool(result.high)) == (best == 0, best == iterations)
+        golden = Recorder(lambda k, t, f=f: [f(t)])
+        play(NllT(bracket=bracket, iterations=iterations), golden, 0.0)
+        golden_asks.add(tuple(golden.asked))
+    # The twin: the golden-section search asks other temperatures after other answers.
+    assert len(golden_asks) > 1 or iterations == 1
+
+
+@pytest.mark.parametrize(("v", "at"), [(-1.0, "high"), (1.0, "low"), (0.0, None)])
+def test_a_tie_of_a_grid_follows_the_sign_or_stays_near_1(v, at):
+    for kind, width in ((AccT, 1), (EceT, 15)):
+        method = kind(bracket=Bracket(low=0.25, high=3.0), iterations=7, search="grid")
+        result = play(method, lambda k, t, n=width: jnp.zeros(n).at[0].set(v), 0.0)
+        assert (bool(result.low), bool(result.high)) == (at == "low", at == "high")
+        if at is None:  # log T of the parts: 8 of width 0.31 around log 1 = 0
+            assert abs(math.log(float(result.temperature))) <= math.log(12) / 16 + 1e-6
+
+
 @pytest.mark.parametrize("kind", [AccT, AccBisection])
 def test_the_split_form_asks_for_the_accuracy_once_and_then_as_the_joint_form(kind):
     joint, split = kind(iterations=6), kind(iterations=6, split=True)
@@ -236,6 +284,9 @@ def test_the_split_form_asks_for_the_accuracy_once_and_then_as_the_joint_form(ki
             r"two temperatures \(low, high\), got \(1.0, 2.0, 3.0\)",
         ),
         (lambda: Bracket(spacing="cubic"), "'log' or 'linear', got 'cubic'"),
+        (lambda: AccT(search="bisection"), "search must be 'golden' or 'grid', got 'bisection'"),
+        (lambda: NllT(search="ternary"), "search must be 'golden' or 'grid', got 'ternary'"),
+        (lambda: AccBisection(search="grid"), "search must be 'bisection', got 'grid'"),
         (lambda: AccT(iterations=0), "iterations .* got 0"),
         (lambda: AccT(iterations=2.5), "iterations must be an integer .* got 2.5"),
         (lambda: NllT(bound=0.0), "bound must be finite and > 0, got 0.0"),
@@ -513,6 +564,43 @@ def test_noisy_counts_below_zero_and_above_the_total_are_clamped():
         )
         # Totals -2, 3, -4, 3: the middle, 5/3 clamped, the middle, -1/3 clamped.
         np.testing.assert_allclose(found, [0.125, 1.0, 0.625, 0.0], rtol=1e-6)
+
+
+def pooled(values, weights):
+    """Runs the pool-adjacent-violators algorithm in float64: neighbours that fall are averaged."""
+    blocks = []
+    for value, weight in zip(np.float64(values), np.float64(weights), strict=True):
+        blocks.append([value, weight, 1])
+        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
+            value, weight, count = blocks.pop()
+            left = blocks[-1]
+            mass = left[1] + weight
+            blocks[-1] = [(left[0] * left[1] + value * weight) / mass, mass, left[2] + count]
+    return np.concatenate([np.full(count, value) for value, _, count in blocks])
+
+
+def test_isotonic_regression_is_that_of_pooled_neighbours():
+    rng = np.random.default_rng(3)
+    falling = np.float32([0.9, 0.5, 0.1])
+    np.testing.assert_allclose(isotonic(falling, np.ones(3, np.float32)), 0.5, rtol=1e-6)
+    compiled, apart = jax.jit(isotonic), []
+    for _ in range(20):
+        values, weights = np.float32(rng.random(15)), np.float32(rng.uniform(1, 1e5, 15))
+        expected = pooled(values, weights)
+        np.testing.assert_allclose(compiled(values, weights), expected, rtol=1e-5)
+        apart.append(np.abs(pooled(values, np.ones(15)) - expected).max())
+    assert max(apart) > 0.1  # the twin: no weights
+
+
+def test_monotone_histogram_binning_needs_no_other_release():
+    plain, monotone = HistogramBinning(bins=3), HistogramBinning(bins=3, monotone=True)
+    right, wrong = [6.0, 1.0, -3.0], [2.0, 3.0, 1.0]  # accuracies 0.75 and 0.25, and no records
+    state = (jnp.float32(0), jnp.float32(right + wrong))
+    np.testing.assert_allclose(plain.finish(state), [0.75, 0.25, 5 / 6], rtol=1e-6)
+    np.testing.assert_allclose(monotone.finish(state), [7 / 12, 7 / 12, 5 / 6], rtol=1e-6)
+    for adjacency in ("add_remove", "replace_one"):
+        terms = {"epsilon": 1.0, "adjacency": adjacency, "num_classes": 10}
+        assert noise_scale(plain, **terms) == noise_scale(monotone, **terms)
 
 
 def estimating_equation(method, line, answer, variance):

@@ -41,6 +41,7 @@ KEY = noise.stream(bytes(range(16)), "test")
 METHODS = [
     AccT(),
     AccT(iterations=1),
+    AccT(search="grid"),
     AccT(split=True),
     AccBisection(iterations=7, split=True),
     NllT(),
@@ -267,8 +268,10 @@ def test_likelihood_ratios_of_neighbours_stay_within_epsilon_and_reach_it():
 
 
 @pytest.mark.slow
-def test_all_rounds_together_cost_epsilon():
-    epsilon, method = 1.0, AccT(iterations=1)
+@pytest.mark.parametrize("search", ["golden", "grid"])
+def test_all_rounds_together_cost_epsilon(search):
+    """A noise of one release for both would show a ratio of 2, and 0.7 times the noise 1.43."""
+    epsilon, method = 1.0, AccT(iterations=1, search=search)
     sure_and_wrong = np.float32([[200.0, 0.0]])
     one = answers(
         method, Party(sure_and_wrong, np.array([1])), epsilon, jax.random.fold_in(KEY, 3), rounds=2

@@ -25,6 +25,7 @@ from jaxdp.privacy import (
 from jaxdp.privacy.events import composition
 from jaxdp.recalibration import (
     AccT,
+    EceT,
     HistogramBinning,
     NllT,
     Party,
@@ -415,6 +416,30 @@ def test_every_account_pays_epsilon_once(name):
         } == set()
 
 
+@pytest.mark.slow
+def test_a_grid_search_pays_as_the_golden_section_search(silent):
+    grid = {"iterations": 2, "search": "grid"}
+    with registered({"north": 0.9}) as ledger:
+        for function, kind in ((acc_t, AccT), (nll_t, NllT), (ece_t, EceT)):
+            result = function(clinics(ledger, "north"), epsilon=0.3, **grid)
+            assert result.method == kind(**grid) and result.method.rounds == 3
+            assert result.event == PureDpEvent(0.3)
+        assert ledger.epsilon("north") == pytest.approx(0.9)
+
+
+@pytest.mark.slow
+def test_a_grid_ends_at_one_of_its_temperatures_and_monotone_bins_ascend():
+    sources = divided(*people(120), SIZES)
+    found = acc_t(sources, epsilon=5.0, key=KEY, iterations=2, search="grid")
+    grid = 0.5 * 6 ** ((np.arange(3) + 0.5) / 3)  # thirds of log T between 0.5 and 3
+    assert np.abs(grid - found.temperature).min() < 1e-5
+    bins = {
+        monotone: histogram_binning(sources, epsilon=1.0, key=KEY, monotone=monotone).bins
+        for monotone in (False, True)
+    }
+    assert (np.diff(bins[True]) >= 0).all() and not (np.diff(bins[False]) >= 0).all()
+
+
 def test_an_account_of_two_sources_pays_twice(silent):
     with registered({"north": 1.0, "south": 1.0}) as ledger:
         acc_t(clinics(ledger, "north", "south", "north"), epsilon=0.4)
@@ -470,7 +495,7 @@ MISTAKES = {
     "search": (
         {"search": "ternary"},
         ValueError,
-        "search must be 'golden' or 'bisection', got 'ternary'",
+        "search must be 'golden', 'grid' or 'bisection', got 'ternary'",
     ),
     "no sources": ({"sources": []}, ValueError, "sources is empty. Give at least one"),
     "no list": (
