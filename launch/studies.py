@@ -25,6 +25,7 @@ STUDIES = [
     ".owners:SPLIT_SERVER",
     ".owners:SPLIT_CLIENT",
     ".lifecycle:STUDY",  # here, since its stage `deploy` comes before the answers of `predict`
+    ".embeddings:PROGRAM",
     ".predict:STUDY",
 ]
 
