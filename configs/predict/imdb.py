@@ -55,6 +55,9 @@ _PUBLISHED = {
         "momentum": 0.99,
         "lr_decay": 0.5,
     },
+    "certificate": {"max_distance": 31},
+    "student": {"learning_rate": 0.2},
+    "dp_sgd": {"steps": 19, "clip_norm": 0.04, "learning_rate": 0.2, "momentum": 0.99},
 }
 
 

@@ -21,7 +21,7 @@ the same data. The guarantee does not cover such choices. """
 
 from ml_collections import ConfigDict
 
-from configs.predict.octmnist import published_training
+from configs.predict.octmnist import published_options
 
 _VARIANTS = ("features", "published")
 
@@ -81,7 +81,7 @@ def get_config(variant: str = "features") -> ConfigDict:
         }
     )
     if variant == "published":
-        config.update(published_training())
+        config.update(published_options())
         config.data.parts = ConfigDict({"upstream": "val", "private": "train", "test": "test"})
         config.data.features = ConfigDict()
         config.data.network.update(ConfigDict({"steps": 300, "dense": True}))

@@ -306,5 +306,6 @@ def text_embeddings(
     if pooling == "mean":
         weights = is_token / jnp.maximum(lengths, 1)[:, None]
     else:
-        weights = jnp.arange(tokens.shape[1]) == lengths[:, None] - 1
+        places = jnp.arange(tokens.shape[1])
+        weights = places[None] == lengths[:, None] - 1
     return jnp.einsum("bt,btd->bd", weights.astype(jnp.float32), hidden)
