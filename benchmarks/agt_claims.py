@@ -10,6 +10,7 @@ without payment: for public benchmark data only."""
 import argparse
 import functools
 import importlib
+import math
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,19 +20,19 @@ import jax
 import numpy as np
 
 from benchmarks import evidence_agt, timing
-from benchmarks.evidence_agt import ASKED, DATA, WAYS, epsilon_of, rounded
+from benchmarks.evidence_agt import ASKED, DATA, WAYS, epsilon_of, rounded, share
 from jaxdp import prediction
 from jaxdp.data import DataSpec, Records, by_group, from_arrays
 from jaxdp.models import Pretrained, create
 from jaxdp.prediction.features import FeatureMap
-from launch import data, embeddings, frame, models
-from launch.teachers import Bench, Pool
+from jaxdp.report import format_table
+from launch import data, embeddings, frame, models, results
+from launch.teachers import Bench, Pool, flip_probability
 
 QUANTILES = (0.1, 0.5, 0.9)
 REAL = ("digits", "PneumoniaMNIST", "SST-2")
 BATCHES, EPOCHS = (1, 2, 4, 8), (2, 4)
 CLIENTS = (200, 1000)
-LOSS = 0.05  # of accuracy to the noise, for the number of queries at equal accuracy
 DISTANCE = 31  # prediction.needed_distance of 100 answers, for the published network
 PHRASES = 20_000  # of SST-2, for the embeddings
 
@@ -201,6 +202,97 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[pathlib.
     for pooling in ("last", "mean"):
         yield f"texts/{pooling}", lambda root, pooling=pooling: [texts(options, pooling)]
     yield "network/PneumoniaMNIST", lambda root: [network(options, root)]
+
+
+# --- Tables -------------------------------------------------------------------------------------
+
+
+def mean_of(rows: list[Any], *path: str) -> str:
+    """Returns a mean over draws with its standard error, "" where a mechanism does not apply."""
+    values = [functools.reduce(lambda tree, name: tree.get(name, {}), path, row) for row in rows]
+    if values[0] == {}:
+        return ""
+    if path[-1] == "distance":
+        mean, _, error = results.moments(values)
+        return results.number(mean, error)
+    return share(values)
+
+
+def tightness_table(report: Any) -> str:
+    """Returns the noise at the stable distance over that of global sensitivity."""
+    rows = []
+    for name in DATA:
+        draws = report[f"tightness/{name}"]
+        low, middle, high = np.mean([draw["quantiles"] for draw in draws], axis=0)
+        row = {"": name, "k' of 10, 50, 90 %": f"{low:.0f}, {middle:.0f}, {high:.0f}"}
+        for epsilon in (epsilon_of(ASKED), 1.0):
+            # Theorem 5.1 with the beta of the paper, epsilon / 6, over a global sensitivity of 1.
+            smooth = math.exp(-epsilon * middle / 6)
+            row[f"sensitivity, epsilon {epsilon:.2g}"] = f"{smooth:.1e}"
+        row["scale of the noise"] = f"{6 * math.exp(-epsilon_of(ASKED) * middle / 6):.2g}"
+        for way in ("global", "smooth", "stable"):
+            classes = 10 if name == "digits" else 2
+            cell = ""
+            if classes == 2 or way != "smooth":
+                distance = np.array([round(middle)])
+                flip = flip_probability(WAYS[way], distance, epsilon_of(ASKED), classes)
+                cell = f"{flip[0]:.2g}"
+            row[f"flips, {way}"] = cell
+        rows.append(row)
+    return format_table(rows, style="markdown")
+
+
+def scores_table(rows: dict[str, list[Any]], ways: tuple[str, ...]) -> str:
+    """Returns a row for each name, with distances and accuracies."""
+    lines = []
+    for name, draws in rows.items():
+        line = {"": name, "distance": mean_of(draws, "distance")}
+        lines.append(line | {way: mean_of(draws, way) for way in ways})
+    return format_table(lines, style="markdown")
+
+
+def tables(report: Any) -> dict[str, str]:
+    """Returns further tables of docs/results/agt.md."""
+
+    def of_part(part: str) -> dict[str, list[Any]]:
+        rows = {}
+        for place, draws in report.items():
+            name = place.removeprefix(f"{part}/")
+            if name != place:
+                for key in draws[0]:
+                    rows[f"{name}, {key}"] = [draw[key] for draw in draws]
+        return rows
+
+    accuracies = ("stable", "global", "without noise")
+    (network,) = report["network/PneumoniaMNIST"]
+    steps = []
+    for name, row in network.items():
+        line = {"": name, "distance": mean_of([row], "distance")}
+        for k in ("1", "10", str(DISTANCE)):
+            line[f"k >= {k}"] = _percent(row.get("reached", {}).get(k))
+        for way in ("stable", "smooth", "global", "without noise"):
+            line[way] = _percent(row.get(way))
+        steps.append(line)
+    of_texts = [
+        {"": f"pooling {pooling}"}
+        | {way: _percent(report[f"texts/{pooling}"][0][way]) for way in TEXT_COLUMNS}
+        for pooling in ("last", "mean")
+    ]
+    return {
+        "tightness": tightness_table(report),
+        "threats": scores_table(of_part("threats"), accuracies),
+        "schedules": scores_table(of_part("schedules"), accuracies),
+        "federated": scores_table(of_part("federated"), accuracies),
+        "network": format_table(steps, style="markdown"),
+        "texts": format_table(of_texts, style="markdown"),
+    }
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else results.percent(value)
+
+
+TEXT_COLUMNS = ("stable", "smooth", "global", "without noise", "majority")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

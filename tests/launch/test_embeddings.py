@@ -1,8 +1,9 @@
-"""Embeddings of texts: from a public checkpoint to certified answers."""
+"""Embeddings of texts: from a public checkpoint to the features of private prediction."""
 
 import shutil
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from configs.predict import embeddings as embedding_config
 from configs.predict import imdb
 from jaxdp import models
 from jaxdp.data import apart
-from launch import data, embeddings, teachers
+from launch import data, embeddings, features
 from tests.models.test_language import load, make_checkpoints
 
 WORDS = ("good", "bad", "film", "plot", "was", "the", "a", "very", "not")
@@ -52,7 +53,7 @@ def config(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_texts_become_vectors_and_vectors_certified_answers(config, tmp_path):
+def test_texts_become_vectors_that_private_prediction_reads(config, tmp_path):
     with mock.patch.object(data, "texts", read):
         embeddings.experiment(config, str(tmp_path / "run"))
     file = tmp_path / "run" / embeddings.FILE
@@ -66,21 +67,20 @@ def test_texts_become_vectors_and_vectors_certified_answers(config, tmp_path):
     }
     # The vector of one text alone, cut at four tokens: "was the film a". A twin with five tokens
     # has another one.
-    tokens = [5, 6, 3, 7, 2]
-    alone, longer = (
-        models.text_embeddings(load("hf_gpt2"), jnp.array([row])) for row in (tokens[:4], tokens)
-    )
-    np.testing.assert_allclose(arrays["public_features"][3], alone[0], rtol=1e-4, atol=1e-5)
-    assert np.abs(arrays["public_features"][3] - longer[0]).max() > 0.01
+    tokens = jnp.array([[5, 6, 3, 7, -1], [5, 6, 3, 7, 2]])
+    alone, longer = jax.jit(models.text_embeddings, static_argnums=0)(load("hf_gpt2"), tokens)
+    np.testing.assert_allclose(arrays["public_features"][3], alone, rtol=1e-4, atol=1e-5)
+    assert np.abs(arrays["public_features"][3] - longer).max() > 0.01
 
-    predict = imdb.get_config("embeddings")
-    predict.data.path = str(file)
-    predict.data.features.dimensions = 3
-    predict.training.records, predict.prediction.queries, predict.references = 16, 2, False
-    predict.certificate.max_distance = 4
-    bench = teachers.Bench(predict, tmp_path)
-    _, label, distance = bench.certified(bench.train, 16)
-    assert label.shape == distance.shape == (4,) and distance.max() > 0
+    predict = imdb.get_config("embeddings").data
+    predict.path = str(file)
+    predict.features.dimensions = 3
+    task = features.read(predict).compute(tmp_path / "none")
+    assert (len(task.train), len(task.test), task.train.num_classes) == (16, 4, 2)
+    assert "embeddings of embeddings.npz, centred" in task.provenance
+    predict.features = {}  # as the published network reads them
+    plain = features.read(predict).compute(tmp_path / "none").test
+    np.testing.assert_array_equal(plain.gather(range(4))["features"], arrays["test_features"])
 
 
 def test_a_dry_run_counts_the_texts_and_writes_nothing(config, tmp_path, capsys):

@@ -490,7 +490,10 @@ def test_dp_sgd_costs_the_total_and_follows_the_clipped_gradient(monkeypatch):
     assert 9.9 < epsilon(predict.dp_sgd(config, model, 40).event(0, 1), delta=1e-5) <= 10.0
 
     make = finetune.dp_sgd
-    exact = lambda *args, epsilon, delta, steps, **how: make(*args, noise_multiplier=0.0, **how)  # noqa: E731
+
+    def exact(*args, epsilon, delta, adjacency, steps, **how):
+        return make(*args, noise_multiplier=0.0, **how)
+
     monkeypatch.setattr(finetune, "dp_sgd", exact)
     gradients = np.einsum(
         "nc,nd->ndc", 0.1 - np.eye(10)[train["label"]], train["features"].astype(np.float64)
