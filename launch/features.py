@@ -119,7 +119,7 @@ def embeddings(config: Any) -> Opened:
 
     def compute(_: pathlib.Path) -> Task:
         origin = f"embeddings of {pathlib.Path(config.path).name}"
-        project: Callable[[np.ndarray], np.ndarray] = np.float32
+        project: Callable[[np.ndarray], np.ndarray] = np.asarray
         if config.features:
             project = FeatureMap.from_public(arrays["public_features"], **config.features)
             origin += ", centred and scaled on its public ones"

@@ -5,7 +5,7 @@ answers.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -166,7 +166,7 @@ class Bench:
         records.
         """
         count, salt = self.config.ensemble.members, self.config.ensemble.salt.encode()
-        ids = None
+        ids: Sequence[int] | None = None
         if self.config.training.threat == "replace_one":
             ids = range(len(self.train["label"]))  # a replaced record stays in its part
         part = prediction.partition_by_hash(self.train, count, salt=salt, ids=ids)
