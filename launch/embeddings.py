@@ -50,7 +50,7 @@ def experiment(config: Any, workdir: str | None, *, dry_run: bool = False) -> No
             f"{config.embedding.length}."
         )
     specs = data.specs(config.data, *_NAMES, source="tfds")
-    arrays: dict[str, np.ndarray] = {}
+    arrays: dict[str, Any] = {}
     for role, name in _NAMES.items():
         is_labelled = role != "public"
         texts, labels = data.texts(specs[role], config.data.field, labelled=is_labelled)
