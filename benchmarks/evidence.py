@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks import (
+    agt_claims,
     bench_certificates,
     bench_clipping,
     bench_estimate,
@@ -151,6 +152,7 @@ EVIDENCE = [
         evidence_agt.tables,
         {"agt.png": evidence_agt.draw},
     ),
+    Evidence("results/agt.md", ("agt_claims.json",), agt_claims.tables),
     Evidence(
         "results/agt.md",
         ("agt_paper.json",),

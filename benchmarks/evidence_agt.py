@@ -42,6 +42,7 @@ CLASSES = (2, 3, 5, 10)
 BUDGET = {"epsilon": 10.0, "delta": 1e-5}
 WAYS = {"stable": OURS, "smooth": SMOOTH, "global": GLOBAL}
 ASKED = 100
+LOSS = 0.05  # of accuracy to the noise, at which numbers of answers are compared
 
 
 @functools.cache
@@ -229,8 +230,45 @@ def tables(report: Any) -> dict[str, str]:
         "mechanisms": format_table(mechanisms, style="markdown"),
         "sizes": format_table(sizes, style="markdown"),
         "queries": format_table(sweep, style="markdown"),
+        "more queries": queries_table(draws_of),
         "classes": format_table(by_classes, style="markdown"),
     }
+
+
+def most_queries(way: str, draw: Any) -> float | None:
+    """Returns the number of answers at which the noise costs `LOSS` of accuracy, by interpolation
+    over the logarithm of the number. It is the largest number asked about where it costs less.
+    """
+    curve = draw["accuracy"]["1"].get(way)
+    if curve is None:
+        return None
+    losses = [draw["without noise"] - curve[str(queries)] for queries in QUERIES]
+    # Losses grow with the number of answers.
+    return math.exp(np.interp(LOSS, losses, np.log(QUERIES)))
+
+
+def queries_table(draws_of: dict[str, Any]) -> str:
+    """Returns the numbers of answers at equal accuracy, geometric means over draws."""
+    rows = []
+    for name, draws in draws_of.items():
+        row = {"": name}
+        means = {}
+        for way in ("global", "smooth", "stable"):
+            counts = [most_queries(way, draw) for draw in draws]
+            if counts[0] is not None:
+                means[way] = math.exp(np.mean(np.log(counts)))
+            row[way] = _count(means.get(way, 0), means.get(way, 0))
+        for way in ("smooth", "stable"):
+            most = means.get(way, 0)
+            row[f"{way} over global"] = _count(most / means["global"], most)
+        rows.append(row)
+    return format_table(rows, style="markdown")
+
+
+def _count(value: float, queries: float) -> str:
+    """Returns a value of two digits, with a mark if the number of queries is the largest."""
+    mark = "over " if queries > 0.99 * QUERIES[-1] else ""
+    return f"{mark}{float(f'{value:.2g}'):,g}" if value else ""
 
 
 def _accuracy(way: str, draw: Any, *, size: int = 1, queries: int = ASKED) -> float | None:

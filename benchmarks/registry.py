@@ -81,6 +81,9 @@ BENCHMARKS = {
     "split_private": _page(
         "split_private", "what a client with few images can release", "split_private"
     ),
+    "agt_claims": _studies(
+        "agt_claims", "further claims of Abstract Gradient Training", "agt_claims"
+    ),
     "evidence_agt": _studies(
         "evidence_agt", "claims of Abstract Gradient Training", "evidence_agt", "6 CPU minutes"
     ),

@@ -12,6 +12,7 @@ whitened and scaled to unit length.
 
 import copy
 import hashlib
+import itertools
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -39,12 +40,14 @@ class Task(NamedTuple):
       test: Inputs with their true labels. The labels serve evaluation only.
       provenance: The origin of the features, for people.
       network: Parameters of the frozen network, if one is used.
+      start: Initial parameters of the dense layers, if the network's own are trained on.
     """
 
     train: Examples
     test: Examples
     provenance: str
     network: Mapping[str, Any] | None = None
+    start: Mapping[str, Any] | None = None
 
 
 class Opened(NamedTuple):
@@ -106,13 +109,20 @@ def embeddings(config: Any) -> Opened:
 
     Fields: path, name, num_classes. The file holds train_features [n, d], train_labels [n],
     test_features, test_labels, and public_features [m, d]. The last are embeddings of public texts
-    of the same kind, without labels.
+    of the same kind, without labels. Without `features` the vectors are used as they are, and the
+    last array is not read.
     """
-    keys = ("train_features", "train_labels", "test_features", "test_labels", "public_features")
+    keys = ["train_features", "train_labels", "test_features", "test_labels"]
+    if config.features:
+        keys.append("public_features")
     arrays = data.arrays(config, "path", keys, "embeddings of texts")
 
     def compute(_: pathlib.Path) -> Task:
-        project = FeatureMap.from_public(arrays["public_features"], **config.features)
+        origin = f"embeddings of {pathlib.Path(config.path).name}"
+        project: Callable[[np.ndarray], np.ndarray] = np.asarray
+        if config.features:
+            project = FeatureMap.from_public(arrays["public_features"], **config.features)
+            origin += ", centred and scaled on its public ones"
 
         def records(part: str) -> Examples:
             return from_arrays(
@@ -122,8 +132,6 @@ def embeddings(config: Any) -> Opened:
                 name=f"{config.name}/{part}",
             )
 
-        file = pathlib.Path(config.path).name
-        origin = f"embeddings of {file}, centred and scaled on its public ones"
         return Task(records("train"), records("test"), origin)
 
     return Opened(len(arrays["test_features"]), config.num_classes, compute)
@@ -133,11 +141,12 @@ def embeddings(config: Any) -> Opened:
 
 
 class Convolutions(nn.Module):
-    """The paper's convolutions on images of 28 by 28. It normalises the brightness and contrast of
-    each, in grey.
+    """The paper's network on images of 28 by 28. It normalises the brightness and contrast of each,
+    in grey.
     """
 
-    num_classes: int  # of the head in training. 0 has no head and returns the features [B, 3200].
+    # Of the head in training. 0 has no dense layer and returns the features [B, 3200].
+    num_classes: int
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -160,23 +169,36 @@ def images(config: Any) -> Opened:
     are `public` (used without its labels), `private`, `test` and, to train the network, `upstream`.
     `network` has steps, batch_size, learning_rate and seed. `classes` are the labels to keep,
     renumbered in this order. `keep` is the share of each class to keep. () keeps everything in
-    both.
+    both. Without `features` the activations are used as they are, and no part is `public`.
+
+    Two more fields of `network` make the paper's own network: `classes`, groups of labels of the
+    upstream images that are one class each, and `dense`, whether the trained layers start from its
+    dense layers.
     """
     try:
         sources = open_parts(data.specs(config, *_ROLES), images=True)
     except FileNotFoundError:
         sources = _without_upstream(config)
-    public = _some_classes(sources["public"], config)
+    public = None
+    if config.features:
+        public = _some_classes(sources["public"], config)
     private = _some_classes(sources["private"], config)
     test = _some_classes(sources["test"], config)
     upstream = sources.get("upstream")
+    if upstream is not None and config.network.get("classes", ()):
+        upstream = _grouped(upstream, config.network.classes)
 
     def compute(network: pathlib.Path) -> Task:
-        params, origin = None, "pixels"
+        params, start, origin = None, None, "pixels"
         if upstream is not None:
             params = _pretrained(config.network, upstream, network)
             origin = f"activations of two convolutions trained on {upstream.name}"
-        project = FeatureMap.from_public(_vectors(params, public), **config.features)
+            if config.network.get("dense", False):
+                start = _dense_layers(params, private.num_classes)
+        project: Callable[[np.ndarray], np.ndarray] = np.asarray
+        if public is not None:
+            project = FeatureMap.from_public(_vectors(params, public), **config.features)
+            origin += f", centred and scaled on {len(public)} public images without their labels"
 
         def records(source: Examples, part: str) -> Examples:
             bundled = config.source == "bundled"
@@ -187,8 +209,7 @@ def images(config: Any) -> Opened:
                 name=f"{config.name}/{part}" if bundled else source.name,
             )
 
-        origin += f", centred and scaled on {len(public)} public images without their labels"
-        return Task(records(private, "train"), records(test, "test"), origin, params)
+        return Task(records(private, "train"), records(test, "test"), origin, params, start)
 
     return Opened(len(test), private.num_classes, compute)
 
@@ -234,6 +255,35 @@ def _some_classes(source: Examples, config: Any) -> Examples:
     return chosen.take(np.array(rows, np.int64))
 
 
+def _grouped(source: Examples, groups: Sequence[Sequence[int]]) -> Examples:
+    """Returns the images of some labels, in memory. The labels of a group are one class."""
+    labels = list(itertools.chain(*groups))
+    class_of_label = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    columns = everything(source.of_classes(labels))
+    return from_arrays(
+        image=columns["image"],
+        label=class_of_label[columns["label"]],
+        num_classes=len(groups),
+        name=source.name,
+    )
+
+
+def _dense_layers(params: Mapping[str, Any], num_classes: int) -> dict[str, Any]:
+    """Returns the network's dense layers as parameters of `models.Dense`.
+
+    The last layer starts at zero if the network was trained on another number of classes.
+    """
+    outputs = 1 if num_classes == 2 else num_classes
+    last = params["head"]
+    if last["bias"].size != num_classes:
+        width = len(last["kernel"])
+        last = {"kernel": np.zeros((width, outputs), np.float32)}
+        last["bias"] = np.zeros(outputs, np.float32)
+    elif num_classes == 2:  # two logits are one, their difference
+        last = {name: np.diff(array) for name, array in last.items()}
+    return {"dense_0": dict(params["dense"]), "dense_1": dict(last)}
+
+
 def _network(source: Examples, num_classes: int) -> Pretrained:
     channels = image_shape(source)[-1]
     preprocessing = Preprocessing(size=28, mean=channels * (0.0,), std=channels * (1.0,))
@@ -254,6 +304,12 @@ def _pretrained(how: Any, upstream: Examples, path: pathlib.Path) -> Mapping[str
         optimizer=lambda _: optax.adam(how.learning_rate),  # without decay
         label="frozen network",
     )
+    if how.get("dense", False):
+        return params
+    return _convolutions(params)
+
+
+def _convolutions(params: Mapping[str, Any]) -> dict[str, Any]:
     return {name: params[name] for name in params if name.startswith("conv")}
 
 
@@ -262,7 +318,7 @@ def _vectors(params: Mapping[str, Any] | None, source: Examples) -> np.ndarray:
     if params is None:
         return everything(source)["image"].reshape(len(source), -1)
     network = _network(source, 0)
-    return models.logits(network, params, models.resize(network, source))
+    return models.logits(network, _convolutions(params), models.resize(network, source))
 
 
 # --- Text ---------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Opened(NamedTuple):
     trainer: Any
 
 
-def _tokenizer(
+def tokenizer_of(
     config: Any,
 ) -> tuple[Callable[[str], Sequence[int]] | None, Callable[[Sequence[int]], str], int]:
     """Returns (encode, decode, size of the vocabulary) of the data part of a config."""
@@ -130,7 +130,7 @@ _SOURCES: Mapping[str, Callable[[Any], dict[str, list[str]]]] = {
 }
 
 
-def _check(config: Any, vocabulary: int) -> None:
+def check_model(config: Any, vocabulary: int) -> None:
     """Refuses a model of images, and a tokenizer that does not fit the vocabulary of the model."""
     model, tokenizer = config.model, config.data.tokenizer
     languages = [name for name, (family, _) in MODELS.items() if family is LanguageModel]
@@ -166,8 +166,8 @@ def _prompts(
 
 
 def _open(config: Any, root: pathlib.Path) -> Opened:
-    encode, decode, vocabulary = _tokenizer(config.data)
-    _check(config, vocabulary)
+    encode, decode, vocabulary = tokenizer_of(config.data)
+    check_model(config, vocabulary)
     network = models.network(config.model)
     positions = network.model.positions
     if config.data.length - 1 > positions:

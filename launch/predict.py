@@ -38,6 +38,9 @@ from .teachers import GLOBAL, MECHANISMS, OURS, SINGLE, SMOOTH, Bench, check, fl
 
 PATE, DP_SGD = "PATE (Confident-GNMax)", "DP-SGD"
 _REFERENCES = "references/ledger.sqlite"
+# What one step of distance is, by the threat that the bounds cover. Theorem 4.6 holds for
+# "replace_one", T4 of docs/design/prediction.md for "add_remove".
+CHANGES = {"add_remove": "added or removed", "replace_one": "replaced"}
 _SHORT = {GLOBAL: "global", SMOOTH: "smooth (paper)", OURS: "ours"}  # in figures
 
 
@@ -52,8 +55,10 @@ RELEASED, EXACT = Cell(SINGLE, "released"), Cell(SINGLE, "without noise")
 
 
 def _cells(config: Any) -> Iterator[Cell]:
+    threat = config.training.threat
     frame.known("mechanisms", config.mechanisms, MECHANISMS)
-    data.only_adjacency(config.data, "add_remove")
+    frame.known("training.threat", [threat], CHANGES)
+    data.only_adjacency(config.data, threat)
     if not config.mechanisms:
         raise ValueError(f"config.mechanisms must have some of {', '.join(MECHANISMS)}.")
     yield RELEASED
@@ -78,15 +83,20 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         return reference(cell, work, account)
 
 
-def _terms(work: frame.Work) -> dict[str, Any]:
+def _own_terms(work: frame.Work) -> dict[str, Any]:
     """Returns the terms of the private records in a ledger, without a budget."""
-    return {**data.terms(work.config.data), "records": len(work.shared.task.train)}
+    return {**_terms(work.config), "records": len(work.shared.task.train)}
 
 
 def _references(work: frame.Work) -> AbstractContextManager[Account]:
     """Returns the account of models and answers that serve comparison only."""
     train = work.shared.task.train
-    return frame.account(work.root / _REFERENCES, train.name, **_terms(work))
+    return frame.account(work.root / _REFERENCES, train.name, **_own_terms(work))
+
+
+def _terms(config: Any) -> dict[str, Any]:
+    """Returns unit and adjacency for the ledger. The bounds cover the neighbours of the ledger."""
+    return data.terms(config.data, adjacency=config.training.threat)
 
 
 def _release(work: frame.Work) -> dict[str, Any]:
@@ -108,7 +118,7 @@ def _release(work: frame.Work) -> dict[str, Any]:
 
     budget = {"epsilon": bench.plan.epsilon, "delta": bench.plan.delta}
     name = bench.task.train.name
-    with work.account(name, label="answers", **budget, **_terms(work)) as account:
+    with work.account(name, label="answers", **budget, **_own_terms(work)) as account:
         answers = work.arrays("answers.npz", ask)["answers"]
         spent = account.epsilon(delta=bench.plan.delta)
     student, accuracy = bench.student(rows, answers)
@@ -198,14 +208,17 @@ def _pate(config: Any) -> prediction.ConfidentGNMax:
     options = dict(config.pate)
     options["threshold"] *= config.ensemble.members  # the config has a share
     return prediction.ConfidentGNMax.calibrated(
-        **options, max_answers=config.prediction.queries, **config.prediction
+        **options,
+        max_answers=config.prediction.queries,
+        adjacency=config.training.threat,
+        **config.prediction,
     )
 
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
     # A run computes features before it charges. A plan only opens the data.
     check(config, features.read(config.data))
-    terms = data.terms(config.data) | {
+    terms = _terms(config) | {
         "records": config.training.records,
         "delta": config.prediction.delta,
     }
@@ -238,14 +251,14 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
         delta=plan.delta,
         steps=how.steps,
         physical_batch_size=how.batch_size,
-        unit=data.terms(config.data)["unit"],
+        **_terms(config),
     )
 
 
 def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     """Trains the same model by DP-SGD, several times."""
     how, bench = work.config.dp_sgd, work.shared
-    trainer, start = dp_sgd(work.config, bench.model, len(bench.task.train)), bench.model.init()
+    trainer, start = dp_sgd(work.config, bench.model, len(bench.task.train)), bench.start
     options = {"steps": how.steps, "checkpoint_every": how.steps, "delta": bench.plan.delta}
     found = []
     for run in progress_bar(range(how.runs), label=DP_SGD, unit="run"):
@@ -278,6 +291,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "tested": len(bench.test["label"]),
         "epsilon": released["epsilon"],
         "delta": bench.plan.delta,
+        "changes": CHANGES[work.config.training.threat],
         "epsilon_per_query": bench.epsilon,
         "released": {name: released[name] for name in ("per_query", "student")},
     }
@@ -309,7 +323,7 @@ def _draw_certified(result: Mapping[str, Any], work: frame.Work) -> None:
         curves,
         title=f"{result['dataset']}: certified answers",
         subtitle=f"{tested} test inputs. Evaluation only, not private.",
-        xlabel="records added or removed, k",
+        xlabel=f"records {CHANGES[work.config.training.threat]}, k",
         ylabel="Share of test inputs whose answer k changed records cannot alter",
     )
 
@@ -409,7 +423,7 @@ def _summary(result: Mapping[str, Any]) -> str:
         f"{_percent([released['student']])} %."
         f"\nThe ledger recomputes epsilon = {result['epsilon']:.3f} at delta = "
         f"{_power(result['delta'])} for all "
-        "answers together (adding or removing one example)."
+        f"answers together (one example {result['changes']})."
     )
     if "rows" not in result:
         return text

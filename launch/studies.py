@@ -82,6 +82,12 @@ STUDIES = [
         ("budgets",),
         "every stage of a model's life under one ledger, and a report",
     ),
+    Listed(
+        ".embeddings:PROGRAM",
+        "embeddings",
+        ("embedding",),
+        "embeddings of texts by a public language model",
+    ),
     Listed(".predict:STUDY", "predict", ("prediction",), "certified private answers"),
 ]
 

@@ -5,7 +5,7 @@ answers.
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -118,7 +118,7 @@ class Bench:
       config, plan: The config, and its part `prediction`.
       task: The data.
       train, test: All of it, {"features" [n, d], "label" [n]}.
-      classes, model: The number of classes, and the untrained model.
+      classes, model, start: The number of classes, the model, and its initial parameters.
       epsilon: The epsilon of each answer.
     """
 
@@ -130,6 +130,7 @@ class Bench:
         self.train, self.test = everything(self.task.train), everything(self.task.test)
         self.classes = self.task.train.num_classes
         self.model = models.Dense(self.train["features"].shape[1], self.classes, **config.model)
+        self.start = _start(self.model, self.task.start)
         self.epsilon = prediction.query_epsilon(**self.plan)
         print(
             f"{config.training.records} private records ({self.task.train.name}), {opened.inputs} "
@@ -148,7 +149,9 @@ class Bench:
         model, training = self.model, dict(self.config.training) | {"batch_size": divisor}
         del training["records"]
         ks = min(self.config.certificate.max_distance, divisor)
-        bounds = prediction.train_with_bounds(model.loss, model.init(), examples, ks=ks, **training)
+        if training["threat"] == "replace_one":  # which leaves the number of records public
+            ks = min(ks, len(examples["label"]))
+        bounds = prediction.train_with_bounds(model.loss, self.start, examples, ks=ks, **training)
         certificates = prediction.certify(bounds, model.logits, self.test["features"])
         return bounds, np.asarray(certificates.label), np.asarray(certificates.distance)
 
@@ -163,7 +166,10 @@ class Bench:
         records.
         """
         count, salt = self.config.ensemble.members, self.config.ensemble.salt.encode()
-        part = prediction.partition_by_hash(self.train, count, salt=salt)
+        ids: Sequence[int] | None = None
+        if self.config.training.threat == "replace_one":
+            ids = range(len(self.train["label"]))  # a replaced record stays in its part
+        part = prediction.partition_by_hash(self.train, count, salt=salt, ids=ids)
         divisor = self.config.training.records // count  # public, unlike the size of a part
         labels, distances_of = [], []
         for member in progress_bar(range(count), label="ensemble", unit="model"):
@@ -186,7 +192,7 @@ class Bench:
         known, label = prediction.answered(self.test["features"][rows], answers)
         params = prediction.train_student(
             self.model.loss,
-            self.model.init(),
+            self.start,
             {"features": known, "label": label},
             optimizer=optax.sgd(self.config.student.learning_rate),
             steps=self.config.student.steps,
@@ -195,6 +201,25 @@ class Bench:
         )
         others = np.setdiff1d(np.arange(len(self.task.test)), rows)
         return params, self.model.accuracy(params, _take(self.test, others))
+
+
+def _start(model: models.Dense, layers: Mapping[str, Any] | None) -> Any:
+    """Returns initial parameters of the dense layers: those of a public network, or fresh ones.
+
+    Raises:
+      ValueError: The network has dense layers of other sizes.
+    """
+    fresh = model.init()
+    if layers is None:
+        return fresh
+    fresh_shapes, shapes = (jax.tree.map(np.shape, tree) for tree in (fresh, dict(layers)))
+    if fresh_shapes != shapes:
+        raise ValueError(
+            "config.data.network.dense needs the layers of the network in config.model, hidden="
+            f"(100,) and bias=True. They have the shapes {shapes}, and config.model has "
+            f"{fresh_shapes}."
+        )
+    return layers
 
 
 def _take(examples: Examples, rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -44,9 +44,11 @@ def get_config(variant: str = "") -> ConfigDict:
                 "learning_rate": 2.0,
                 "epochs": 4 if mlp else 1,
                 "momentum": 0.0,
+                "nesterov": False,
                 "weight_decay": 0.0,
                 "lr_decay": 0.6,
                 "lr_min": 1e-3,
+                "threat": "add_remove",  # or "replace_one", Theorem 4.6
             },
             "certificate": {"max_distance": 200 if mlp else 1000},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},

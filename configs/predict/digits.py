@@ -41,9 +41,11 @@ def get_config() -> ConfigDict:
                 "learning_rate": 10.0,
                 "epochs": 1,
                 "momentum": 0.0,
+                "nesterov": False,
                 "weight_decay": 0.0,
                 "lr_decay": 0.0,
                 "lr_min": 0.0,
+                "threat": "add_remove",  # or "replace_one", Theorem 4.6
             },
             "certificate": {"max_distance": 100},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},

@@ -5,12 +5,21 @@ r"""Private predictions of the sentiment of IMDB reviews, the paper's text task.
     python -m launch.predict --config configs/predict/imdb.py:embeddings \
         --workdir workdir/predict_imdb_gpt2 \
         --config.data.path=/path/to/embeddings.npz
+    python -m launch.predict --config configs/predict/imdb.py:published \
+        --workdir workdir/predict_imdb_published \
+        --config.data.path=/path/to/embeddings.npz
 
 The first reads the reviews (`imdb_reviews` of TFDS) and averages word vectors, as
-configs/predict/sst2.py. The second reads embeddings of a public language model from a file. (The
-paper uses GPT-2, with 768 numbers.) The file has train_features [n, d], train_labels [n],
-test_features, test_labels, and public_features [m, d]. The last are embeddings of public texts such
-as the unlabelled reviews. Not run by us on the real data. """
+configs/predict/sst2.py. The second reads embeddings of a public language model from a file.
+configs/predict/embeddings.py has the command that writes it for GPT-2, with 768 numbers a review as
+in the paper. The file has train_features [n, d], train_labels [n], test_features, test_labels, and
+public_features [m, d]. The last are embeddings of public texts such as the unlabelled reviews.
+
+The third is the paper's network on them, dense layers 768-100-1, with its settings. In the paper's
+public code the vectors of its second part come from the training reviews again. So a review can be
+there twice, in training and in test. Here training and test are the parts of the data set.
+
+Not run by us on the real data."""
 
 from ml_collections import ConfigDict
 
@@ -35,12 +44,27 @@ _DATA = {
         "features": {"dimensions": 100, "whiten": 0.5, "radius": 1.0},
     },
 }
+_DATA["published"] = _DATA["embeddings"] | {"features": {}}
+# The public code has a dampening of 0.3 too.
+_PUBLISHED = {
+    "model": {"hidden": (100,), "bias": True},
+    "training": {
+        "clip": 0.04,
+        "learning_rate": 0.2,
+        "epochs": 3,
+        "momentum": 0.99,
+        "lr_decay": 0.5,
+    },
+    "certificate": {"max_distance": 31},
+    "student": {"learning_rate": 0.2},
+    "dp_sgd": {"steps": 19, "clip_norm": 0.04, "learning_rate": 0.2, "momentum": 0.99},
+}
 
 
 def get_config(variant: str = "reviews") -> ConfigDict:
     if variant not in _DATA:
         raise ValueError(f"the variant must be one of {sorted(_DATA)}, got {variant!r}.")
-    return ConfigDict(
+    config = ConfigDict(
         {
             "query_seed": 0,
             "references": True,
@@ -54,9 +78,11 @@ def get_config(variant: str = "reviews") -> ConfigDict:
                 "learning_rate": 100.0,
                 "epochs": 1,
                 "momentum": 0.0,
+                "nesterov": False,
                 "weight_decay": 0.0,
                 "lr_decay": 0.0,
                 "lr_min": 0.0,
+                "threat": "add_remove",  # or "replace_one", Theorem 4.6
             },
             "certificate": {"max_distance": 200},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
@@ -73,3 +99,6 @@ def get_config(variant: str = "reviews") -> ConfigDict:
             },
         }
     )
+    if variant == "published":
+        config.update(_PUBLISHED)
+    return config

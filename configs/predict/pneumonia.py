@@ -4,6 +4,9 @@ private images).
     python -m launch.predict --config configs/predict/pneumonia.py \
         --workdir workdir/predict_pneumonia \
         --config.data.data_dir=/path/to/tfds
+    python -m launch.predict --config configs/predict/pneumonia.py:published \
+        --workdir workdir/predict_pneumonia_published \
+        --config.data.data_dir=/path/to/tfds
 
 Features: activations of the paper's two convolutions, projected on 100 principal axes. The
 convolutions are trained here on Fashion-MNIST, which is public, and frozen. Without that set, the
@@ -18,9 +21,15 @@ the same data. The guarantee does not cover such choices. """
 
 from ml_collections import ConfigDict
 
+from configs.predict.octmnist import published_options
 
-def get_config() -> ConfigDict:
-    return ConfigDict(
+_VARIANTS = ("features", "published")
+
+
+def get_config(variant: str = "features") -> ConfigDict:
+    if variant not in _VARIANTS:
+        raise ValueError(f"the variant must be one of {_VARIANTS}, got {variant!r}.")
+    config = ConfigDict(
         {
             "query_seed": 0,
             "references": True,
@@ -50,9 +59,11 @@ def get_config() -> ConfigDict:
                 "learning_rate": 10.0,
                 "epochs": 1,
                 "momentum": 0.0,
+                "nesterov": False,
                 "weight_decay": 0.0,
                 "lr_decay": 0.0,
                 "lr_min": 0.0,
+                "threat": "add_remove",  # or "replace_one", Theorem 4.6
             },
             "certificate": {"max_distance": 100},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},
@@ -69,3 +80,9 @@ def get_config() -> ConfigDict:
             },
         }
     )
+    if variant == "published":
+        config.update(published_options())
+        config.data.parts = ConfigDict({"upstream": "val", "private": "train", "test": "test"})
+        config.data.features = ConfigDict()
+        config.data.network.update(ConfigDict({"steps": 300, "dense": True}))
+    return config

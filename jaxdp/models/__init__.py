@@ -22,7 +22,14 @@ from jaxdp.models.scattering import Scattering, morlet, scattering
 from jaxdp.models.squeezenet import SqueezeNet
 from jaxdp.models.swin import Swin
 from jaxdp.models.training import fit_in_memory, fit_public
-from jaxdp.models.tuning import Features, head_inputs, merge_lora, trainable, with_lora
+from jaxdp.models.tuning import (
+    Features,
+    head_inputs,
+    merge_lora,
+    text_embeddings,
+    trainable,
+    with_lora,
+)
 from jaxdp.models.vit import ViT
 from jaxdp.models.wide_resnet import WideResNet
 
@@ -61,6 +68,7 @@ __all__ = [
     "morlet",
     "save_params",
     "scattering",
+    "text_embeddings",
     "trainable",
     "with_lora",
 ]

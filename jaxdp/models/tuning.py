@@ -1,10 +1,13 @@
-"""Which part of a public model is trained: leaves by name, LoRA, or a new head on features."""
+"""Which part of a public model is trained: leaves by name, LoRA, or a new head on features.
+
+The features are inputs of an image model's head, or hidden states of a language model.
+"""
 
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
@@ -13,6 +16,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.models.checkpoints import HEADS, Pretrained
+from jaxdp.models.language import LanguageModel
 
 Params = Mapping[str, Any]
 LORA = "lora"
@@ -257,3 +261,51 @@ def head_inputs(pretrained: Pretrained, images: jax.Array) -> jax.Array:
             "pool='features', a distilled model distilled_head=False. Or do not keep features."
         )
     return inputs[0].astype(jnp.float32)
+
+
+def text_embeddings(
+    pretrained: Pretrained, tokens: jax.Array, *, pooling: Literal["last", "mean"] = "last"
+) -> jax.Array:
+    """Returns a vector for each text, float32 [B, D], from the last hidden layer.
+
+    The layer is the output of the last normalisation, which the output layer reads. Attention is
+    causal, so padding behind a text changes nothing. A text without a token has the vector 0.
+
+    Args:
+      pretrained: A language model with parameters.
+      tokens: int [B, T], each text followed by -1.
+      pooling: "last" takes the state at the last token, as Wicker et al. 2025
+        (arXiv:2406.13433) do with GPT-2. "mean" takes the mean over the tokens.
+
+    Raises:
+      ValueError: The model is no language model, or the pooling is unknown.
+    """
+    if not isinstance(pretrained.model, LanguageModel):
+        name = type(pretrained.model).__name__
+        raise ValueError(f"pretrained must be a language model, got {name}. See head_inputs.")
+    if pooling not in ("last", "mean"):
+        raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}.")
+    states: list[jax.Array] = []
+
+    def keep(
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: Any,
+    ) -> Any:
+        output = call(*args, **kwargs)
+        if context.module.path == ("norm",):
+            states.append(output)
+        return output
+
+    with nn.intercept_methods(keep):
+        pretrained.apply_fn(pretrained.params, tokens)
+    hidden = states[0].astype(jnp.float32)
+    is_token = tokens >= 0
+    lengths = is_token.sum(axis=1)
+    if pooling == "mean":
+        weights = is_token / jnp.maximum(lengths, 1)[:, None]
+    else:
+        places = jnp.arange(tokens.shape[1])
+        weights = places[None] == lengths[:, None] - 1
+    return jnp.einsum("bt,btd->bd", weights.astype(jnp.float32), hidden)

@@ -14,7 +14,7 @@ from jaxdp.data import apart as checks
 from jaxdp.models import save_params
 from jaxdp.prediction.features import FeatureMap
 from launch import data as studies
-from launch import features
+from launch import features, models, teachers
 
 FEATURES = {"dimensions": 0, "whiten": 1.0, "radius": 1.0}
 
@@ -209,6 +209,32 @@ def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a
     np.testing.assert_allclose(
         extract(np.repeat(images[:2], 3, axis=3)), found[:2], rtol=1e-4, atol=1e-5
     )
+
+
+@pytest.mark.slow
+def test_the_published_network_goes_on_from_its_own_dense_layers(tmp_path):
+    medmnist(tmp_path / "file.npz")
+    network = {"steps": 2, "batch_size": 8, "learning_rate": 1e-2, "seed": 0}
+    network |= {"classes": ((3,), (0, 1)), "dense": True}
+    parts = {"upstream": "val", "private": "train", "test": "test"}
+    options = {"network": network, "parts": parts, "classes": (3, 2), "features": {}}
+    task = load(medmnist_config(tmp_path / "file.npz", **options))
+    assert task.train.num_classes == 2 and sorted(task.network) == NETWORK
+    spec = data.DataSpec(source="npz", path=str(tmp_path / "file.npz"), part="test", num_classes=4)
+    images = rows(data.open(spec).of_classes((3, 2)))["image"]
+    logits = features.Convolutions(2).apply({"params": task.network}, images)
+    model = models.Dense(3200, 2, hidden=(100,), bias=True, init_seed=0)
+    single = model._batched(task.start, rows(task.test)["features"])
+    np.testing.assert_allclose(single, logits[:, 1] - logits[:, 0], rtol=1e-3, atol=1e-4)
+    assert np.std(single) > 0
+    # Another number of classes has a new last layer.
+    others = features._dense_layers(task.network, 3)
+    assert others["dense_1"]["kernel"].shape == (100, 3) and not others["dense_1"]["kernel"].any()
+    with pytest.raises(ValueError, match=r"config.data.network.dense needs .* hidden=\(100,\)"):
+        teachers._start(dataclasses.replace(model, hidden=(50,)), task.start)
+
+
+NETWORK = ["conv_0", "conv_1", "dense", "head"]
 
 
 # --- Text ---------------------------------------------------------------------------------------

@@ -55,6 +55,31 @@ def test_logits_are_those_of_the_publishing_library(case, tmp_path):
     np.testing.assert_allclose(logits, LOGITS[form], atol=1e-4)
 
 
+@pytest.mark.slow
+def test_embeddings_are_the_states_behind_the_publishers_logits():
+    """The output layer of GPT-2 is its embedding, so states give logits. The twin takes the last
+    column in place of the last token."""
+    public = load("hf_gpt2")
+    table = np.asarray(public.params["embed"]["embedding"])
+    tokens, expected = TOKENS.at[0, 5:].set(-1), LOGITS["hf_gpt2"]
+    compute = jax.jit(models.text_embeddings, static_argnums=0, static_argnames="pooling")
+    last = np.asarray(compute(public, tokens))
+    np.testing.assert_allclose(last @ table.T, [expected[0, 4], expected[1, -1]], atol=1e-4)
+    mean = np.asarray(compute(public, tokens, pooling="mean"))
+    means = [expected[0, :5].mean(axis=0), expected[1].mean(axis=0)]
+    np.testing.assert_allclose(mean @ table.T, means, atol=1e-4)
+    assert np.abs(last[0] @ table.T - expected[0, -1]).max() > 0.01
+    assert not np.asarray(compute(public, jnp.full_like(tokens, -1))).any()  # no token
+
+
+def test_embeddings_of_other_models_or_poolings_are_refused():
+    with pytest.raises(ValueError, match="pooling must be 'last' or 'mean', got 'first'"):
+        models.text_embeddings(load("hf_gpt2"), TOKENS, pooling="first")
+    images = models.Pretrained(models.create("cnn", num_classes=2), {}, None)
+    with pytest.raises(ValueError, match="pretrained must be a language model, got CNN"):
+        models.text_embeddings(images, TOKENS)
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("case", FORMS)
 @pytest.mark.filterwarnings("ignore")  # other libraries' own

@@ -1,0 +1,313 @@
+"""Further claims of Wicker et al. 2025: how tight certificates are, batches, steps, replaced
+records, clients, the published image network, and embeddings of texts.
+
+    python -m benchmarks run agt_claims --data_dir DIR --word_vectors FILE.npz
+    python -m benchmarks.evidence results/agt.md
+
+Draws, accuracies and the two files are those of `benchmarks.evidence_agt`. Reads private labels
+without payment: for public benchmark data only."""
+
+import argparse
+import functools
+import importlib
+import math
+import pathlib
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import evidence_agt, timing
+from benchmarks.evidence_agt import ASKED, DATA, WAYS, epsilon_of, rounded, share
+from jaxdp import prediction
+from jaxdp.data import DataSpec, Records, by_group, from_arrays
+from jaxdp.models import Pretrained, create
+from jaxdp.prediction.features import FeatureMap
+from jaxdp.report import format_table
+from launch import data, embeddings, frame, models, results
+from launch.teachers import Bench, Pool, flip_probability
+
+QUANTILES = (0.1, 0.5, 0.9)
+REAL = ("digits", "PneumoniaMNIST", "SST-2")
+MOST = 2000  # records, so that few stable distances are cut off
+BATCHES, EPOCHS = (1, 2, 4, 8), (2, 4)
+CLIENTS = (200, 1000)
+REACHED = (1, 5, 10)  # distances of the published network
+STEPS = (0, 1, 2, 4)
+PHRASES = 20_000  # of SST-2, for the embeddings
+
+
+def scores(pool: Pool, truth: np.ndarray, *, steps: int = 1) -> dict[str, Any]:
+    """Returns what a certified model gives. `steps` certified steps make a neighbour."""
+    pool = Pool(pool.label, pool.distance // steps, pool.num_classes)
+    row = {
+        "distance": float(pool.distance.mean()),
+        "without noise": float((pool.label == truth).mean()),
+    }
+    for way, mechanism in WAYS.items():
+        if pool.num_classes == 2 or way != "smooth":
+            row[way] = pool.expected_accuracy(mechanism, epsilon_of(ASKED), truth)
+    return row
+
+
+def certified(bench: Bench, **changes: Any) -> Pool:
+    """Returns the certified model of all records under other options of the training."""
+    before = bench.config
+    bench.config = before.copy_and_resolve_references()
+    with bench.config.unlocked():
+        bench.config.training.update(changes)
+    one = Pool(*bench.certified(bench.train, bench.config.training.records)[1:], bench.classes)
+    bench.config = before
+    return one
+
+
+# --- What is measured ---------------------------------------------------------------------------
+
+
+def tightness(bench: Bench) -> dict[str, Any]:
+    """Returns quantiles of the stable distance, and the share that reaches the largest."""
+    bench.config.certificate.max_distance = MOST
+    distance = certified(bench).distance
+    return {
+        "quantiles": [float(q) for q in np.quantile(distance, QUANTILES)],
+        "reached": float(np.mean(distance >= MOST)),
+    }
+
+
+def threats(bench: Bench) -> dict[str, Any]:
+    """Returns scores of T4 and of Theorem 4.6, each under the relation for which it holds."""
+    truth, certificate = bench.test["label"], bench.config.certificate
+    replaced = certified(bench, threat="replace_one")
+    most = certificate.max_distance
+    certificate.max_distance = 2 * most  # a replacement is two steps
+    both = certified(bench)
+    certificate.max_distance = most
+    added = Pool(both.label, np.minimum(both.distance, most), both.num_classes)
+    return {
+        "T4, added or removed": scores(added, truth),
+        "T4, replaced": scores(both, truth, steps=2),
+        "Theorem 4.6, replaced": scores(replaced, truth),
+    }
+
+
+def schedules(bench: Bench) -> dict[str, Any]:
+    """Returns scores by the number of batches of an epoch and of epochs. All steps together have
+    the length of the one step of the config."""
+    training, truth = bench.config.training, bench.test["label"]
+    records, rate = training.records, training.learning_rate
+    rows = {}
+    for batches in BATCHES:
+        sizes = {"records": records // batches, "learning_rate": rate / batches}
+        one = certified(bench, batches=batches, **sizes)
+        rows[f"{batches} batches"] = scores(one, truth)
+    for epochs in EPOCHS:
+        one = certified(bench, epochs=epochs, learning_rate=rate / epochs)
+        rows[f"{epochs} epochs"] = scores(one, truth)
+    return rows
+
+
+def federated(bench: Bench, draw: int) -> dict[str, Any]:
+    """Returns scores by the number of clients. One step of distance is a client with all of its
+    records."""
+    config, truth = bench.config, bench.test["label"]
+    options = dict(config.training) | {"ks": config.certificate.max_distance}
+    del options["records"]
+    count = len(bench.train["label"])
+    rows = {}
+    for clients in CLIENTS:
+        owner = np.random.default_rng(draw).integers(0, clients, count)
+        source = from_arrays(**bench.train, num_classes=bench.classes, name="clients")
+        groups = by_group(source, owner.tolist(), max_records=4 * count // clients)
+        owned = groups.gather(np.arange(len(groups)))
+        assert isinstance(owned, Records)
+        bounds = prediction.train_with_bounds(
+            bench.model.loss, bench.start, owned, group=True, batch_size=clients, **options
+        )
+        found = prediction.certify(bounds, bench.model.logits, bench.test["features"])
+        pool = Pool(np.asarray(found.label), np.asarray(found.distance), bench.classes)
+        rows[f"{clients} clients"] = scores(pool, truth)
+    rows[f"{count} records"] = scores(certified(bench), truth)
+    return rows
+
+
+def network(options: argparse.Namespace, steps: int, root: pathlib.Path) -> dict[str, Any]:
+    """Returns scores of the published image network after so many steps."""
+    config = importlib.import_module("configs.predict.pneumonia").get_config("published")
+    config.data.data_dir = options.data_dir
+    config.certificate.max_distance = REACHED[-1]  # a later step takes seconds for each distance
+    bench = Bench(config, root)
+    truth = bench.test["label"]
+    if steps == 0:
+        return {"without noise": bench.model.accuracy(bench.start, bench.test)}
+    one = certified(bench, epochs=steps)
+    reached = {str(k): float(np.mean(one.distance >= k)) for k in REACHED}
+    return scores(one, truth) | {"reached": reached}
+
+
+def texts(options: argparse.Namespace, pooling: str) -> dict[str, Any]:
+    """Returns scores of embeddings by a GPT-2 of random weights. Its vocabulary are the words of
+    the public word vectors."""
+    words = [word.decode() for word in np.load(options.word_vectors)["words"]]
+    index = {word: number for number, word in enumerate(words)}
+    sizes = {"width": 128, "depth": 2, "num_heads": 4, "mlp_width": 512, "positions": 60}
+    untrained = Pretrained(create("gpt2", num_classes=len(words), **sizes), {}, None)
+    gpt2 = Pretrained(untrained.model, models.fresh(untrained, 0), None)
+    config = importlib.import_module("configs.predict.embeddings").get_config("sst2")
+    config.embedding.pooling = pooling
+
+    def encode(text: str) -> list[int]:
+        return [index[word] for word in text.split() if word in index]
+
+    def vectors(part: str, labelled: bool = True) -> tuple[np.ndarray, np.ndarray]:
+        spec = DataSpec(source="tfds", name="glue/sst2", part=part, data_dir=options.data_dir)
+        read, label = data.texts(spec, "sentence", labelled=labelled)
+        one = embeddings.embed(gpt2, read, encode=encode, vocabulary=len(words), **config.embedding)
+        return one, label
+
+    public, _ = vectors("test", labelled=False)
+    project = FeatureMap.from_public(public, dimensions=100, whiten=0.5)
+    train, label = vectors(f"train[:{PHRASES}]")
+    test, truth = vectors("validation")
+    model = models.Dense(100, 2, hidden=(), bias=False, init_seed=0)
+    how = {"clip": 0.05, "learning_rate": 100.0, "batch_size": PHRASES, "epochs": 1}
+    records = {"features": project(train), "label": label}
+    bounds = prediction.train_with_bounds(model.loss, model.init(), records, ks=100, **how)
+    found = prediction.certify(bounds, model.logits, project(test))
+    pool = Pool(np.asarray(found.label), np.asarray(found.distance), 2)
+    return scores(pool, truth) | {"majority": float(max(truth.mean(), 1 - truth.mean()))}
+
+
+def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[pathlib.Path], Any]]]:
+    """Yields each part of the report with what measures it."""
+
+    def of_draws(name: str, measure: Callable[..., Any], root: pathlib.Path) -> list[Any]:
+        rows = []
+        for draw, bench in enumerate(evidence_agt.draws(name, options, root)):
+            rows.append(measure(bench, draw) if measure is federated else measure(bench))
+            print(name, draw, flush=True)
+        return rows
+
+    for name in DATA:
+        yield f"tightness/{name}", functools.partial(of_draws, name, tightness)
+    for name in REAL:
+        yield f"threats/{name}", functools.partial(of_draws, name, threats)
+    for name in REAL[:2]:
+        yield f"schedules/{name}", functools.partial(of_draws, name, schedules)
+    yield "federated/PneumoniaMNIST", functools.partial(of_draws, "PneumoniaMNIST", federated)
+    for pooling in ("last", "mean"):
+        yield f"texts/{pooling}", lambda root, pooling=pooling: [texts(options, pooling)]
+    for steps in STEPS:
+        yield f"network/{steps}", lambda root, steps=steps: [network(options, steps, root)]
+
+
+# --- Tables -------------------------------------------------------------------------------------
+
+
+def mean_of(rows: list[Any], *path: str) -> str:
+    """Returns a mean over draws with its standard error, "" where a mechanism does not apply."""
+    values = [functools.reduce(lambda tree, name: tree.get(name, {}), path, row) for row in rows]
+    if values[0] == {}:
+        return ""
+    if path[-1] == "distance":
+        mean, _, error = results.moments(values)
+        return results.number(mean, error)
+    return share(values)
+
+
+def tightness_table(report: Any) -> str:
+    """Returns the noise at the stable distance over that of global sensitivity."""
+    rows = []
+    for name in DATA:
+        draws = report[f"tightness/{name}"]
+        low, middle, high = np.mean([draw["quantiles"] for draw in draws], axis=0)
+        row = {"": name, "k' of 10, 50, 90 %": f"{low:.0f}, {middle:.0f}, {high:.0f}"}
+        for epsilon in (epsilon_of(ASKED), 1.0):
+            # Theorem 5.1 with the beta of the paper, epsilon / 6, over a global sensitivity of 1.
+            smooth = math.exp(-epsilon * middle / 6)
+            row[f"sensitivity, epsilon {epsilon:.2g}"] = f"{smooth:.1e}"
+        row["scale of the noise"] = f"{6 * math.exp(-epsilon_of(ASKED) * middle / 6):.2g}"
+        for way in ("global", "smooth", "stable"):
+            classes = 10 if name == "digits" else 2
+            cell = ""
+            if classes == 2 or way != "smooth":
+                distance = np.array([round(middle)])
+                flip = flip_probability(WAYS[way], distance, epsilon_of(ASKED), classes)
+                cell = f"{flip[0]:.2g}"
+            row[f"flips, {way}"] = cell
+        rows.append(row)
+    return format_table(rows, style="markdown")
+
+
+def scores_table(rows: dict[str, list[Any]], ways: tuple[str, ...]) -> str:
+    """Returns a row for each name, with distances and accuracies."""
+    lines = []
+    for name, draws in rows.items():
+        line = {"": name, "distance": mean_of(draws, "distance")}
+        lines.append(line | {way: mean_of(draws, way) for way in ways})
+    return format_table(lines, style="markdown")
+
+
+def tables(report: Any) -> dict[str, str]:
+    """Returns further tables of docs/results/agt.md."""
+
+    def of_part(part: str) -> dict[str, list[Any]]:
+        rows = {}
+        for place, draws in report.items():
+            name = place.removeprefix(f"{part}/")
+            if name != place:
+                for key in draws[0]:
+                    rows[f"{name}, {key}"] = [draw[key] for draw in draws]
+        return rows
+
+    accuracies = ("stable", "global", "without noise")
+    by_steps = []
+    for steps in STEPS:
+        (row,) = report[f"network/{steps}"]
+        line = {"": f"{steps} steps", "distance": mean_of([row], "distance")}
+        for k in REACHED:
+            line[f"k >= {k}"] = _percent(row.get("reached", {}).get(str(k)))
+        for way in ("stable", "smooth", "global", "without noise"):
+            line[way] = _percent(row.get(way))
+        by_steps.append(line)
+    of_texts = [
+        {"": f"pooling {pooling}"}
+        | {way: _percent(report[f"texts/{pooling}"][0][way]) for way in TEXT_COLUMNS}
+        for pooling in ("last", "mean")
+    ]
+    return {
+        "tightness": tightness_table(report),
+        "threats": scores_table(of_part("threats"), accuracies),
+        "schedules": scores_table(of_part("schedules"), accuracies),
+        "federated": scores_table(of_part("federated"), accuracies),
+        "network": format_table(by_steps, style="markdown"),
+        "texts": format_table(of_texts, style="markdown"),
+    }
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else results.percent(value)
+
+
+TEXT_COLUMNS = ("stable", "smooth", "global", "without noise", "majority")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data_dir", default="")
+    parser.add_argument("--word_vectors", default="")
+    parser.add_argument("--draws", type=int, default=2)
+    parser.add_argument("--only", default="", help="the beginning of the names of parts")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    report = dict(timing.earlier(flags.output))
+    frame.keep_compiled()
+    for name, run in parts(flags):
+        if name in report or not name.startswith(flags.only):
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            report[name] = rounded(run(pathlib.Path(folder)))
+        timing.write(report, flags.output)
+        jax.clear_caches()
+    return report
