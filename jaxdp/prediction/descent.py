@@ -3,7 +3,7 @@
 1. `Gradients` bounds every record's gradient over a box of parameters (lines 6 and 7 of Algorithm 1
    of arXiv:2406.13433).
 2. `DESCENT` has, for each threat, bounds of the mean when up to k records change, by Theorem 4.6
-   or by T4 of docs/design/prediction.md.
+   or by T4, T13 and T14 of docs/design/prediction.md.
 
 The code computes lower ends only. An upper end is the negative of the lower end of negated
 gradients.
@@ -22,8 +22,8 @@ from jax import lax
 from jaxdp.prediction.checks import one_of
 from jaxdp.prediction.plan import Plan, Threat
 from jaxdp.prediction.sums import SHIFT, Total, add_units, add_up, carry
-from jaxdp.transforms.boxes import slack, unchecked
-from jaxdp.transforms.intervals import stage
+from jaxdp.transforms.boxes import lower, slack, unchecked, upper
+from jaxdp.transforms.intervals import bound, stage
 from jaxdp.transforms.precision import in_full_precision
 
 # Halvings of the interval that contains the threshold of the largest entries (T6).
@@ -42,13 +42,20 @@ class Batch(NamedTuple):
 
     Attributes:
       records: The examples, and their weights.
-      fixed: The values that do not depend on the box of parameters, and the weights.
+      fixed: The values that do not depend on the box of parameters, the weights, and whether a
+        place has a record that may change.
       size: The number of records.
+      changeable: The number of records that may change.
     """
 
     records: Any
     fixed: Any
     size: jax.Array
+    changeable: jax.Array
+
+    def at_most(self, k: jax.Array) -> jax.Array:
+        """Returns how many of k changes this batch can have."""
+        return jnp.minimum(k, self.changeable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +100,16 @@ class Gradients:
         return cls(plan, in_full_precision(gradient), stages)
 
     def batch(self, data: Any, rows: jax.Array) -> Batch:
-        """Returns the records of `rows`, -1 for none."""
+        """Returns the records of `rows` of `Arrays.order`."""
         rows = rows.reshape(self.plan.blocks[0], -1)
-        weights = (rows >= 0).astype(self.plan.grid.dtype)
-        examples = jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data)
+        may_change = rows >= 0
+        places = jnp.where(rows < -1, -2 - rows, rows)
+        weights = (places >= 0).astype(self.plan.grid.dtype)
+        examples = jax.tree.map(lambda x: x[jnp.maximum(places, 0)], data)
         records = examples, weights
-        fixed = lax.map(jax.vmap(self.stages[0]), records)
-        return Batch(records, (fixed, weights), jnp.sum(weights))
+        values = lax.map(jax.vmap(self.stages[0]), records)
+        fixed = values, weights, may_change
+        return Batch(records, fixed, jnp.sum(weights), jnp.sum(may_change))
 
     def mean(self, params: Leaves, batch: Batch) -> Leaves:
         """Returns the mean clipped gradient, D of `train_with_bounds`."""
@@ -123,12 +133,12 @@ class Gradients:
     def factors(self, box: LeafBounds, fixed: Any) -> Any:
         """Computes lines 6 and 7 of Algorithm 1 up to outer products, for a block of records."""
         boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
-        values, weights = fixed
+        values, weights, may_change = fixed
 
         def of_record(value: Any) -> Any:
             return self.stages[1](boxes, value)
 
-        return jax.vmap(of_record)(values), weights
+        return jax.vmap(of_record)(values), weights, may_change
 
     def bounds(self, factors: Any) -> Leaves:
         """Returns lower bounds of each record's gradient, then of its negative.
@@ -153,6 +163,31 @@ class Gradients:
             is_record = _per_record(weights, x) > 0
             bits.append(jnp.where(is_record, grid.bits(x), grid.bias()))
         return bits
+
+    def changed(
+        self,
+        box: LeafBounds,
+        records: Any,
+        unchanged: Leaves,
+    ) -> Leaves:
+        """Returns the least integer contributions of a block's records once they change."""
+        plan = self.plan
+        if plan.poisoning is None:
+            return [jnp.zeros_like(x) for x in unchanged]
+        boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
+
+        def of_result(result: Any, weight: jax.Array) -> Leaves:
+            arguments = boxes, (result, weight)
+            ends, _ = bound(self.gradient, arguments, product=plan.product)
+            lows = [lower(x) for x in ends] + [-upper(x) for x in ends]
+            return [plan.grid.bits(x) for x in lows]
+
+        def of_record(example: Any, weight: jax.Array) -> Leaves:
+            results = plan.poisoning.results(example)
+            bits = jax.vmap(of_result, (0, None))(results, weight)
+            return [jnp.min(x, axis=0) - plan.grid.bias() for x in bits]
+
+        return jax.vmap(of_record)(*records)
 
     def total(
         self,
@@ -234,21 +269,31 @@ def _replace_one(
     grid = gradients.plan.grid
     charge = gradients.plan.grid.charge
     places = math.prod(gradients.plan.blocks)
-    absent = places - batch.size.astype(grid.ints)
 
     def sums_of_entries(factors: Any) -> Leaves:
-        return _add_records(grid, _entries(gradients, factors))
+        every = _entries(gradients, factors, factors[1] > 0)
+        sums = _add_records(grid, every)
+        if gradients.plan.has_public:
+            sums += _add_records(grid, _entries(gradients, factors, factors[2]))
+        return sums
 
-    sums = gradients.total(box, batch, sums_of_entries)
+    copies = 1 + gradients.plan.has_public
+    both = gradients.total(box, batch, sums_of_entries, copies)
+    ends = len(both) // copies
     # A place without a record has the least entry, which is taken off again.
-    sums = [add_units(total, absent, charge) for total in sums]
+    absent = places - batch.size.astype(grid.ints)
+    sums = [add_units(total, absent, charge) for total in both[:ends]]
+    changeable = batch.changeable.astype(grid.ints)
+    unchangeable = places - changeable
+    of_changeable = [add_units(total, unchangeable, charge) for total in both[-ends:]]
 
     def descent(k: jax.Array) -> LeafBounds:
+        k = batch.at_most(k)
         # At one end of the search all entries exceed tau, at the other end none does.
         left = []
-        for total in sums:
+        for total in of_changeable:
             least_tau = 0 * total[0] - charge
-            left.append(_Point(least_tau, add_units(total, places - absent, charge)))
+            left.append(_Point(least_tau, add_units(total, changeable, charge)))
         right = []
         for point in left:
             largest_tau = -point.tau
@@ -268,14 +313,17 @@ def _replace_one(
     return descent
 
 
-def _entries(gradients: Gradients, factors: Any) -> Leaves:
-    """Returns the integers of which the k largest leave."""
+def _entries(
+    gradients: Gradients,
+    factors: Any,
+    is_candidate: jax.Array,
+) -> Leaves:
+    """Returns the integers of which the k largest leave, and the least one for others."""
     grid = gradients.plan.grid
-    weights = factors[1]
     entries = []
     for bits in gradients.bits(factors):
-        is_record = _per_record(weights, bits) > 0
-        entries.append(jnp.where(is_record, bits - grid.bias(), -grid.charge))
+        counts = _per_record(is_candidate, bits)
+        entries.append(jnp.where(counts, bits - grid.bias(), -grid.charge))
     return entries
 
 
@@ -297,7 +345,7 @@ def _halve(
     taus = [(a.tau + b.tau) >> 1 for a, b in zip(left, right, strict=True)]
 
     def excesses_and_counts(factors: Any) -> Leaves:
-        entries = _entries(gradients, factors)
+        entries = _entries(gradients, factors, factors[2])
         gaps = [e - tau[None] for e, tau in zip(entries, taus, strict=True)]
         positive = [jnp.maximum(gap, 0) for gap in gaps]
         excesses = _add_records(grid, positive)
@@ -358,11 +406,12 @@ def _replace_per_batch(
     clip = plan.grid.clip
     most = plan.ks[-1]
     fixed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.fixed)
-    weights = fixed[1]
+    weights, may_change = fixed[1:]
     is_record = weights[None] > 0
     places = weights.size
 
     def descent(k: jax.Array) -> LeafBounds:
+        k = batch.at_most(k)
         relative_error = slack(plan.grid.dtype, places + most + 8)
         error = relative_error * clip * (1 + 2 * k / batch.size)
 
@@ -373,7 +422,7 @@ def _replace_per_batch(
             columns = clipped.reshape(places, -1).T
             present = jnp.where(is_record, columns, 0)
             total = jnp.sum(present, axis=1)
-            candidates = jnp.where(is_record, columns, -jnp.inf)
+            candidates = jnp.where(may_change[None], columns, -jnp.inf)
             largest = lax.top_k(candidates, most)[0]
             # Column j is the sum of the j largest, which leave.
             leaving = jnp.pad(jnp.cumsum(largest, axis=1), ((0, 0), (1, 0)))
@@ -388,8 +437,73 @@ def _replace_per_batch(
     return descent
 
 
+# --- Records are removed or poisoned (T13, T14) -------------------------------------------------
+
+
+def _by_record(
+    gradients: Gradients,
+    batch: Batch,
+    box: LeafBounds,
+) -> Descent:
+    """Returns D_L = (sum d_L - the k largest d_L - c_L) / batch_size.
+
+    c_L is the least contribution of a record once it changes: 0 if it is removed (T13), and the
+    least gradient over all that it can become if it is poisoned (T14). One pass serves every k.
+    """
+    grid = gradients.plan.grid
+    most = max(gradients.plan.ks[-1], 1)
+    like = [*box[0], *box[1]]
+    zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
+    # The largest differences [entries, most]. Integers of this size are exact as floats.
+    no_differences = [jnp.zeros((x.size, most), grid.dtype) for x in like]
+
+    def add_block(carried: Any, block: Any) -> tuple[Any, None]:
+        totals, largest = carried
+        records, fixed = block
+        factors = gradients.factors(box, fixed)
+        unchanged = [bits - grid.bias() for bits in gradients.bits(factors)]
+        changed = gradients.changed(box, records, unchanged)
+        next_totals = []
+        next_largest = []
+        for (high, low), tops, d, c in zip(totals, largest, unchanged, changed, strict=True):
+            block_sum = jnp.sum(d, axis=0, dtype=grid.ints)
+            next_totals.append(carry(high, low + block_sum, 2 * SHIFT))
+            # A change that would raise the sum is not made.
+            differences = jnp.where(_per_record(fixed[2], d), jnp.maximum(d - c, 0), 0)
+            columns = differences.reshape(len(d), -1).T.astype(grid.dtype)
+            candidates = jnp.concatenate([tops, columns], axis=1)
+            next_largest.append(lax.top_k(candidates, most)[0])
+        return (next_totals, next_largest), None
+
+    start = [(z, z) for z in zeros], no_differences
+    blocks = batch.records, batch.fixed
+    (wide, largest), _ = lax.scan(add_block, start, blocks)
+    totals = [carry(high << SHIFT, low) for high, low in wide]
+    taken_off = [_sums_of_first(tops.astype(grid.ints)) for tops in largest]
+
+    def descent(k: jax.Array) -> LeafBounds:
+        lows = []
+        for total, (high, low) in zip(totals, taken_off, strict=True):
+            shape = total[0].shape
+            of_k = high[:, k].reshape(shape), low[:, k].reshape(shape)
+            lows.append(grid.mean(_minus(total, of_k)))
+        return _from_lower_ends(lows)
+
+    return descent
+
+
+def _sums_of_first(x: jax.Array) -> Total:
+    """Returns the sums of the first 0, 1, ... integers along the last axis."""
+    high = jnp.cumsum(x >> SHIFT, axis=1)
+    low = jnp.cumsum(x & (2**SHIFT - 1), axis=1)
+    widths = (0, 0), (1, 0)
+    return jnp.pad(high, widths), jnp.pad(low, widths)
+
+
 DESCENT: dict[Threat, Callable[[Gradients, Batch, LeafBounds], Descent]] = {
     "add_remove": _add_remove,
     "replace_one": _replace_one,
     "replace_per_batch": _replace_per_batch,
+    "remove": _by_record,
+    "poison": _by_record,
 }

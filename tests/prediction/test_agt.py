@@ -1003,7 +1003,7 @@ BAD = {
         ValueError,
         "ks reaches 262145",
     ),
-    "threat": ({"threat": "remove"}, ValueError, "threat must be one of"),
+    "threat": ({"threat": "delete"}, ValueError, "threat must be one of"),
     "product": ({"product": "exact"}, ValueError, "product"),
     "momentum": ({"momentum": 1.0}, ValueError, "momentum"),
     "nesterov": ({"nesterov": True}, ValueError, "nesterov"),
