@@ -209,7 +209,7 @@ class Plan:
       ks: The distances.
       grid: The grid on which clipped gradients are summed.
       threat, product, momentum, nesterov, weight_decay, dampening, l1, poisoning: As in `Training`.
-      has_public: Whether some records are public.
+      has_public: Whether some records are public, for "replace_one", whose program differs then.
       layout: The trained and the frozen leaves.
       blocks: The cut of a batch: outer blocks, fragments in each, records in a fragment.
       groups: The lengths of runs of steps in which no record occurs twice, which share a budget.
@@ -312,7 +312,7 @@ def make_plan(
         dampening=float(training.dampening),
         l1=float(training.l1),
         poisoning=training.poisoning,
-        has_public=training.public is not None,
+        has_public=training.threat == "replace_one" and training.public is not None,
     )
     padded = jax.tree.map(_whole_blocks, data)
     device_rates = jax.device_put(rates.astype(dtype))

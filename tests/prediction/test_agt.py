@@ -1047,6 +1047,21 @@ BAD = {
         ValueError,
         "order must be None under threat='add_remove', got function",
     ),
+    "dampening": ({"momentum": 0.5, "dampening": 1.0}, ValueError, "dampening must be in"),
+    "dampening alone": ({"dampening": 0.3}, ValueError, "dampening=0.3 needs momentum > 0"),
+    "l1": ({"l1": -0.1}, ValueError, "l1 must be finite and >= 0"),
+    "l1 with both": (
+        {"l1": 0.1, "momentum": 0.1, "weight_decay": 0.1},
+        ValueError,
+        "l1=0.1 with momentum=0.1 and weight_decay=0.1",
+    ),
+    "public of another length": (
+        {"public": np.zeros(7, bool)},
+        ValueError,
+        r"public must be booleans \[8\], one for each record, got bool \[7\]",
+    ),
+    "public of integers": ({"public": np.zeros(8, int)}, ValueError, "public must be booleans"),
+    "poison of nothing": ({"threat": "poison"}, ValueError, "poisoning=None does not fit"),
     "mesh": ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
     "data_axes": (
         {"mesh": jax.make_mesh((1,), ("data",)), "data_axes": ("rows",)},
