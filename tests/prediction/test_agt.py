@@ -161,6 +161,8 @@ class Case:
     nesterov: bool = False
     weight_decay: float = 0.0
     lr_decay: float = 0.0
+    dampening: float = 0.0
+    l1: float = 0.0
     n: int = 24
     ks: int = 4
 
@@ -179,7 +181,8 @@ class Case:
 
     @property
     def optimizer(self):
-        names = ("clip", "learning_rate", "momentum", "nesterov", "weight_decay", "lr_decay")
+        names = ["clip", "learning_rate", "momentum", "nesterov", "weight_decay", "lr_decay"]
+        names += ["dampening"] + ["l1"] * (self.l1 > 0)  # the published algorithm has no l1
         return {name: getattr(self, name) for name in names}
 
     def bounds(self, params, x, y, order, **options):
@@ -208,7 +211,9 @@ class Case:
 
 
 CASES = {
-    "full": Case("ce", (3, 5, 3), "add_remove", 24, 3, 0.2, 0.5, momentum=0.5),
+    "full": Case(
+        "ce", (3, 5, 3), "add_remove", 24, 3, 0.2, 0.5, momentum=0.5, dampening=0.3, l1=0.02
+    ),
     "batches": Case("bce", (3, 6, 1), "add_remove", 8, 2, 0.2, 0.3, momentum=0.5, nesterov=True),
     "replace": Case(
         "mse",
@@ -222,7 +227,9 @@ CASES = {
         weight_decay=0.2,
         lr_decay=0.5,
     ),
-    "replace, batches": Case("bce", (3, 1), "replace_one", 8, 2, 0.2, 0.3, weight_decay=0.1),
+    "replace, batches": Case(
+        "bce", (3, 1), "replace_one", 8, 2, 0.2, 0.3, weight_decay=0.1, l1=0.02
+    ),
     "reference": Case(
         "bce", (3, 6, 1), "replace_per_batch", 8, 2, 0.2, 0.3, weight_decay=0.05, momentum=0.5
     ),
@@ -264,6 +271,7 @@ PARITY = {
             0.3,
             0.1,
             momentum=0.5,
+            dampening=0.3,
             weight_decay=0.05,
             n=20,
         ),
