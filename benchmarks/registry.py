@@ -45,6 +45,9 @@ BENCHMARKS = {
     "recalibration": _timing("recalibration", "simulated recalibrations over a NumPy loop"),
     "prediction": _timing("prediction", "certificates of 20 distances over one training run"),
     "certificates": _timing("certificates", "how far certificates reach"),
+    "certified_steps": _timing(
+        "certified_steps", "one certified step of the paper's networks over a plain step"
+    ),
     "split": _page("bench_split", "the scale search and copies of Split Adaptation", "split_cpu"),
     "lm": _timing("lm", "private steps of language models, in full and with LoRA"),
     "ops": _timing("ops", "operations of the models in several exact forms"),

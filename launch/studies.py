@@ -26,6 +26,7 @@ STUDIES = [
     ".owners:SPLIT_CLIENT",
     ".lifecycle:STUDY",  # here, since its stage `deploy` comes before the answers of `predict`
     ".predict:STUDY",
+    ".poisoning:STUDY",
 ]
 
 

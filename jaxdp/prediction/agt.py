@@ -12,7 +12,7 @@ distances k.
 3. `_advance_box` makes a step of the optimizer for both ends of the box.
 4. `certificates.certify` finds the predictions that no parameters in the box change (Lemma 4.4).
 
-docs/design/prediction.md has the derivations T1 to T10 and the proof that the stable distance is
+docs/design/prediction.md has the derivations T1 to T13 and the proof that the stable distance is
 1-Lipschitz.
 """
 
@@ -549,7 +549,7 @@ def _spend(
     used: jax.Array,
     rate: jax.Array,
 ) -> Line:
-    """Runs one batch in which each line makes some of its changes (T8 for T13 and T14).
+    """Runs one batch in which each line makes some of its changes (T8 for T11 and T12).
 
     Line j + i of a k contains what line j reaches with i changes in this batch. How far a change
     moves a sum depends on the line, so a running minimum does not do.

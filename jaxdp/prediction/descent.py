@@ -3,7 +3,7 @@
 1. `Gradients` bounds every record's gradient over a box of parameters (lines 6 and 7 of Algorithm 1
    of arXiv:2406.13433).
 2. `DESCENT` has, for each threat, bounds of the mean when up to k records change, by Theorem 4.6
-   or by T4, T13 and T14 of docs/design/prediction.md.
+   or by T4, T11 and T12 of docs/design/prediction.md.
 
 The code computes lower ends only. An upper end is the negative of the lower end of negated
 gradients.
@@ -437,7 +437,7 @@ def _replace_per_batch(
     return descent
 
 
-# --- Records are removed or poisoned (T13, T14) -------------------------------------------------
+# --- Records are removed or poisoned (T11, T12) -------------------------------------------------
 
 
 def _by_record(
@@ -447,8 +447,8 @@ def _by_record(
 ) -> Descent:
     """Returns D_L = (sum d_L - the k largest d_L - c_L) / batch_size.
 
-    c_L is the least contribution of a record once it changes: 0 if it is removed (T13), and the
-    least gradient over all that it can become if it is poisoned (T14). One pass serves every k.
+    c_L is the least contribution of a record once it changes: 0 if it is removed (T11), and the
+    least gradient over all that it can become if it is poisoned (T12). One pass serves every k.
     """
     grid = gradients.plan.grid
     most = max(gradients.plan.ks[-1], 1)
