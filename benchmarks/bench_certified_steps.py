@@ -185,7 +185,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
     keep_freed_memory()
-    cases, records = {}, {}
+    earlier = timing.earlier(flags.output)  # --cases adds to the file
+    cases, records = earlier.get("cases", {}), earlier.get("records", {})
     for name, size in SIZES.items():
         if any(part in name for part in flags.cases.split(";")):
             cases[name] = run_size(size, flags.rounds)

@@ -422,7 +422,8 @@ def _advance(
     if plan.momentum:
         new = grads
         if plan.dampening:
-            new = [_out((1 - plan.dampening) * grad, -sign, 2) for grad in grads]
+            share = 1 - plan.dampening
+            new = [_out(share * grad, -sign, 2) for grad in grads]
         velocity = plus(new, plan.momentum, velocity)
         steps = velocity
     if plan.nesterov:
@@ -441,9 +442,10 @@ def _descend(
     for param, step in zip(params, steps, strict=True):
         change = _out(rate * step, -sign)
         moved.append(_out(param - change, sign))
-    if plan.l1:
-        moved = [_shrunk(x, rate * plan.l1, sign) for x in moved]
-    return moved
+    if not plan.l1:
+        return moved
+    amount = rate * plan.l1
+    return [_shrunk(x, amount, sign) for x in moved]
 
 
 def _shrunk(
@@ -457,9 +459,12 @@ def _shrunk(
     by twice the amount at 0 and would widen every box there.
     """
     # A positive lower end moves by the larger amount, a negative one by the smaller.
-    from_above = _out(x - _out(amount, -sign, 2), sign)
-    from_below = _out(x + _out(amount, sign, 2), sign)
-    return jnp.maximum(from_above, jnp.minimum(from_below, 0))
+    downward = _out(amount, -sign, 2)
+    upward = _out(amount, sign, 2)
+    from_above = _out(x - downward, sign)
+    from_below = _out(x + upward, sign)
+    negative = jnp.minimum(from_below, 0)
+    return jnp.maximum(from_above, negative)
 
 
 def _decayed(
@@ -508,7 +513,8 @@ def _share_budget(
     base L has no change in this batch. The line before, already widened, has the minimum over
     i >= 1.
     """
-    charge = jnp.asarray(_shift_of_mean(plan) * (1 - plan.dampening), plan.grid.dtype)
+    share = 1 - plan.dampening
+    charge = jnp.asarray(share * _shift_of_mean(plan), plan.grid.dtype)
     if plan.threat == "replace_one":
         charge = jnp.where(changeable > 0, charge, 0)  # all records of this batch may be public
     of_params = charge * (1 + plan.momentum * plan.nesterov) * rate
@@ -555,9 +561,9 @@ def _spend(
     moves a sum depends on the line, so a running minimum does not do.
     """
     count = len(used)
-    least = [jax.tree.map(lambda x: jnp.full_like(x, jnp.inf), ends) for ends in lines]
-    low, high, v_low, v_high = least
-    nothing = low, _negative(high), v_low, _negative(v_high)
+    most = plan.ks[-1]
+    low, high, v_low, v_high = (_filled(ends, jnp.inf) for ends in lines)
+    nothing = low, _filled(high, -jnp.inf), v_low, _filled(v_high, -jnp.inf)
 
     def spend_line(reached: Line, row_of_line: tuple[jax.Array, Line]) -> tuple[Line, None]:
         row, line = row_of_line
@@ -567,18 +573,22 @@ def _spend(
             target = row + changes
             place = jnp.minimum(target, count - 1)
             # Lines of one k are consecutive and count their changes from 0.
-            is_line = (target < count) & (used[place] == used[row] + changes)
+            is_of_this_k = used[place] == used[row] + changes
+            is_line = (target < count) & is_of_this_k
             advanced = _advance_box(plan, line, descent(changes), rate)
             return _hull_at(reached, place, advanced, is_line)
 
-        return lax.fori_loop(0, plan.ks[-1] + 1, spend, reached), None
+        widened = lax.fori_loop(0, most + 1, spend, reached)
+        return widened, None
 
-    reached: Line = lax.scan(spend_line, nothing, (jnp.arange(count), lines))[0]
+    rows = jnp.arange(count)
+    reached: Line
+    reached, _ = lax.scan(spend_line, nothing, (rows, lines))
     return reached
 
 
-def _negative(xs: Leaves) -> Leaves:
-    return [-x for x in xs]
+def _filled(xs: Leaves, value: float) -> Leaves:
+    return [jnp.full_like(x, value) for x in xs]
 
 
 def _hull_at(
@@ -589,15 +599,21 @@ def _hull_at(
 ) -> Line:
     """Widens the line at a place so that it contains another one, if a condition holds."""
 
-    def lowered(xs: Leaves, ys: Leaves) -> Leaves:
-        ends = [jnp.where(condition, y, jnp.inf) for y in ys]
-        return [x.at[place].min(end) for x, end in zip(xs, ends, strict=True)]
+    def lowered(part: int) -> Leaves:
+        ends = []
+        for x, y in zip(lines[part], line[part], strict=True):
+            new = jnp.where(condition, y, jnp.inf)
+            ends.append(x.at[place].min(new))
+        return ends
 
-    low, high, v_low, v_high = lines
-    next_low, next_high, next_v_low, next_v_high = line
-    raised = _negative(lowered(_negative(high), _negative(next_high)))
-    v_raised = _negative(lowered(_negative(v_high), _negative(next_v_high)))
-    return lowered(low, next_low), raised, lowered(v_low, next_v_low), v_raised
+    def raised(part: int) -> Leaves:
+        ends = []
+        for x, y in zip(lines[part], line[part], strict=True):
+            new = jnp.where(condition, y, -jnp.inf)
+            ends.append(x.at[place].max(new))
+        return ends
+
+    return lowered(0), raised(1), lowered(2), raised(3)
 
 
 def _shift_of_mean(plan: Plan) -> float:

@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxdp.prediction.checks import one_of
 from jaxdp.prediction.plan import Plan, Threat
-from jaxdp.prediction.sums import SHIFT, Total, add_units, add_up, carry
+from jaxdp.prediction.sums import SHIFT, Total, add_to, add_units, add_up, carry, cut_up, narrow
 from jaxdp.transforms.boxes import lower, slack, unchecked, upper
 from jaxdp.transforms.intervals import bound, stage
 from jaxdp.transforms.precision import in_full_precision
@@ -103,13 +103,17 @@ class Gradients:
         """Returns the records of `rows` of `Arrays.order`."""
         rows = rows.reshape(self.plan.blocks[0], -1)
         may_change = rows >= 0
-        places = jnp.where(rows < -1, -2 - rows, rows)
+        is_public = rows < -1
+        places = jnp.where(is_public, -2 - rows, rows)
         weights = (places >= 0).astype(self.plan.grid.dtype)
-        examples = jax.tree.map(lambda x: x[jnp.maximum(places, 0)], data)
+        first_for_none = jnp.maximum(places, 0)
+        examples = jax.tree.map(lambda x: x[first_for_none], data)
         records = examples, weights
         values = lax.map(jax.vmap(self.stages[0]), records)
         fixed = values, weights, may_change
-        return Batch(records, fixed, jnp.sum(weights), jnp.sum(may_change))
+        size = jnp.sum(weights)
+        changeable = jnp.sum(may_change)
+        return Batch(records, fixed, size, changeable)
 
     def mean(self, params: Leaves, batch: Batch) -> Leaves:
         """Returns the mean clipped gradient, D of `train_with_bounds`."""
@@ -172,20 +176,24 @@ class Gradients:
     ) -> Leaves:
         """Returns the least integer contributions of a block's records once they change."""
         plan = self.plan
-        if plan.poisoning is None:
+        poisoning = plan.poisoning
+        if poisoning is None:
             return [jnp.zeros_like(x) for x in unchanged]
+        bias = plan.grid.bias()
         boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
 
         def of_result(result: Any, weight: jax.Array) -> Leaves:
             arguments = boxes, (result, weight)
             ends, _ = bound(self.gradient, arguments, product=plan.product)
-            lows = [lower(x) for x in ends] + [-upper(x) for x in ends]
+            lows = [lower(x) for x in ends]
+            lows += [-upper(x) for x in ends]
             return [plan.grid.bits(x) for x in lows]
 
         def of_record(example: Any, weight: jax.Array) -> Leaves:
-            results = plan.poisoning.results(example)
+            results = poisoning.results(example)
             bits = jax.vmap(of_result, (0, None))(results, weight)
-            return [jnp.min(x, axis=0) - plan.grid.bias() for x in bits]
+            least = [jnp.min(x, axis=0) for x in bits]
+            return [x - bias for x in least]
 
         return jax.vmap(of_record)(*records)
 
@@ -271,10 +279,12 @@ def _replace_one(
     places = math.prod(gradients.plan.blocks)
 
     def sums_of_entries(factors: Any) -> Leaves:
-        every = _entries(gradients, factors, factors[1] > 0)
+        _, weights, may_change = factors
+        every = _entries(gradients, factors, weights > 0)
         sums = _add_records(grid, every)
         if gradients.plan.has_public:
-            sums += _add_records(grid, _entries(gradients, factors, factors[2]))
+            candidates = _entries(gradients, factors, may_change)
+            sums += _add_records(grid, candidates)
         return sums
 
     copies = 1 + gradients.plan.has_public
@@ -321,9 +331,11 @@ def _entries(
     """Returns the integers of which the k largest leave, and the least one for others."""
     grid = gradients.plan.grid
     entries = []
+    bias = grid.bias()
     for bits in gradients.bits(factors):
         counts = _per_record(is_candidate, bits)
-        entries.append(jnp.where(counts, bits - grid.bias(), -grid.charge))
+        entry = jnp.where(counts, bits - bias, -grid.charge)
+        entries.append(entry)
     return entries
 
 
@@ -450,54 +462,70 @@ def _by_record(
     c_L is the least contribution of a record once it changes: 0 if it is removed (T11), and the
     least gradient over all that it can become if it is poisoned (T12). One pass serves every k.
     """
-    grid = gradients.plan.grid
-    most = max(gradients.plan.ks[-1], 1)
-    like = [*box[0], *box[1]]
-    zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
-    # The largest differences [entries, most]. Integers of this size are exact as floats.
-    no_differences = [jnp.zeros((x.size, most), grid.dtype) for x in like]
+    plan = gradients.plan
+    grid = plan.grid
+    bias = grid.bias()
+    most = plan.ks[-1]
+    zeros = [jnp.zeros(x.shape, grid.ints) for x in [*box[0], *box[1]]]
+    no_differences = [jnp.zeros((most, *x.shape), grid.ints) for x in zeros]
+
+    def add_fragment(carried: Any, fragment: Any) -> tuple[Any, None]:
+        sums, largest = carried
+        factors, records = fragment
+        may_change = factors[2]
+        unchanged = [bits - bias for bits in gradients.bits(factors)]
+        changed = gradients.changed(box, records, unchanged)
+        differences = []
+        for d, c in zip(unchanged, changed, strict=True):
+            # A change that would raise the sum is not made.
+            gains = jnp.maximum(d - c, 0)
+            differences.append(jnp.where(_per_record(may_change, d), gains, 0))
+        of_fragment = _add_records(grid, unchanged)
+        sums = [x + y for x, y in zip(sums, of_fragment, strict=True)]
+        largest, _ = lax.scan(_insert, largest, differences)
+        return (sums, largest), None
 
     def add_block(carried: Any, block: Any) -> tuple[Any, None]:
         totals, largest = carried
         records, fixed = block
-        factors = gradients.factors(box, fixed)
-        unchanged = [bits - grid.bias() for bits in gradients.bits(factors)]
-        changed = gradients.changed(box, records, unchanged)
-        next_totals = []
-        next_largest = []
-        for (high, low), tops, d, c in zip(totals, largest, unchanged, changed, strict=True):
-            block_sum = jnp.sum(d, axis=0, dtype=grid.ints)
-            next_totals.append(carry(high, low + block_sum, 2 * SHIFT))
-            # A change that would raise the sum is not made.
-            differences = jnp.where(_per_record(fixed[2], d), jnp.maximum(d - c, 0), 0)
-            columns = differences.reshape(len(d), -1).T.astype(grid.dtype)
-            candidates = jnp.concatenate([tops, columns], axis=1)
-            next_largest.append(lax.top_k(candidates, most)[0])
-        return (next_totals, next_largest), None
+        whole = gradients.factors(box, fixed), records
+        fragments = cut_up(plan.blocks, whole)
+        (sums, largest), _ = lax.scan(add_fragment, (zeros, largest), fragments)
+        return (add_to(totals, sums), largest), None
 
     start = [(z, z) for z in zeros], no_differences
     blocks = batch.records, batch.fixed
     (wide, largest), _ = lax.scan(add_block, start, blocks)
-    totals = [carry(high << SHIFT, low) for high, low in wide]
-    taken_off = [_sums_of_first(tops.astype(grid.ints)) for tops in largest]
+    totals = [narrow(grid, total) for total in wide]
+    taken_off = [_sums_of_first(x) for x in largest]
 
     def descent(k: jax.Array) -> LeafBounds:
         lows = []
         for total, (high, low) in zip(totals, taken_off, strict=True):
-            shape = total[0].shape
-            of_k = high[:, k].reshape(shape), low[:, k].reshape(shape)
-            lows.append(grid.mean(_minus(total, of_k)))
+            rest = _minus(total, (high[k], low[k]))
+            lows.append(grid.mean(rest))
         return _from_lower_ends(lows)
 
     return descent
 
 
+def _insert(largest: Leaves, xs: Leaves) -> tuple[Leaves, None]:
+    """Inserts an integer into each list of the largest, [most, ...] in falling order."""
+    inserted = []
+    for tops, x in zip(largest, xs, strict=True):
+        first = jnp.full_like(tops[:1], jnp.iinfo(tops.dtype).max)
+        above = jnp.concatenate([first, tops])[:-1]
+        inserted.append(jnp.maximum(tops, jnp.minimum(above, x[None])))
+    return inserted, None
+
+
 def _sums_of_first(x: jax.Array) -> Total:
-    """Returns the sums of the first 0, 1, ... integers along the last axis."""
-    high = jnp.cumsum(x >> SHIFT, axis=1)
-    low = jnp.cumsum(x & (2**SHIFT - 1), axis=1)
-    widths = (0, 0), (1, 0)
-    return jnp.pad(high, widths), jnp.pad(low, widths)
+    """Returns the sums of the first 0, 1, ... integers along the first axis."""
+    lower_part = x & (2**SHIFT - 1)
+    zero = jnp.zeros((1, *x.shape[1:]), x.dtype)
+    high = jnp.cumsum(jnp.concatenate([zero, x >> SHIFT]), axis=0)
+    low = jnp.cumsum(jnp.concatenate([zero, lower_part]), axis=0)
+    return high, low
 
 
 DESCENT: dict[Threat, Callable[[Gradients, Batch, LeafBounds], Descent]] = {

@@ -289,7 +289,8 @@ def make_plan(
 
     blocks = cut_batch(rows.shape[1], sum(x.size for x in moving))
     order = np.full((len(rows), math.prod(blocks)), -1, np.int32)
-    order[:, : rows.shape[1]] = _with_public(rows, records, training.public)
+    encoded = _with_public(rows, records, training.public)
+    order[:, : rows.shape[1]] = encoded
     groups = _groups(rows, training)
     shared_budget = _shares_budget(groups, training)
     if shared_budget and not is_add_remove and order.shape[1] > public_rows(training.batch_size):
@@ -333,7 +334,8 @@ def _with_public(
             f"public must be booleans [{records}], one for each record, got {is_public.dtype} "
             f"{list(is_public.shape)}."
         )
-    of_public = (rows >= 0) & np.append(is_public, False)[rows]
+    with_none = np.append(is_public, False)  # -1 is no record
+    of_public = with_none[rows]
     return np.where(of_public, -2 - rows, rows)
 
 

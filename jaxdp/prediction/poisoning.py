@@ -88,14 +88,16 @@ class Poisoning:
         def all_results(path: Any, x: jax.Array) -> Any:
             repeated = jnp.broadcast_to(x, (count, *x.shape))
             if self.labels and _name(path) == self.label:
-                others = jnp.asarray(self.labels).astype(x.dtype)
-                of_shape = others.reshape(-1, *[1] * x.ndim)
-                return repeated.at[1:].set(of_shape)
+                others = jnp.asarray(self.labels)
+                others = others.astype(x.dtype)
+                ones = (1,) * x.ndim
+                return repeated.at[1:].set(others.reshape(-1, *ones))
             radius = radii.get(_name(path), 0.0)
             if not radius:
                 return repeated
             low = outward(repeated - radius, -1)
-            return unchecked(low, outward(repeated + radius, +1))
+            high = outward(repeated + radius, +1)
+            return unchecked(low, high)
 
         return jax.tree_util.tree_map_with_path(all_results, record)
 

@@ -1249,7 +1249,7 @@ def test_one_program():
         dataclasses.replace(case, learning_rate=0.1, lr_decay=0.3).bounds(params, x, y, order)
     assert not seen
     with compilations() as seen:
-        dataclasses.replace(case, momentum=0.0, ks=0, epochs=1).bounds(params, x, y, order[:1])
+        dataclasses.replace(case, momentum=0.1, ks=0, epochs=1).bounds(params, x, y, order[:1])
     assert seen
 
 
