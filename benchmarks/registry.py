@@ -81,6 +81,9 @@ BENCHMARKS = {
     "evidence_agt": _studies(
         "evidence_agt", "claims of Abstract Gradient Training", "evidence_agt", "6 CPU minutes"
     ),
+    "evidence_poisoning": _studies(
+        "evidence_poisoning", "certificates against changed records", "evidence_poisoning"
+    ),
     "evidence_recalibration": _studies(
         "evidence_recalibration", "claims of private recalibration", "evidence_recalibration"
     ),

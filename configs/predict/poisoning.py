@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from configs.predict import blobs, digits, pneumonia
 
 _VARIANTS = {
-    "blobs": (lambda: blobs.get_config("mlp"), {"radius": 0.05, "most": 50}),
+    "blobs": (lambda: blobs.get_config("mlp"), {"radius": 0.05, "most": 20}),
     "digits": (digits.get_config, {"radius": 0.02, "most": 25}),
     "pneumonia": (pneumonia.get_config, {"radius": 0.02, "most": 50}),
 }

@@ -112,7 +112,8 @@ def train_with_bounds(
       need. For product="tight" and threat "add_remove" or "replace_one" this holds in floating
       point too. Sums over records are exact integer sums of outward-rounded gradients, and other
       operations are monotone. It holds in real arithmetic only for tanh, erf and softmax inside the
-      network (XLA's are not monotone in the last digits), and for momentum with weight decay.
+      network (XLA's are not monotone in the last digits), and for momentum with weight decay. For
+      the threats "remove" and "poison" containment is all that is claimed.
 
       Nominal parameters and boxes are private. Only mechanisms in `jaxdp.prediction` release them.
       Hyperparameters and `order` must not be chosen by looking at the data.
@@ -130,6 +131,7 @@ def train_with_bounds(
       momentum and weight_decay     k changes in every batch, an error if a step's influence on the
                                     result changes sign
       "replace_per_batch"           k replacements in every batch
+      more changes than records     under "remove" and "poison" all records of a batch may change
       ============================  ==============================================================
     """
     training = _one_training(training, options)
