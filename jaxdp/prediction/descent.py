@@ -466,7 +466,8 @@ def _by_record(
     grid = plan.grid
     bias = grid.bias()
     most = plan.ks[-1]
-    zeros = [jnp.zeros(x.shape, grid.ints) for x in [*box[0], *box[1]]]
+    like = [*box[0], *box[1]]
+    zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
     no_differences = [jnp.zeros((most, *x.shape), grid.ints) for x in zeros]
 
     def add_fragment(carried: Any, fragment: Any) -> tuple[Any, None]:
@@ -479,7 +480,8 @@ def _by_record(
         for d, c in zip(unchanged, changed, strict=True):
             # A change that would raise the sum is not made.
             gains = jnp.maximum(d - c, 0)
-            differences.append(jnp.where(_per_record(may_change, d), gains, 0))
+            counts = _per_record(may_change, d)
+            differences.append(jnp.where(counts, gains, 0))
         of_fragment = _add_records(grid, unchanged)
         sums = [x + y for x, y in zip(sums, of_fragment, strict=True)]
         largest, _ = lax.scan(_insert, largest, differences)
@@ -515,7 +517,8 @@ def _insert(largest: Leaves, xs: Leaves) -> tuple[Leaves, None]:
     for tops, x in zip(largest, xs, strict=True):
         first = jnp.full_like(tops[:1], jnp.iinfo(tops.dtype).max)
         above = jnp.concatenate([first, tops])[:-1]
-        inserted.append(jnp.maximum(tops, jnp.minimum(above, x[None])))
+        pushed = jnp.minimum(above, x[None])
+        inserted.append(jnp.maximum(tops, pushed))
     return inserted, None
 
 
@@ -523,8 +526,11 @@ def _sums_of_first(x: jax.Array) -> Total:
     """Returns the sums of the first 0, 1, ... integers along the first axis."""
     lower_part = x & (2**SHIFT - 1)
     zero = jnp.zeros((1, *x.shape[1:]), x.dtype)
-    high = jnp.cumsum(jnp.concatenate([zero, x >> SHIFT]), axis=0)
-    low = jnp.cumsum(jnp.concatenate([zero, lower_part]), axis=0)
+    upper_part = x >> SHIFT
+    highs = jnp.concatenate([zero, upper_part])
+    lows = jnp.concatenate([zero, lower_part])
+    high = jnp.cumsum(highs, axis=0)
+    low = jnp.cumsum(lows, axis=0)
     return high, low
 
 
