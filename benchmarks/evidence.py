@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks import (
     agt_claims,
     bench_certificates,
+    bench_certified_steps,
     bench_clipping,
     bench_estimate,
     bench_intervals,
@@ -33,6 +34,7 @@ from benchmarks import (
     dpadapter_theory,
     evidence_agt,
     evidence_dpadapter,
+    evidence_poisoning,
     evidence_recalibration,
     evidence_split,
     evidence_tta,
@@ -163,6 +165,7 @@ EVIDENCE = [
         ("certificates_cpu.json",),
         lambda found: {"certificates": bench_certificates.table(found)},
     ),
+    Evidence("results/agt.md", ("evidence_poisoning.json",), evidence_poisoning.tables),
     Evidence(
         "results/recalibration.md",
         ("evidence_recalibration.json", "recalibration_network_b.json"),
@@ -242,6 +245,7 @@ EVIDENCE = [
         lambda found: {"start": bench_start.markdown(found)},
     ),
     Evidence("results/speed.md", ("training_cpu.json",), bench_training.tables),
+    Evidence("results/speed.md", ("certified_steps_cpu.json",), bench_certified_steps.tables),
     Evidence("results/speed.md", ("noise_cpu.json",), bench_noise.tables),
     Evidence(
         "results/speed.md", ("device_gpu.json",), lambda found: {"gpu": device.markdown(found)}

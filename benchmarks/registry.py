@@ -45,6 +45,9 @@ BENCHMARKS = {
     "recalibration": _timing("recalibration", "simulated recalibrations over a NumPy loop"),
     "prediction": _timing("prediction", "certificates of 20 distances over one training run"),
     "certificates": _timing("certificates", "how far certificates reach"),
+    "certified_steps": _timing(
+        "certified_steps", "one certified step of the paper's networks over a plain step"
+    ),
     "split": _page("bench_split", "the scale search and copies of Split Adaptation", "split_cpu"),
     "lm": _timing("lm", "private steps of language models, in full and with LoRA"),
     "ops": _timing("ops", "operations of the models in several exact forms"),
@@ -86,6 +89,9 @@ BENCHMARKS = {
     ),
     "evidence_agt": _studies(
         "evidence_agt", "claims of Abstract Gradient Training", "evidence_agt", "6 CPU minutes"
+    ),
+    "evidence_poisoning": _studies(
+        "evidence_poisoning", "certificates against changed records", "evidence_poisoning"
     ),
     "evidence_recalibration": _studies(
         "evidence_recalibration", "claims of private recalibration", "evidence_recalibration"

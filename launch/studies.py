@@ -89,6 +89,12 @@ STUDIES = [
         "embeddings of texts by a public language model",
     ),
     Listed(".predict:STUDY", "predict", ("prediction",), "certified private answers"),
+    Listed(
+        ".poisoning:STUDY",
+        "poisoning",
+        ("changes",),
+        "certificates against poisoned records and for unlearning",
+    ),
 ]
 
 

@@ -21,6 +21,7 @@ from jaxdp.prediction.mechanisms import (
     smooth_cauchy,
 )
 from jaxdp.prediction.plan import Threat, Training
+from jaxdp.prediction.poisoning import Poisoning
 
 __all__ = [
     "METHODS",
@@ -29,6 +30,7 @@ __all__ = [
     "ConfidentGNMax",
     "FeatureMap",
     "Mechanism",
+    "Poisoning",
     "Threat",
     "Training",
     "answered",

@@ -12,7 +12,7 @@ distances k.
 3. `_advance_box` makes a step of the optimizer for both ends of the box.
 4. `certificates.certify` finds the predictions that no parameters in the box change (Lemma 4.4).
 
-docs/design/prediction.md has the derivations T1 to T10 and the proof that the stable distance is
+docs/design/prediction.md has the derivations T1 to T13 and the proof that the stable distance is
 1-Lipschitz.
 """
 
@@ -32,7 +32,7 @@ from jaxdp.data import Records
 from jaxdp.prediction.certificates import Bounds, Certificates, certify
 from jaxdp.prediction.checks import distances
 from jaxdp.prediction.descent import DESCENT, Gradients, LeafBounds, Leaves
-from jaxdp.prediction.plan import Arrays, Plan, Training, make_plan
+from jaxdp.prediction.plan import BY_RECORD, Arrays, Plan, Training, make_plan
 from jaxdp.prediction.sums import SHIFT, public_rows
 from jaxdp.report import progress_bar
 from jaxdp.transforms import forms
@@ -68,8 +68,9 @@ def train_with_bounds(
         v = momentum v + D + weight_decay theta
         theta = theta - max(learning_rate / (1 + lr_decay t), lr_min) v
 
-    With `nesterov` the last line has D + weight_decay theta + momentum v in place of v. The table
-    has the sum of a very large batch.
+    With `nesterov` the last line has D + weight_decay theta + momentum v in place of v. `dampening`
+    scales D + weight_decay theta by 1 - dampening in the second line after the first step. `l1`
+    ends a step with the proximal map of its penalty. The table has the sum of a very large batch.
 
     Args:
       loss_fn: `loss_fn(params, example) -> scalar`, the deterministic loss of one example. Losses
@@ -89,7 +90,7 @@ def train_with_bounds(
       data_axes: The axes of the mesh along which the distances are divided.
       **options: The fields of `Training` as keywords, in place of `training`: clip, learning_rate,
         batch_size, epochs, threat, batches, order, product, momentum, nesterov, weight_decay,
-        lr_decay, lr_min, trainable.
+        lr_decay, lr_min, trainable, dampening, l1, public, poisoning.
 
     Returns:
       `Bounds`, computed for all ks at once (compiled once per loss function, shapes and settings).
@@ -111,7 +112,8 @@ def train_with_bounds(
       need. For product="tight" and threat "add_remove" or "replace_one" this holds in floating
       point too. Sums over records are exact integer sums of outward-rounded gradients, and other
       operations are monotone. It holds in real arithmetic only for tanh, erf and softmax inside the
-      network (XLA's are not monotone in the last digits), and for momentum with weight decay.
+      network (XLA's are not monotone in the last digits), and for momentum with weight decay. For
+      the threats "remove" and "poison" containment is all that is claimed.
 
       Nominal parameters and boxes are private. Only mechanisms in `jaxdp.prediction` release them.
       Hyperparameters and `order` must not be chosen by looking at the data.
@@ -129,6 +131,7 @@ def train_with_bounds(
       momentum and weight_decay     k changes in every batch, an error if a step's influence on the
                                     result changes sign
       "replace_per_batch"           k replacements in every batch
+      more changes than records     under "remove" and "poison" all records of a batch may change
       ============================  ==============================================================
     """
     training = _one_training(training, options)
@@ -302,10 +305,15 @@ def _step(
     """Runs one batch for the nominal parameters and all lines, a step of Algorithm 1."""
     plan = gradients.plan
     params, velocity, lines = state
+    if lines is None:
+        plan = dataclasses.replace(plan, dampening=0.0)  # the first step is not dampened
     # Without a shared budget k records of this batch change. With it none does at first, and
     # `_share_budget` adds the changes that may be in this batch.
+    by_record = plan.threat in BY_RECORD
     if used is None:
         changes = jnp.asarray(plan.ks)
+    elif by_record:
+        changes = used  # line j may spend all of its changes in the first batch
     else:
         changes = jnp.zeros_like(used)
     batch = gradients.batch(data, rows)
@@ -319,6 +327,8 @@ def _step(
             return _advance_box(plan, point, descent(k), rate)
 
         lines = _for_lines(plan, advance_point, changes)
+    elif by_record and used is not None:
+        lines = _spend(plan, descent_over, lines, used, rate)
     else:
 
         def advance(line_of_k: tuple[jax.Array, Line]) -> Line:
@@ -327,8 +337,8 @@ def _step(
             return _advance_box(plan, line, descent(k), rate)
 
         lines = _for_lines(plan, advance, (changes, lines))
-    if used is not None:
-        lines = _share_budget(plan, lines, used, rate)
+    if used is not None and not by_record:
+        lines = _share_budget(plan, lines, used, rate, batch.changeable)
     params, velocity = _advance(plan, params, velocity, grads, rate)
     return _State(params, velocity, lines)
 
@@ -392,7 +402,7 @@ def _advance(
     """
     if sign and plan.weight_decay and not plan.momentum:
         decayed = _decayed(plan, params, rate, sign)
-        return _descend(decayed, grads, rate, sign), velocity
+        return _descend(plan, decayed, grads, rate, sign), velocity
 
     def plus(
         grads: Leaves,
@@ -412,14 +422,19 @@ def _advance(
         grads = plus(grads, plan.weight_decay, params)
     steps = grads
     if plan.momentum:
-        velocity = plus(grads, plan.momentum, velocity)
+        new = grads
+        if plan.dampening:
+            share = 1 - plan.dampening
+            new = [_out(share * grad, -sign, 2) for grad in grads]
+        velocity = plus(new, plan.momentum, velocity)
         steps = velocity
     if plan.nesterov:
         steps = plus(grads, plan.momentum, velocity)
-    return _descend(params, steps, rate, sign), velocity
+    return _descend(plan, params, steps, rate, sign), velocity
 
 
 def _descend(
+    plan: Plan,
     params: Leaves,
     steps: Leaves,
     rate: jax.Array,
@@ -429,7 +444,29 @@ def _descend(
     for param, step in zip(params, steps, strict=True):
         change = _out(rate * step, -sign)
         moved.append(_out(param - change, sign))
-    return moved
+    if not plan.l1:
+        return moved
+    amount = rate * plan.l1
+    return [_shrunk(x, amount, sign) for x in moved]
+
+
+def _shrunk(
+    x: jax.Array,
+    amount: jax.Array,
+    sign: int,
+) -> jax.Array:
+    """Moves x towards 0 by an amount and stops there, the proximal map of an l1 penalty.
+
+    The map is monotone, so the ends of a box are the images of its ends. A subgradient step jumps
+    by twice the amount at 0 and would widen every box there.
+    """
+    # A positive lower end moves by the larger amount, a negative one by the smaller.
+    downward = _out(amount, -sign, 2)
+    upward = _out(amount, sign, 2)
+    from_above = _out(x - downward, sign)
+    from_below = _out(x + upward, sign)
+    negative = jnp.minimum(from_below, 0)
+    return jnp.maximum(from_above, negative)
 
 
 def _decayed(
@@ -470,6 +507,7 @@ def _share_budget(
     lines: Line,
     used: jax.Array,
     rate: jax.Array,
+    changeable: jax.Array,
 ) -> Line:
     """Widens each line by the changes that may be in this batch (T8).
 
@@ -477,9 +515,12 @@ def _share_budget(
     base L has no change in this batch. The line before, already widened, has the minimum over
     i >= 1.
     """
-    charge = _shift_of_mean(plan)
+    share = 1 - plan.dampening
+    charge = jnp.asarray(share * _shift_of_mean(plan), plan.grid.dtype)
+    if plan.threat == "replace_one":
+        charge = jnp.where(changeable > 0, charge, 0)  # all records of this batch may be public
     of_params = charge * (1 + plan.momentum * plan.nesterov) * rate
-    of_velocity = jnp.asarray(charge, plan.grid.dtype)
+    of_velocity = charge
 
     def widen_line(previous: Line, current: tuple[jax.Array, Line]) -> tuple[Line, Line]:
         j, base = current
@@ -507,6 +548,74 @@ def _share_budget(
     start = jax.tree.map(lambda x: x[0], lines)
     _, widened = lax.scan(widen_line, start, (used, lines))
     return widened
+
+
+def _spend(
+    plan: Plan,
+    descent_over: Callable[[LeafBounds], Callable[[jax.Array], LeafBounds]],
+    lines: Line,
+    used: jax.Array,
+    rate: jax.Array,
+) -> Line:
+    """Runs one batch in which each line makes some of its changes (T8 for T11 and T12).
+
+    Line j + i of a k contains what line j reaches with i changes in this batch. How far a change
+    moves a sum depends on the line, so a running minimum does not do.
+    """
+    count = len(used)
+    most = plan.ks[-1]
+    low, high, v_low, v_high = (_filled(ends, jnp.inf) for ends in lines)
+    nothing = low, _filled(high, -jnp.inf), v_low, _filled(v_high, -jnp.inf)
+
+    def spend_line(reached: Line, row_of_line: tuple[jax.Array, Line]) -> tuple[Line, None]:
+        row, line = row_of_line
+        descent = descent_over(line[:2])
+
+        def spend(changes: jax.Array, reached: Line) -> Line:
+            target = row + changes
+            place = jnp.minimum(target, count - 1)
+            # Lines of one k are consecutive and count their changes from 0.
+            is_of_this_k = used[place] == used[row] + changes
+            is_line = (target < count) & is_of_this_k
+            advanced = _advance_box(plan, line, descent(changes), rate)
+            return _hull_at(reached, place, advanced, is_line)
+
+        widened = lax.fori_loop(0, most + 1, spend, reached)
+        return widened, None
+
+    rows = jnp.arange(count)
+    reached: Line
+    reached, _ = lax.scan(spend_line, nothing, (rows, lines))
+    return reached
+
+
+def _filled(xs: Leaves, value: float) -> Leaves:
+    return [jnp.full_like(x, value) for x in xs]
+
+
+def _hull_at(
+    lines: Line,
+    place: jax.Array,
+    line: Line,
+    condition: jax.Array,
+) -> Line:
+    """Widens the line at a place so that it contains another one, if a condition holds."""
+
+    def lowered(part: int) -> Leaves:
+        ends = []
+        for x, y in zip(lines[part], line[part], strict=True):
+            new = jnp.where(condition, y, jnp.inf)
+            ends.append(x.at[place].min(new))
+        return ends
+
+    def raised(part: int) -> Leaves:
+        ends = []
+        for x, y in zip(lines[part], line[part], strict=True):
+            new = jnp.where(condition, y, -jnp.inf)
+            ends.append(x.at[place].max(new))
+        return ends
+
+    return lowered(0), raised(1), lowered(2), raised(3)
 
 
 def _shift_of_mean(plan: Plan) -> float:

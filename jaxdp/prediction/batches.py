@@ -56,19 +56,20 @@ def _rows_of_epoch(
         size = min(training.batch_size, records)
         full = records - records % size
         return np.arange(full).reshape(-1, size)
+    by_contents = threat in ("add_remove", "remove")
     if batches is None:
         # The number of records is private under "add_remove", so one batch is the only number that
         # does not depend on it. With round(n / batch_size) batches a neighbour of n = 150 in
         # batches of 100 lay outside of its box.
         batches = 1
-        if threat != "add_remove":
+        if not by_contents:
             batches = max(1, round(records / training.batch_size))
     if threat != "add_remove" and batches > records:
         raise ValueError(
             f"batches={batches} must be at most {records}, the number of records. No batch may be "
             "empty."
         )
-    if threat == "add_remove" and batches > 1:
+    if by_contents and batches > 1:
         # Positions shift when a record leaves, its content does not.
         batch_of_record = partition_by_hash(data, batches, salt=_SALT)
     else:

@@ -3,7 +3,7 @@
 1. `Gradients` bounds every record's gradient over a box of parameters (lines 6 and 7 of Algorithm 1
    of arXiv:2406.13433).
 2. `DESCENT` has, for each threat, bounds of the mean when up to k records change, by Theorem 4.6
-   or by T4 of docs/design/prediction.md.
+   or by T4, T11 and T12 of docs/design/prediction.md.
 
 The code computes lower ends only. An upper end is the negative of the lower end of negated
 gradients.
@@ -21,9 +21,9 @@ from jax import lax
 
 from jaxdp.prediction.checks import one_of
 from jaxdp.prediction.plan import Plan, Threat
-from jaxdp.prediction.sums import SHIFT, Total, add_units, add_up, carry
-from jaxdp.transforms.boxes import slack, unchecked
-from jaxdp.transforms.intervals import stage
+from jaxdp.prediction.sums import SHIFT, Total, add_to, add_units, add_up, carry, cut_up, narrow
+from jaxdp.transforms.boxes import lower, slack, unchecked, upper
+from jaxdp.transforms.intervals import bound, stage
 from jaxdp.transforms.precision import in_full_precision
 
 # Halvings of the interval that contains the threshold of the largest entries (T6).
@@ -42,13 +42,20 @@ class Batch(NamedTuple):
 
     Attributes:
       records: The examples, and their weights.
-      fixed: The values that do not depend on the box of parameters, and the weights.
+      fixed: The values that do not depend on the box of parameters, the weights, and whether a
+        place has a record that may change.
       size: The number of records.
+      changeable: The number of records that may change.
     """
 
     records: Any
     fixed: Any
     size: jax.Array
+    changeable: jax.Array
+
+    def at_most(self, k: jax.Array) -> jax.Array:
+        """Returns how many of k changes this batch can have."""
+        return jnp.minimum(k, self.changeable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +100,20 @@ class Gradients:
         return cls(plan, in_full_precision(gradient), stages)
 
     def batch(self, data: Any, rows: jax.Array) -> Batch:
-        """Returns the records of `rows`, -1 for none."""
+        """Returns the records of `rows` of `Arrays.order`."""
         rows = rows.reshape(self.plan.blocks[0], -1)
-        weights = (rows >= 0).astype(self.plan.grid.dtype)
-        examples = jax.tree.map(lambda x: x[jnp.maximum(rows, 0)], data)
+        may_change = rows >= 0
+        is_public = rows < -1
+        places = jnp.where(is_public, -2 - rows, rows)
+        weights = (places >= 0).astype(self.plan.grid.dtype)
+        first_for_none = jnp.maximum(places, 0)
+        examples = jax.tree.map(lambda x: x[first_for_none], data)
         records = examples, weights
-        fixed = lax.map(jax.vmap(self.stages[0]), records)
-        return Batch(records, (fixed, weights), jnp.sum(weights))
+        values = lax.map(jax.vmap(self.stages[0]), records)
+        fixed = values, weights, may_change
+        size = jnp.sum(weights)
+        changeable = jnp.sum(may_change)
+        return Batch(records, fixed, size, changeable)
 
     def mean(self, params: Leaves, batch: Batch) -> Leaves:
         """Returns the mean clipped gradient, D of `train_with_bounds`."""
@@ -123,12 +137,12 @@ class Gradients:
     def factors(self, box: LeafBounds, fixed: Any) -> Any:
         """Computes lines 6 and 7 of Algorithm 1 up to outer products, for a block of records."""
         boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
-        values, weights = fixed
+        values, weights, may_change = fixed
 
         def of_record(value: Any) -> Any:
             return self.stages[1](boxes, value)
 
-        return jax.vmap(of_record)(values), weights
+        return jax.vmap(of_record)(values), weights, may_change
 
     def bounds(self, factors: Any) -> Leaves:
         """Returns lower bounds of each record's gradient, then of its negative.
@@ -153,6 +167,35 @@ class Gradients:
             is_record = _per_record(weights, x) > 0
             bits.append(jnp.where(is_record, grid.bits(x), grid.bias()))
         return bits
+
+    def changed(
+        self,
+        box: LeafBounds,
+        records: Any,
+        unchanged: Leaves,
+    ) -> Leaves:
+        """Returns the least integer contributions of a block's records once they change."""
+        plan = self.plan
+        poisoning = plan.poisoning
+        if poisoning is None:
+            return [jnp.zeros_like(x) for x in unchanged]
+        bias = plan.grid.bias()
+        boxes = [unchecked(low, high) for low, high in zip(*box, strict=True)]
+
+        def of_result(result: Any, weight: jax.Array) -> Leaves:
+            arguments = boxes, (result, weight)
+            ends, _ = bound(self.gradient, arguments, product=plan.product)
+            lows = [lower(x) for x in ends]
+            lows += [-upper(x) for x in ends]
+            return [plan.grid.bits(x) for x in lows]
+
+        def of_record(example: Any, weight: jax.Array) -> Leaves:
+            results = poisoning.results(example)
+            bits = jax.vmap(of_result, (0, None))(results, weight)
+            least = [jnp.min(x, axis=0) for x in bits]
+            return [x - bias for x in least]
+
+        return jax.vmap(of_record)(*records)
 
     def total(
         self,
@@ -234,21 +277,33 @@ def _replace_one(
     grid = gradients.plan.grid
     charge = gradients.plan.grid.charge
     places = math.prod(gradients.plan.blocks)
-    absent = places - batch.size.astype(grid.ints)
 
     def sums_of_entries(factors: Any) -> Leaves:
-        return _add_records(grid, _entries(gradients, factors))
+        _, weights, may_change = factors
+        every = _entries(gradients, factors, weights > 0)
+        sums = _add_records(grid, every)
+        if gradients.plan.has_public:
+            candidates = _entries(gradients, factors, may_change)
+            sums += _add_records(grid, candidates)
+        return sums
 
-    sums = gradients.total(box, batch, sums_of_entries)
+    copies = 1 + gradients.plan.has_public
+    both = gradients.total(box, batch, sums_of_entries, copies)
+    ends = len(both) // copies
     # A place without a record has the least entry, which is taken off again.
-    sums = [add_units(total, absent, charge) for total in sums]
+    absent = places - batch.size.astype(grid.ints)
+    sums = [add_units(total, absent, charge) for total in both[:ends]]
+    changeable = batch.changeable.astype(grid.ints)
+    unchangeable = places - changeable
+    of_changeable = [add_units(total, unchangeable, charge) for total in both[-ends:]]
 
     def descent(k: jax.Array) -> LeafBounds:
+        k = batch.at_most(k)
         # At one end of the search all entries exceed tau, at the other end none does.
         left = []
-        for total in sums:
+        for total in of_changeable:
             least_tau = 0 * total[0] - charge
-            left.append(_Point(least_tau, add_units(total, places - absent, charge)))
+            left.append(_Point(least_tau, add_units(total, changeable, charge)))
         right = []
         for point in left:
             largest_tau = -point.tau
@@ -268,14 +323,19 @@ def _replace_one(
     return descent
 
 
-def _entries(gradients: Gradients, factors: Any) -> Leaves:
-    """Returns the integers of which the k largest leave."""
+def _entries(
+    gradients: Gradients,
+    factors: Any,
+    is_candidate: jax.Array,
+) -> Leaves:
+    """Returns the integers of which the k largest leave, and the least one for others."""
     grid = gradients.plan.grid
-    weights = factors[1]
     entries = []
+    bias = grid.bias()
     for bits in gradients.bits(factors):
-        is_record = _per_record(weights, bits) > 0
-        entries.append(jnp.where(is_record, bits - grid.bias(), -grid.charge))
+        counts = _per_record(is_candidate, bits)
+        entry = jnp.where(counts, bits - bias, -grid.charge)
+        entries.append(entry)
     return entries
 
 
@@ -297,7 +357,7 @@ def _halve(
     taus = [(a.tau + b.tau) >> 1 for a, b in zip(left, right, strict=True)]
 
     def excesses_and_counts(factors: Any) -> Leaves:
-        entries = _entries(gradients, factors)
+        entries = _entries(gradients, factors, factors[2])
         gaps = [e - tau[None] for e, tau in zip(entries, taus, strict=True)]
         positive = [jnp.maximum(gap, 0) for gap in gaps]
         excesses = _add_records(grid, positive)
@@ -358,11 +418,12 @@ def _replace_per_batch(
     clip = plan.grid.clip
     most = plan.ks[-1]
     fixed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch.fixed)
-    weights = fixed[1]
+    weights, may_change = fixed[1:]
     is_record = weights[None] > 0
     places = weights.size
 
     def descent(k: jax.Array) -> LeafBounds:
+        k = batch.at_most(k)
         relative_error = slack(plan.grid.dtype, places + most + 8)
         error = relative_error * clip * (1 + 2 * k / batch.size)
 
@@ -373,7 +434,7 @@ def _replace_per_batch(
             columns = clipped.reshape(places, -1).T
             present = jnp.where(is_record, columns, 0)
             total = jnp.sum(present, axis=1)
-            candidates = jnp.where(is_record, columns, -jnp.inf)
+            candidates = jnp.where(may_change[None], columns, -jnp.inf)
             largest = lax.top_k(candidates, most)[0]
             # Column j is the sum of the j largest, which leave.
             leaving = jnp.pad(jnp.cumsum(largest, axis=1), ((0, 0), (1, 0)))
@@ -388,8 +449,95 @@ def _replace_per_batch(
     return descent
 
 
+# --- Records are removed or poisoned (T11, T12) -------------------------------------------------
+
+
+def _by_record(
+    gradients: Gradients,
+    batch: Batch,
+    box: LeafBounds,
+) -> Descent:
+    """Returns D_L = (sum d_L - the k largest d_L - c_L) / batch_size.
+
+    c_L is the least contribution of a record once it changes: 0 if it is removed (T11), and the
+    least gradient over all that it can become if it is poisoned (T12). One pass serves every k.
+    """
+    plan = gradients.plan
+    grid = plan.grid
+    bias = grid.bias()
+    most = plan.ks[-1]
+    like = [*box[0], *box[1]]
+    zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
+    no_differences = [jnp.zeros((most, *x.shape), grid.ints) for x in zeros]
+
+    def add_fragment(carried: Any, fragment: Any) -> tuple[Any, None]:
+        sums, largest = carried
+        factors, records = fragment
+        may_change = factors[2]
+        unchanged = [bits - bias for bits in gradients.bits(factors)]
+        changed = gradients.changed(box, records, unchanged)
+        differences = []
+        for d, c in zip(unchanged, changed, strict=True):
+            # A change that would raise the sum is not made.
+            gains = jnp.maximum(d - c, 0)
+            counts = _per_record(may_change, d)
+            differences.append(jnp.where(counts, gains, 0))
+        of_fragment = _add_records(grid, unchanged)
+        sums = [x + y for x, y in zip(sums, of_fragment, strict=True)]
+        largest, _ = lax.scan(_insert, largest, differences)
+        return (sums, largest), None
+
+    def add_block(carried: Any, block: Any) -> tuple[Any, None]:
+        totals, largest = carried
+        records, fixed = block
+        whole = gradients.factors(box, fixed), records
+        fragments = cut_up(plan.blocks, whole)
+        (sums, largest), _ = lax.scan(add_fragment, (zeros, largest), fragments)
+        return (add_to(totals, sums), largest), None
+
+    start = [(z, z) for z in zeros], no_differences
+    blocks = batch.records, batch.fixed
+    (wide, largest), _ = lax.scan(add_block, start, blocks)
+    totals = [narrow(grid, total) for total in wide]
+    taken_off = [_sums_of_first(x) for x in largest]
+
+    def descent(k: jax.Array) -> LeafBounds:
+        lows = []
+        for total, (high, low) in zip(totals, taken_off, strict=True):
+            rest = _minus(total, (high[k], low[k]))
+            lows.append(grid.mean(rest))
+        return _from_lower_ends(lows)
+
+    return descent
+
+
+def _insert(largest: Leaves, xs: Leaves) -> tuple[Leaves, None]:
+    """Inserts an integer into each list of the largest, [most, ...] in falling order."""
+    inserted = []
+    for tops, x in zip(largest, xs, strict=True):
+        first = jnp.full_like(tops[:1], jnp.iinfo(tops.dtype).max)
+        above = jnp.concatenate([first, tops])[:-1]
+        pushed = jnp.minimum(above, x[None])
+        inserted.append(jnp.maximum(tops, pushed))
+    return inserted, None
+
+
+def _sums_of_first(x: jax.Array) -> Total:
+    """Returns the sums of the first 0, 1, ... integers along the first axis."""
+    lower_part = x & (2**SHIFT - 1)
+    zero = jnp.zeros((1, *x.shape[1:]), x.dtype)
+    upper_part = x >> SHIFT
+    highs = jnp.concatenate([zero, upper_part])
+    lows = jnp.concatenate([zero, lower_part])
+    high = jnp.cumsum(highs, axis=0)
+    low = jnp.cumsum(lows, axis=0)
+    return high, low
+
+
 DESCENT: dict[Threat, Callable[[Gradients, Batch, LeafBounds], Descent]] = {
     "add_remove": _add_remove,
     "replace_one": _replace_one,
     "replace_per_batch": _replace_per_batch,
+    "remove": _by_record,
+    "poison": _by_record,
 }

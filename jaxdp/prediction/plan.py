@@ -16,9 +16,12 @@ from jax.sharding import Mesh
 
 from jaxdp.prediction.batches import cut_batch, rows_of_batches, runs_without_repeats
 from jaxdp.prediction.checks import check_data, one_of, positive, whole
+from jaxdp.prediction.poisoning import Poisoning
 from jaxdp.prediction.sums import BLOCK, Grid, public_rows
 
-Threat = Literal["add_remove", "replace_one", "replace_per_batch"]
+Threat = Literal["add_remove", "replace_one", "replace_per_batch", "remove", "poison"]
+# Threats under which a change moves a sum by an amount that depends on the record.
+BY_RECORD: tuple[Threat, ...] = ("remove", "poison")
 Trainable = Callable[[str, Any], bool]
 
 # Primitives of a loss that is stochastic.
@@ -56,19 +59,32 @@ class Training:
         "replace_per_batch": k records are replaced in EVERY batch, and sums are divided by the
         number of records in the batch (Theorem 4.6). With product="rump" it is the published
         algorithm.
+        "remove": up to k records are removed, which certifies unlearning. The others stay in their
+        batches, and the divisor stays.
+        "poison": up to k records become what `poisoning` allows. Batches keep their size.
+        The last two are no neighbourhoods of differential privacy, so private answers refuse them.
       batches: The public number of batches per epoch. The batch of a record is the same in every
-        epoch and does not depend on other records. Under "add_remove" it is a hash of the record's
-        contents, that is, of its row in every leaf of `data`. Equal records share a batch. A leaf
-        with a stable id spreads them, and `loss_fn` may ignore it. Where records are replaced, the
-        batch is the position modulo `batches`. None means 1 under "add_remove", because the number
-        of records is private. Under "replace_one" it means round(n / batch_size), at least 1. Under
-        "replace_per_batch" it means consecutive full batches, as published.
+        epoch and does not depend on other records. Under "add_remove" and "remove" it is a hash of
+        the record's contents, that is, of its row in every leaf of `data`. Equal records share a
+        batch. A leaf with a stable id spreads them, and `loss_fn` may ignore it. Where records are
+        replaced or poisoned, the batch is the position modulo `batches`. None means 1 under
+        "add_remove" and "remove", because the number of records may change. Under "replace_one" and
+        "poison" it means round(n / batch_size), at least 1. Under "replace_per_batch" it means
+        consecutive full batches, as published.
       order: int [steps, batch], the rows of records of each step, -1 for none. It replaces
         `batches` and `epochs`. It is refused under "add_remove": rows are positions, and a record
         that leaves changes the positions of others.
       product: "tight" or "rump", see `jaxdp.interval`.
       trainable: `trainable(path, leaf) -> bool` with paths such as "Dense_0/kernel". Other leaves
         are frozen, and values that depend on them alone are computed once per batch.
+      dampening: Scales new gradients by 1 - dampening in the momentum, except at the first step, as
+        published.
+      l1: The weight of an l1 penalty. Each step ends with its proximal map, which moves every
+        trained coordinate by learning rate times l1 towards 0 and stops there.
+      public: bool [n], the records that nobody can change. None for no record. A batch has at most
+        as many changes as other records. Under "add_remove" this changes no bound, because a record
+        may be added to any batch.
+      poisoning: What a changed record may become under the threat "poison".
 
     Raises:
       ValueError: A field is out of range, or two fields contradict each other.
@@ -88,6 +104,10 @@ class Training:
     lr_decay: float = 0.0
     lr_min: float = 0.0
     trainable: Trainable | None = None
+    dampening: float = 0.0
+    l1: float = 0.0
+    public: np.ndarray | None = None
+    poisoning: Poisoning | None = None
 
     def __post_init__(self) -> None:
         positive("clip", self.clip, "the bound of each coordinate of a record's gradient")
@@ -109,6 +129,11 @@ class Training:
             raise ValueError(f"threat must be one of {names}, got {self.threat!r}.")
         if self.product not in ("tight", "rump"):
             raise ValueError(f"product must be 'tight' or 'rump', got {self.product!r}.")
+        if (self.threat == "poison") != isinstance(self.poisoning, Poisoning):
+            raise ValueError(
+                f"poisoning={self.poisoning!r} does not fit threat={self.threat!r}. Give "
+                "poisoning=Poisoning(radius=0.1), for example, with threat='poison' and only there."
+            )
 
     def _check_order(self) -> None:
         if self.order is None:
@@ -127,13 +152,26 @@ class Training:
             )
 
     def _check_optimizer(self) -> None:
-        for name in ("weight_decay", "lr_decay", "lr_min"):
+        for name in ("weight_decay", "lr_decay", "lr_min", "l1"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be finite and >= 0, got {getattr(self, name)!r}.")
         if not 0 <= self.momentum < 1:
             raise ValueError(f"momentum must be in [0, 1), got {self.momentum!r}.")
         if self.nesterov and self.momentum == 0:
             raise ValueError("nesterov=True needs momentum > 0.")
+        if not 0 <= self.dampening < 1:
+            raise ValueError(f"dampening must be in [0, 1), got {self.dampening!r}.")
+        if self.dampening and (self.momentum == 0 or self.nesterov):
+            raise ValueError(
+                f"dampening={self.dampening} needs momentum > 0 and nesterov=False, got "
+                f"{self.momentum} and {self.nesterov}."
+            )
+        if self.l1 and self.momentum and self.weight_decay:
+            # The proximal map is not linear, so the sign of a gradient's influence is not known.
+            raise ValueError(
+                f"l1={self.l1} with momentum={self.momentum} and weight_decay={self.weight_decay} "
+                "cannot be bounded. Drop one of the three."
+            )
 
 
 # --- The plan -----------------------------------------------------------------------------------
@@ -170,7 +208,8 @@ class Plan:
     Attributes:
       ks: The distances.
       grid: The grid on which clipped gradients are summed.
-      threat, product, momentum, nesterov, weight_decay: As in `Training`.
+      threat, product, momentum, nesterov, weight_decay, dampening, l1, poisoning: As in `Training`.
+      has_public: Whether some records are public, for "replace_one", whose program differs then.
       layout: The trained and the frozen leaves.
       blocks: The cut of a batch: outer blocks, fragments in each, records in a fragment.
       groups: The lengths of runs of steps in which no record occurs twice, which share a budget.
@@ -190,6 +229,10 @@ class Plan:
     blocks: tuple[int, int, int]
     groups: tuple[int, ...]
     shared_budget: bool
+    dampening: float = 0.0
+    l1: float = 0.0
+    poisoning: Poisoning | None = None
+    has_public: bool = False
     mesh: Mesh | None = None
     data_axes: tuple[str, ...] = ()
 
@@ -200,7 +243,8 @@ class Arrays(NamedTuple):
     Attributes:
       moving, frozen: The trained and the frozen leaves.
       data: The records, with unused rows at the end.
-      order: [steps, places], the rows of the records of each batch, -1 for none.
+      order: [steps, places], the rows of the records of each batch, -1 for none, and -2 - row for a
+        public record.
       rates: [steps], the learning rates.
     """
 
@@ -234,6 +278,8 @@ def make_plan(
     is_trained = _check_leaves(params, training.trainable)
     layout = Layout(jax.tree.structure(params), is_trained)
     _check_loss(loss_fn, params, data)
+    if training.poisoning is not None:
+        training.poisoning.check(one_of(data))
     moving, frozen = jax.device_put(layout.split(params))  # compiles nothing, unlike jnp.asarray
     moving = [_at_least_float32(x) for x in moving]
     dtype = jnp.result_type(*moving)
@@ -243,7 +289,8 @@ def make_plan(
 
     blocks = cut_batch(rows.shape[1], sum(x.size for x in moving))
     order = np.full((len(rows), math.prod(blocks)), -1, np.int32)
-    order[:, : rows.shape[1]] = rows
+    encoded = _with_public(rows, records, training.public)
+    order[:, : rows.shape[1]] = encoded
     groups = _groups(rows, training)
     shared_budget = _shares_budget(groups, training)
     if shared_budget and not is_add_remove and order.shape[1] > public_rows(training.batch_size):
@@ -263,10 +310,33 @@ def make_plan(
         blocks=blocks,
         groups=groups,
         shared_budget=shared_budget,
+        dampening=float(training.dampening),
+        l1=float(training.l1),
+        poisoning=training.poisoning,
+        has_public=training.threat == "replace_one" and training.public is not None,
     )
     padded = jax.tree.map(_whole_blocks, data)
     device_rates = jax.device_put(rates.astype(dtype))
     return plan, Arrays(moving, frozen, padded, order, device_rates)
+
+
+def _with_public(
+    rows: np.ndarray,
+    records: int,
+    public: np.ndarray | None,
+) -> np.ndarray:
+    """Returns the rows with -2 - row in place of the rows of public records."""
+    if public is None:
+        return rows
+    is_public = np.asarray(public)
+    if is_public.shape != (records,) or is_public.dtype != bool:
+        raise ValueError(
+            f"public must be booleans [{records}], one for each record, got {is_public.dtype} "
+            f"{list(is_public.shape)}."
+        )
+    with_none = np.append(is_public, False)  # -1 is no record
+    of_public = with_none[rows]
+    return np.where(of_public, -2 - rows, rows)
 
 
 def _at_least_float32(x: jax.Array) -> jax.Array:
@@ -322,13 +392,15 @@ def _check_sizes(
                 "Lower ks."
             )
         return
-    if threat == "replace_one":
+    if threat in ("replace_one", "poison"):
         room //= 2  # a replacement is twice as large
     if rows.shape[1] + most_changed > room:
         raise ValueError(
             f"a batch of {rows.shape[1]} records and {most_changed} changes exceed the {room} that "
             "exact sums have room for. Use several batches, or float64 parameters."
         )
+    if threat in BY_RECORD:
+        return  # more changes than records change no more than all of them
     least = (rows >= 0).sum(axis=1).min()
     if most_changed > least:
         raise ValueError(
@@ -353,7 +425,8 @@ def _check_influence(rates: np.ndarray, training: Training) -> None:
     for t, rate in enumerate(rates):
         gradient = training.weight_decay * theta
         gradient[t] -= 1
-        velocity = training.momentum * velocity + gradient
+        new = 1 - training.dampening if t else 1
+        velocity = training.momentum * velocity + new * gradient
         step = velocity
         if training.nesterov:
             step = gradient + training.momentum * velocity

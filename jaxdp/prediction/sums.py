@@ -176,29 +176,34 @@ def add_up(
     """
     zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
 
-    def fragments(block: Any) -> Any:
-        def cut_up(x: jax.Array) -> jax.Array:
-            return x.reshape(*cut[1:], *x.shape[1:])
-
-        return jax.tree.map(cut_up, factors(block))
-
     def add_fragment(sums: Any, fragment: Any) -> tuple[Any, None]:
         pairs = zip(sums, summands(fragment), strict=True)
         return [a + b for a, b in pairs], None
 
     def add_block(totals: Any, block: Any) -> tuple[Any, None]:
-        sums, _ = lax.scan(add_fragment, zeros, fragments(block))
-        next_totals = []
-        for (high, low), block_sum in zip(totals, sums, strict=True):
-            # A lower part of 2 SHIFT bits has room for any batch.
-            next_totals.append(carry(high, low + block_sum, 2 * SHIFT))
-        return next_totals, None
+        fragments = cut_up(cut, factors(block))
+        sums, _ = lax.scan(add_fragment, zeros, fragments)
+        return add_to(totals, sums), None
 
     totals, _ = lax.scan(add_block, [(z, z) for z in zeros], blocks)
-    return [_narrow(grid, total) for total in totals]
+    return [narrow(grid, total) for total in totals]
 
 
-def _narrow(grid: Grid, total: Total) -> Total:
+def cut_up(cut: tuple[int, int, int], block: Any) -> Any:
+    """Returns arrays [fragments, records, ...] from arrays of a block [records, ...]."""
+    return jax.tree.map(lambda x: x.reshape(*cut[1:], *x.shape[1:]), block)
+
+
+def add_to(totals: list[Total], sums: list[jax.Array]) -> list[Total]:
+    """Adds sums of a block to totals with a lower part of 2 SHIFT bits."""
+    next_totals = []
+    for (high, low), block_sum in zip(totals, sums, strict=True):
+        # A lower part of 2 SHIFT bits has room for any batch.
+        next_totals.append(carry(high, low + block_sum, 2 * SHIFT))
+    return next_totals
+
+
+def narrow(grid: Grid, total: Total) -> Total:
     """Returns a total with a lower part of SHIFT bits, from one of 2 SHIFT bits."""
     high, low = total
     if grid.clipped:

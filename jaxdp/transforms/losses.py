@@ -21,7 +21,14 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-__all__ = ["hinge", "next_token", "sigmoid_cross_entropy", "softmax_cross_entropy", "squared_error"]
+__all__ = [
+    "absolute_error",
+    "hinge",
+    "next_token",
+    "sigmoid_cross_entropy",
+    "softmax_cross_entropy",
+    "squared_error",
+]
 
 
 def softmax_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
@@ -114,6 +121,25 @@ def squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
     """
     logits = _at_least_float32(logits)
     return _squared_error(logits, _like(label, logits))
+
+
+def absolute_error(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """Computes the l1 distance between a prediction and its target.
+
+        loss = sum_k |z_k - y_k|,     dloss/dz = sign(z - y) = -dloss/dy
+
+    A residual of 0 has the subgradient 0. Each entry of the gradient lies in [-1, 1] whatever the
+    target is, so a moved target moves it by at most 2.
+
+    Args:
+        logits: The prediction, of any shape.
+        label: The target, of the same shape, or [] for a prediction of one element.
+
+    Raises:
+        ValueError: The shapes do not match.
+    """
+    logits = _at_least_float32(logits)
+    return _absolute_error(logits, _like(label, logits))
 
 
 def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
@@ -345,6 +371,29 @@ def _squared_error_bwd(
 
 
 _squared_error.defvjp(_squared_error_fwd, _squared_error_bwd)
+
+
+@jax.custom_vjp
+def _absolute_error(logits: jax.Array, label: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.abs(logits - label))
+
+
+def _absolute_error_fwd(
+    logits: jax.Array,
+    label: jax.Array,
+) -> tuple[jax.Array, Any]:
+    return _absolute_error(logits, label), logits - label
+
+
+def _absolute_error_bwd(
+    difference: Any,
+    cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    d_logits = cotangent * jnp.sign(difference)
+    return d_logits, -d_logits
+
+
+_absolute_error.defvjp(_absolute_error_fwd, _absolute_error_bwd)
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:

@@ -31,6 +31,7 @@ def train(
     weight_decay: float = 0.0,
     lr_decay: float = 0.0,
     lr_min: float = 0.0,
+    dampening: float = 0.0,
 ) -> tuple[Params, Params, Params]:
     """Returns (nominal, lower, upper) after a step for each row of `order`; up to k records of each
     batch may differ.
@@ -45,11 +46,12 @@ def train(
         clip: Each coordinate of each record's gradient is clamped to [-clip, clip].
         learning_rate: Step t = 0, 1, ... uses max(learning_rate / (1 + lr_decay t), lr_min).
         order: Indices of the records of each batch, [steps, batch].
-        momentum: Velocity v = momentum v + D, v = D at the first step; no dampening.
+        momentum: Velocity v = momentum v + D, v = D at the first step.
         nesterov: Step along D + momentum v, not v.
         weight_decay: Added to D, before momentum, as weight_decay * parameters.
         lr_decay: See `learning_rate`.
         lr_min: See `learning_rate`.
+        dampening: Multiplies D by 1 - dampening in v, after the first step.
     """
 
     def run(k: int) -> list[np.ndarray]:
@@ -64,7 +66,8 @@ def train(
             if velocity is None:
                 velocity = descent
             else:
-                velocity = [momentum * v + d for v, d in zip(velocity, descent, strict=True)]
+                new = 1 - dampening
+                velocity = [momentum * v + new * d for v, d in zip(velocity, descent, strict=True)]
             if nesterov:
                 step = [d + momentum * v for d, v in zip(descent, velocity, strict=True)]
             else:

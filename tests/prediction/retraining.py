@@ -19,8 +19,8 @@ def forward(leaves: Leaves, x: np.ndarray) -> tuple[list[np.ndarray], np.ndarray
 
 
 def gradients(leaves: Leaves, x: np.ndarray, y: np.ndarray, loss: str) -> Leaves:
-    """Returns each record's gradient of "bce", "ce" or "mse" (the sum of squares): arrays [b, ...]
-    like `leaves`."""
+    """Returns each record's gradient of "bce", "ce", "mse" (the sum of squares) or "mae" (of
+    absolute values): arrays [b, ...] like `leaves`."""
     inputs, z = forward(leaves, x)
     if loss == "bce":
         small = np.exp(-abs(z))
@@ -28,6 +28,8 @@ def gradients(leaves: Leaves, x: np.ndarray, y: np.ndarray, loss: str) -> Leaves
     elif loss == "ce":
         p = np.exp(z - z.max(axis=1, keepdims=True))
         delta = p / p.sum(axis=1, keepdims=True) - np.eye(z.shape[1])[y.astype(int)]
+    elif loss == "mae":
+        delta = np.sign(z - y.reshape(z.shape))
     else:
         delta = 2 * (z - y.reshape(z.shape))
     grads: Leaves = []
@@ -63,6 +65,8 @@ def train(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     lr_decay: float = 0.0,
+    dampening: float = 0.0,
+    l1: float = 0.0,
     trace: bool = False,
 ) -> Any:
     """Trains with one step for each array of rows in `batches`.
@@ -81,14 +85,17 @@ def train(
         push = [
             g / (divisor or len(rows)) + weight_decay * p for g, p in zip(sums, theta, strict=True)
         ]
-        velocity = [momentum * v + g for v, g in zip(velocity, push, strict=True)]
+        new = 1 - dampening if t else 1
+        velocity = [momentum * v + new * g for v, g in zip(velocity, push, strict=True)]
         step = (
             [g + momentum * v for g, v in zip(push, velocity, strict=True)]
             if nesterov
             else velocity
         )
         rate = learning_rate / (1 + lr_decay * t)
-        theta = [(p - rate * s).astype(dtype) for p, s in zip(theta, step, strict=True)]
+        theta = [p - rate * s for p, s in zip(theta, step, strict=True)]
+        shrunk = [np.sign(p) * np.maximum(abs(p) - rate * l1, 0) for p in theta]
+        theta = [p.astype(dtype) for p in shrunk]
     return (theta, np.array(seen)) if trace else theta
 
 

@@ -161,6 +161,8 @@ class Case:
     nesterov: bool = False
     weight_decay: float = 0.0
     lr_decay: float = 0.0
+    dampening: float = 0.0
+    l1: float = 0.0
     n: int = 24
     ks: int = 4
 
@@ -179,7 +181,8 @@ class Case:
 
     @property
     def optimizer(self):
-        names = ("clip", "learning_rate", "momentum", "nesterov", "weight_decay", "lr_decay")
+        names = ["clip", "learning_rate", "momentum", "nesterov", "weight_decay", "lr_decay"]
+        names += ["dampening"] + ["l1"] * (self.l1 > 0)  # the published algorithm has no l1
         return {name: getattr(self, name) for name in names}
 
     def bounds(self, params, x, y, order, **options):
@@ -208,7 +211,9 @@ class Case:
 
 
 CASES = {
-    "full": Case("ce", (3, 5, 3), "add_remove", 24, 3, 0.2, 0.5, momentum=0.5),
+    "full": Case(
+        "ce", (3, 5, 3), "add_remove", 24, 3, 0.2, 0.5, momentum=0.5, dampening=0.3, l1=0.02
+    ),
     "batches": Case("bce", (3, 6, 1), "add_remove", 8, 2, 0.2, 0.3, momentum=0.5, nesterov=True),
     "replace": Case(
         "mse",
@@ -222,7 +227,9 @@ CASES = {
         weight_decay=0.2,
         lr_decay=0.5,
     ),
-    "replace, batches": Case("bce", (3, 1), "replace_one", 8, 2, 0.2, 0.3, weight_decay=0.1),
+    "replace, batches": Case(
+        "bce", (3, 1), "replace_one", 8, 2, 0.2, 0.3, weight_decay=0.1, l1=0.02
+    ),
     "reference": Case(
         "bce", (3, 6, 1), "replace_per_batch", 8, 2, 0.2, 0.3, weight_decay=0.05, momentum=0.5
     ),
@@ -264,6 +271,7 @@ PARITY = {
             0.3,
             0.1,
             momentum=0.5,
+            dampening=0.3,
             weight_decay=0.05,
             n=20,
         ),
@@ -1003,7 +1011,7 @@ BAD = {
         ValueError,
         "ks reaches 262145",
     ),
-    "threat": ({"threat": "remove"}, ValueError, "threat must be one of"),
+    "threat": ({"threat": "delete"}, ValueError, "threat must be one of"),
     "product": ({"product": "exact"}, ValueError, "product"),
     "momentum": ({"momentum": 1.0}, ValueError, "momentum"),
     "nesterov": ({"nesterov": True}, ValueError, "nesterov"),
@@ -1047,6 +1055,21 @@ BAD = {
         ValueError,
         "order must be None under threat='add_remove', got function",
     ),
+    "dampening": ({"momentum": 0.5, "dampening": 1.0}, ValueError, "dampening must be in"),
+    "dampening alone": ({"dampening": 0.3}, ValueError, "dampening=0.3 needs momentum > 0"),
+    "l1": ({"l1": -0.1}, ValueError, "l1 must be finite and >= 0"),
+    "l1 with both": (
+        {"l1": 0.1, "momentum": 0.1, "weight_decay": 0.1},
+        ValueError,
+        "l1=0.1 with momentum=0.1 and weight_decay=0.1",
+    ),
+    "public of another length": (
+        {"public": np.zeros(7, bool)},
+        ValueError,
+        r"public must be booleans \[8\], one for each record, got bool \[7\]",
+    ),
+    "public of integers": ({"public": np.zeros(8, int)}, ValueError, "public must be booleans"),
+    "poison of nothing": ({"threat": "poison"}, ValueError, "poisoning=None does not fit"),
     "mesh": ({"mesh": 8}, TypeError, "mesh must be a jax.sharding.Mesh"),
     "data_axes": (
         {"mesh": jax.make_mesh((1,), ("data",)), "data_axes": ("rows",)},
@@ -1226,7 +1249,7 @@ def test_one_program():
         dataclasses.replace(case, learning_rate=0.1, lr_decay=0.3).bounds(params, x, y, order)
     assert not seen
     with compilations() as seen:
-        dataclasses.replace(case, momentum=0.0, ks=0, epochs=1).bounds(params, x, y, order[:1])
+        dataclasses.replace(case, momentum=0.1, ks=0, epochs=1).bounds(params, x, y, order[:1])
     assert seen
 
 

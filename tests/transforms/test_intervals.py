@@ -557,7 +557,7 @@ def labels_of(loss, classes):
             if classes is None
             else [SOFT[:classes], np.eye(10, dtype=np.float32)[0, :classes]]
         )
-    if loss is losses.squared_error:
+    if loss in (losses.squared_error, losses.absolute_error):
         return [0.7] if classes is None else [SOFT[:classes] - 1]
     if loss is losses.hinge and (classes is None or classes == 1):
         return [0, 1, -1] if classes is None else [np.array([1.0], np.float32), 0]
@@ -573,6 +573,7 @@ LOSSES = [
     *((losses.softmax_cross_entropy, k) for k in (1, 3, 10)),
     *((losses.sigmoid_cross_entropy, k) for k in (None, 1, 3)),
     *((losses.squared_error, k) for k in (None, 1, 3)),
+    (losses.absolute_error, 3),
     *((losses.hinge, k) for k in (None, 1, 2, 3)),
 ]
 

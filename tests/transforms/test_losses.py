@@ -31,6 +31,10 @@ def squared64(z, y):
     return float(np.sum((z - y) ** 2))
 
 
+def absolute64(z, y):
+    return float(np.sum(abs(z - y)))
+
+
 def hinge64(z, y):
     if np.size(z) == 1:
         return float(max(0.0, 1 - (1 if y > 0 else -1) * np.ravel(z)[0]))
@@ -57,6 +61,7 @@ CASES = [
     (losses.sigmoid_cross_entropy, bce64, np.array([0.7]), 1),
     *[(losses.squared_error, squared64, z, SOFT) for z in LOGITS],
     (losses.squared_error, squared64, np.float64(0.7), 2.0),
+    (losses.absolute_error, absolute64, LOGITS[1], SOFT),
     (losses.squared_error, squared64, RNG.normal(size=(2, 3)), np.ones((2, 3))),
     *[(losses.hinge, hinge64, z, y) for z in LOGITS for y in (0, 3, np.eye(CLASSES)[2])],
     *[(losses.hinge, hinge64, np.float64(z), y) for z in (-3.0, 0.4, 3.0) for y in (-1, 0, 1)],
@@ -115,6 +120,7 @@ def test_gradient_in_float64_equals_finite_differences(loss, reference, z, y):
         (losses.softmax_cross_entropy, xent64),
         (losses.sigmoid_cross_entropy, bce64),
         (losses.squared_error, squared64),
+        (losses.absolute_error, absolute64),
     ],
 )
 def test_gradient_with_respect_to_a_soft_label(loss, reference):
@@ -222,6 +228,7 @@ def test_a_class_of_probability_zero_is_ignored_unless_it_is_the_label():
         (losses.sigmoid_cross_entropy, np.nan, 1.0),
         (losses.sigmoid_cross_entropy, 1.0, np.nan),
         (losses.squared_error, [np.nan, 1.0], [0.0, 1.0]),
+        (losses.absolute_error, [np.nan, 1.0], [0.0, 1.0]),
         (losses.hinge, [np.nan, 1.0, 2.0], 1),
         (losses.hinge, [0.0, 1.0, 5.0], [0.0, np.nan, 1.0]),
         (losses.hinge, np.nan, 1),
