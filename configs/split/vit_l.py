@@ -44,6 +44,7 @@ def get_config(client: str = "cifar100") -> ConfigDict:
         "client": {**images, "name": name, "split": train, "images": 20000},
         "client_test": {**images, "name": name, "split": test, "images": 5000},
         "tuning": {**images, "name": "food101", "split": "validation", "rotate": 0},
+        "auxiliary": {**images, "name": "", "split": ""},
         "split_seed": 0,
     }
     config.model = {

@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxdp.files import Limits, check_finite, read_json, read_npz, shown, shown_lines
 from jaxdp.models.language import LanguageModel
 from jaxdp.models.namings import NAMINGS, POSITIONS, QUERY, TensorPart
+from jaxdp.models.positions import resize_positions
 from jaxdp.models.preprocessing import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -93,7 +94,7 @@ def load_checkpoint(
     """Reads a public checkpoint into a model of this package.
 
     `Pretrained.params` and `Pretrained.constants` are exactly the tensors of the file, except for a
-    new head.
+    new head, and for the positions of a DINOv2 at another image size (`resize_positions`).
 
     The file and its neighbours must agree with the model's attributes. No file states the
     activation. The namings of timm and PyTorch do not state the number of heads of a ViT either
@@ -114,7 +115,8 @@ def load_checkpoint(
     Raises:
       FileNotFoundError: There is no such file.
       ValueError: The format or naming is unknown. Tensors are missing, superfluous or of another
-        shape (the message lists all, and position embeddings are not interpolated). The model's
+        shape (the message lists all). Only the position embeddings of DINOv2 are interpolated, as
+        its publisher does. The model's
         attributes or the given normalisation contradict the files. No file states the
         normalisation. The file is damaged, exceeds a limit, or is not finite.
     """
@@ -394,7 +396,7 @@ class _Translation:
         if tensor is None:
             self.problems.append(f"{place.name}: missing, for {where} {expected.shape}")
             return
-        array = self._converted(tensor, place, where)
+        array = self._converted(tensor, place, where, expected.shape)
         if array is None or array.shape != expected.shape:
             self.problems.append(
                 f"{place.name}: shape {tensor.shape} does not fit {where} {expected.shape}"
@@ -404,13 +406,23 @@ class _Translation:
         else:
             self.variables[path] = np.asarray(array, np.float32)
 
-    def _converted(self, tensor: np.ndarray, place: TensorPart, where: str) -> np.ndarray | None:
+    def _converted(
+        self,
+        tensor: np.ndarray,
+        place: TensorPart,
+        where: str,
+        shape: tuple[int, ...],
+    ) -> np.ndarray | None:
         """Returns our array, or None if the number of axes of the tensor does not fit."""
         naming = NAMINGS[self._naming]
+        is_other_grid = where == "positions" and tensor.shape != shape
         try:
             if place.part:
                 number = ("query", "key", "value").index(place.part)
                 tensor = np.split(tensor, 3, naming.outputs_axis)[number]
+            if is_other_grid and naming.resizes_positions:
+                _, tokens, _ = shape
+                return resize_positions(tensor, tokens, prefix_tokens=1)
             return naming.convert(where, tensor)
         except (ValueError, IndexError, TypeError):
             return None

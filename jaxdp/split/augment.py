@@ -1,7 +1,8 @@
-"""The two augmentations of Split Adaptation.
+"""The two augmentations of Split Adaptation, and one that the paper compares with.
 
-`hilbert_augment` transforms the server's images (section 3.3.1). `retrieve_neighbors` and
-`augmented_batch` exchange patches among the client's representations (section 3.5).
+`hilbert_augment` transforms the server's images (section 3.3.1), and `amplitude_exchange` is its
+baseline in Fig. 3. `retrieve_neighbors` and `augmented_batch` exchange patches among the client's
+representations (section 3.5).
 
 Neither is private. A retrieved patch is a token of another image, so a representation that is
 augmented BEFORE noise depends on several images. Augmentation AFTER noise is post-processing.
@@ -61,15 +62,7 @@ def hilbert_augment(
       ValueError: Images are not [n, H, W, C], the axis is another one, or mode or output is
           unknown.
     """
-    if images.ndim != 4:
-        raise ValueError(
-            f"images must be [n, H, W, C], got shape {images.shape}. Give one image as "
-            "images[None]."
-        )
-    if not jnp.issubdtype(images.dtype, jnp.floating):
-        raise TypeError(
-            f"images must be floating point in [0, 1], got {images.dtype}. Divide uint8 by 255."
-        )
+    _check_images(images)
     if axis not in (-3, -2, 1, 2):
         raise ValueError(f"axis must be -3 (height) or -2 (width), got {axis!r}.")
     one_of(("figure", "eq5"), mode=mode)
@@ -91,6 +84,67 @@ def hilbert_augment(
     if clip is not None:
         exchanged = jnp.clip(exchanged, *clip)
     return exchanged.astype(images.dtype)
+
+
+@functools.partial(jax.jit, static_argnames="clip")
+def amplitude_exchange(
+    images: jax.Array,
+    donors: jax.Array,
+    *,
+    share: float = 1.0,
+    clip: tuple[float, float] | None = (0.0, 1.0),
+) -> jax.Array:
+    """Makes images with their own phases and the amplitudes of others: the baseline of Fig. 3.
+
+    Every channel has the two-dimensional phases of the image. Its amplitudes are those of the
+    donor, or a mixture (Xu et al. 2021, arXiv:2105.14919, Eq. 5). The paper cites such
+    augmentations and states no share. A frequency of the image gets phase 0 as in
+    `hilbert_augment`.
+
+    Args:
+      images: Floating point [n, H, W, C] in [0, 1], before any normalisation.
+      donors: The images that give the amplitudes, of the same shape and dtype.
+      share: The share of the donor's amplitudes in [0, 1]. 0 returns the images.
+      clip: The range to which the result is clipped. None does not clip.
+
+    Returns:
+      [n, H, W, C] of the same dtype. The computation is in float32, or in float64 for float64.
+
+    Raises:
+      TypeError: Images are not floating point, or donors have another dtype.
+      ValueError: Images are not [n, H, W, C], or donors have another shape.
+    """
+    _check_images(images)
+    if donors.shape != images.shape:
+        raise ValueError(
+            f"donors must have the shape {images.shape} of images, got {donors.shape}. Give one "
+            "donor for each image."
+        )
+    if donors.dtype != images.dtype:
+        raise TypeError(f"donors must be {images.dtype} as images are, got {donors.dtype}.")
+    dtype = jnp.promote_types(images.dtype, jnp.float32)
+    spectrum = jnp.fft.rfft2(images.astype(dtype), axes=(1, 2))
+    amplitude = jnp.abs(spectrum)
+    donated = jnp.abs(jnp.fft.rfft2(donors.astype(dtype), axes=(1, 2)))
+    mixed = (1 - share) * amplitude + share * donated
+    phase = _phase(spectrum, amplitude)
+    sides = images.shape[1:3]
+    exchanged = jnp.fft.irfft2(mixed * phase, s=sides, axes=(1, 2))
+    if clip is not None:
+        exchanged = jnp.clip(exchanged, *clip)
+    return exchanged.astype(images.dtype)
+
+
+def _check_images(images: jax.Array) -> None:
+    if images.ndim != 4:
+        raise ValueError(
+            f"images must be [n, H, W, C], got shape {images.shape}. Give one image as "
+            "images[None]."
+        )
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise TypeError(
+            f"images must be floating point in [0, 1], got {images.dtype}. Divide uint8 by 255."
+        )
 
 
 def _phase(spectrum: jax.Array, amplitude: jax.Array) -> jax.Array:
