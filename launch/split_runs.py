@@ -215,6 +215,16 @@ def _divided(server: Examples, config: Any) -> tuple[Examples | None, Examples]:
     return pretraining, others
 
 
+def _images(images: Examples | None) -> Examples:
+    """Returns the images on which a model is trained here."""
+    if images is None:
+        raise ValueError(
+            "config.auxiliary.model.checkpoint or config.data.auxiliary.name must be given if the "
+            "backbone is from a checkpoint."
+        )
+    return images
+
+
 class Bench:
     """The server's model and images, the client's task, and everything that can be run on them.
 
@@ -252,18 +262,10 @@ class Bench:
     @functools.cached_property
     def params(self) -> Any:
         """Parameters of the whole model, with a head for the server's labels."""
-        images = self._pretraining  # None only with a checkpoint, which needs no images
+        images = functools.partial(_images, self._pretraining)
         return models.source_model(
-            self.config, lambda: images, self.root, "backbone", untrained=self._network
+            self.config, images, self.root, "backbone", untrained=self._network
         ).params
-
-    def _images(self) -> Examples:
-        if self._auxiliary_images is None:
-            raise ValueError(
-                "config.auxiliary.model.checkpoint or config.data.auxiliary.name must be given if "
-                "the backbone is from a checkpoint."
-            )
-        return self._auxiliary_images
 
     def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, dict[str, Any]]:
         options = self.config.server
@@ -357,7 +359,8 @@ class Bench:
         checkpoint.
         """
         config = self.config.auxiliary
-        model = models.source_model(config, self._images, self.root, "auxiliary")
+        images = functools.partial(_images, self._auxiliary_images)
+        model = models.source_model(config, images, self.root, "auxiliary")
         cut = config.cut or split.two_thirds(model.model)
         return frontend_attacks.probe_auxiliary_backend(
             split.Backbone(model.model, model.preprocessing, cut), model.params

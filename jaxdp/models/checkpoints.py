@@ -370,6 +370,14 @@ def _translate(
     return jax.device_put(unflatten_dict(_stacked(variables) if is_stacked else variables))
 
 
+def _positions_for(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns positions with the tokens of `shape`, or the tensor itself if it cannot fit."""
+    _, tokens, width = shape
+    if tensor.shape == shape or tensor.ndim != 3 or tensor.shape[-1] != width:
+        return tensor
+    return resize_positions(tensor, tokens, prefix_tokens=1)
+
+
 class _Translation:
     """The variables that have been found in a file, and the problems of the others."""
 
@@ -396,7 +404,9 @@ class _Translation:
         if tensor is None:
             self.problems.append(f"{place.name}: missing, for {where} {expected.shape}")
             return
-        array = self._converted(tensor, place, where, expected.shape)
+        if where == "positions" and NAMINGS[self._naming].resizes_positions:
+            tensor = _positions_for(tensor, expected.shape)
+        array = self._converted(tensor, place, where)
         if array is None or array.shape != expected.shape:
             self.problems.append(
                 f"{place.name}: shape {tensor.shape} does not fit {where} {expected.shape}"
@@ -406,23 +416,13 @@ class _Translation:
         else:
             self.variables[path] = np.asarray(array, np.float32)
 
-    def _converted(
-        self,
-        tensor: np.ndarray,
-        place: TensorPart,
-        where: str,
-        shape: tuple[int, ...],
-    ) -> np.ndarray | None:
+    def _converted(self, tensor: np.ndarray, place: TensorPart, where: str) -> np.ndarray | None:
         """Returns our array, or None if the number of axes of the tensor does not fit."""
         naming = NAMINGS[self._naming]
-        is_other_grid = where == "positions" and tensor.shape != shape
         try:
             if place.part:
                 number = ("query", "key", "value").index(place.part)
                 tensor = np.split(tensor, 3, naming.outputs_axis)[number]
-            if is_other_grid and naming.resizes_positions:
-                _, tokens, _ = shape
-                return resize_positions(tensor, tokens, prefix_tokens=1)
             return naming.convert(where, tensor)
         except (ValueError, IndexError, TypeError):
             return None

@@ -188,20 +188,20 @@ def _hugging_face_vit(model: str, signature: str, **heads: str) -> Naming:
 def _dinov2(prefix: str) -> Naming:
     """Returns transformers' naming of DINOv2: Dinov2Model has no prefix and no head."""
     embeddings = f"{prefix}embeddings."
-    block = {"norm_0": "norm1", "norm_1": "norm2", "mlp_0": "mlp.fc1", "mlp_1": "mlp.fc2"}
-    block |= {"layer_scale_0": "layer_scale1.lambda1", "layer_scale_1": "layer_scale2.lambda1"}
-    block |= {
-        "attention/out": "attention.output.dense",
-        "attention/*": "attention.attention.*",
-    }
+    tokens = {"class_token": "cls_token", "positions": "position_embeddings"}
+    tokens["embed"] = "patch_embeddings.projection"
+    layer = f"{prefix}encoder.layer.*."
+    block = {"norm_0": "norm1", "norm_1": "norm2"}
+    block |= {"mlp_0": "mlp.fc1", "mlp_1": "mlp.fc2"}
+    block["attention/out"] = "attention.output.dense"
+    block["attention/*"] = "attention.attention.*"
+    block["layer_scale_0"] = "layer_scale1.lambda1"
+    block["layer_scale_1"] = "layer_scale2.lambda1"
+    end = {"norm": f"{prefix}layernorm", "head": "classifier"}
+    tables = (("", embeddings, tokens), ("block_*/", layer, block), ("", "", end))
     return Naming(
         f"{prefix}encoder.layer.0.layer_scale1.lambda1",
-        (
-            ("", embeddings, {"class_token": "cls_token", "positions": "position_embeddings"}),
-            ("embed", f"{embeddings}patch_embeddings.projection", {"": ""}),
-            ("block_*/", f"{prefix}encoder.layer.*.", block),
-            ("", "", {"norm": f"{prefix}layernorm", "head": "classifier"}),
-        ),
+        tables,
         ignored=(f"{embeddings}mask_token",),  # of the training
         attributes=_PRE_NORM_1E6,
         resizes_positions=True,

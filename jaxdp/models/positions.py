@@ -25,14 +25,20 @@ def resize_positions(positions: np.ndarray, tokens: int, *, prefix_tokens: int) 
     Raises:
       ValueError: The old or the new patches are no square grid of at least one patch.
     """
-    old = _side(positions.shape[1] - prefix_tokens)
+    _, old_tokens, width = positions.shape
+    old = _side(old_tokens - prefix_tokens)
     new = _side(tokens - prefix_tokens)
     in_front = positions[:, :prefix_tokens]
-    grid = positions[0, prefix_tokens:].astype(np.float64).reshape(old, old, -1)
+    patches = positions[0, prefix_tokens:]
+    grid = patches.astype(np.float64)
+    grid = grid.reshape(old, old, width)
     weights = _cubic_weights(old, new)
-    resized = np.einsum("ai,bj,ijd->abd", weights, weights, grid, optimize=True)
-    patches = resized.reshape(1, new * new, -1).astype(positions.dtype)
-    return np.concatenate([in_front, patches], axis=1)
+    rows = np.tensordot(weights, grid, axes=(1, 0))
+    resized = np.tensordot(weights, rows, axes=(1, 1))  # [new columns, new rows, D]
+    resized = resized.swapaxes(0, 1)
+    resized = resized.reshape(1, new * new, width)
+    resized = resized.astype(positions.dtype)
+    return np.concatenate([in_front, resized], axis=1)
 
 
 def _side(patches: int) -> int:
@@ -44,21 +50,27 @@ def _side(patches: int) -> int:
 
 def _cubic_weights(old: int, new: int) -> np.ndarray:
     """Returns the matrix [new, old] from old samples on a line to new ones."""
-    # Samples are at the centres of intervals of equal length.
-    centres = (np.arange(new) + 0.5) * old / new - 0.5
-    first = np.floor(centres).astype(int) - 1
     weights = np.zeros((new, old))
-    for k in range(4):
-        sample = first + k
-        weight = _cubic(np.abs(centres - sample))
+    rows = np.arange(new)
+    # Samples are at the centres of intervals of equal length.
+    centres = (rows + 0.5) * old / new
+    centres = centres - 0.5
+    below = np.floor(centres).astype(int)
+    last = old - 1
+    for offset in (-1, 0, 1, 2):
+        sample = below + offset
+        distance = np.abs(centres - sample)
         # A sample outside the grid has the value of the nearest one inside.
-        inside = np.clip(sample, 0, old - 1)
-        np.add.at(weights, (np.arange(new), inside), weight)
+        inside = np.clip(sample, 0, last)
+        np.add.at(weights, (rows, inside), _cubic(distance))
     return weights
 
 
 def _cubic(distance: np.ndarray) -> np.ndarray:
-    """Returns the weight of a sample at a distance below 2."""
-    near = ((_KEYS + 2) * distance - (_KEYS + 3)) * distance**2 + 1
-    far = _KEYS * (((distance - 5) * distance + 8) * distance - 4)
+    """Returns the weight of a sample at a distance of at most 2."""
+    square = distance**2
+    cube = distance**3
+    near = (_KEYS + 2) * cube - (_KEYS + 3) * square + 1
+    far = _KEYS * cube - 5 * _KEYS * square
+    far = far + 8 * _KEYS * distance - 4 * _KEYS
     return np.where(distance <= 1, near, far)

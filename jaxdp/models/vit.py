@@ -126,8 +126,10 @@ class Block(GivenShapes):
             if not self.layer_scale:
                 return y
             initial = nn.initializers.constant(self.layer_scale)
-            factor = self.param(name, initial, (x.shape[-1],))
-            return y * factor.astype(y.dtype).reshape(1, 1, -1)
+            width = y.shape[-1]
+            factor = self.param(name, initial, (width,))
+            factor = factor.astype(y.dtype)
+            return y * factor.reshape(1, 1, width)
 
         for k, branch in enumerate((attention, mlp)):
             name = f"layer_scale_{k}"
@@ -230,12 +232,13 @@ class ViT(GivenShapes):
         if stop is not None:
             return x
         x = LayerNorm(epsilon=self.norm_epsilon, dtype=jnp.float32, name="norm")(x)
-        y = x[:, 0]
-        if self.pool == "mean":
-            y = jnp.mean(x, axis=1)
-        elif self.pool == "token_and_mean":
+        if self.pool == "token":
+            y = x[:, 0]
+        else:
             patches = x[:, self.prefix_tokens :]
-            y = jnp.concatenate([y, jnp.mean(patches, axis=1)], axis=1)
+            y = jnp.mean(patches, axis=1)
+        if self.pool == "token_and_mean":
+            y = jnp.concatenate([x[:, 0], y], axis=1)
         if self.head_hidden:
             hidden = Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")
             y = self.activation(hidden(y))

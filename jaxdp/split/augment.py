@@ -75,8 +75,8 @@ def hilbert_augment(
     half = jnp.fft.ifft(jnp.where(positive, frequencies, 0), axis=axis)
     # Eq. 5: F^-1{-i sgn(xi) F(I)} = -i (half - its conjugate), since I is real.
     transformed = jnp.abs(half) if mode == "figure" else 2 * half.imag
-    amplitude = jnp.abs(jnp.fft.rfft2(pixels, axes=(1, 2)))
-    phase = _phase(jnp.fft.rfft2(transformed, axes=(1, 2)), amplitude)
+    amplitude = jnp.abs(_spectrum(pixels))
+    phase = _phase(_spectrum(transformed), amplitude)
     sides = pixels.shape[1:3]
     exchanged = jnp.fft.irfft2(amplitude * phase, s=sides, axes=(1, 2))
     if output == "abs":
@@ -86,7 +86,7 @@ def hilbert_augment(
     return exchanged.astype(images.dtype)
 
 
-@functools.partial(jax.jit, static_argnames="clip")
+@functools.partial(jax.jit, static_argnames=("share", "clip"))
 def amplitude_exchange(
     images: jax.Array,
     donors: jax.Array,
@@ -112,9 +112,12 @@ def amplitude_exchange(
 
     Raises:
       TypeError: Images are not floating point, or donors have another dtype.
-      ValueError: Images are not [n, H, W, C], or donors have another shape.
+      ValueError: Images are not [n, H, W, C], donors have another shape, or the share is not in
+          [0, 1].
     """
     _check_images(images)
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be in [0, 1], got {share!r}. 1 exchanges the amplitudes.")
     if donors.shape != images.shape:
         raise ValueError(
             f"donors must have the shape {images.shape} of images, got {donors.shape}. Give one "
@@ -122,17 +125,29 @@ def amplitude_exchange(
         )
     if donors.dtype != images.dtype:
         raise TypeError(f"donors must be {images.dtype} as images are, got {donors.dtype}.")
-    dtype = jnp.promote_types(images.dtype, jnp.float32)
-    spectrum = jnp.fft.rfft2(images.astype(dtype), axes=(1, 2))
+    spectrum, donated = _spectrum(images), _spectrum(donors)
     amplitude = jnp.abs(spectrum)
-    donated = jnp.abs(jnp.fft.rfft2(donors.astype(dtype), axes=(1, 2)))
-    mixed = (1 - share) * amplitude + share * donated
+    mixed = (1 - share) * amplitude + share * jnp.abs(donated)
     phase = _phase(spectrum, amplitude)
+    return _from_spectrum(mixed * phase, images, clip)
+
+
+def _spectrum(images: jax.Array) -> jax.Array:
+    """Returns the two-dimensional spectrum of every channel."""
+    dtype = jnp.promote_types(images.dtype, jnp.float32)
+    pixels = images.astype(dtype)
+    return jnp.fft.rfft2(pixels, axes=(1, 2))
+
+
+def _from_spectrum(
+    spectrum: jax.Array, images: jax.Array, clip: tuple[float, float] | None
+) -> jax.Array:
+    """Returns the images of a spectrum, with the shape and dtype of `images`."""
     sides = images.shape[1:3]
-    exchanged = jnp.fft.irfft2(mixed * phase, s=sides, axes=(1, 2))
+    pixels = jnp.fft.irfft2(spectrum, s=sides, axes=(1, 2))
     if clip is not None:
-        exchanged = jnp.clip(exchanged, *clip)
-    return exchanged.astype(images.dtype)
+        pixels = jnp.clip(pixels, *clip)
+    return pixels.astype(images.dtype)
 
 
 def _check_images(images: jax.Array) -> None:

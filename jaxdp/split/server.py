@@ -45,7 +45,11 @@ def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.
 
     Images are float32 [n, S, S, C] in [0, 1], and labels [n].
     """
-    return _merge(hilbert_augment, labels, images)
+
+    def augment(rows: slice) -> jax.Array:
+        return hilbert_augment(images[rows])
+
+    return _merge(augment, images, labels)
 
 
 def merge_amplitude_exchange(
@@ -57,20 +61,23 @@ def merge_amplitude_exchange(
     which says whose amplitudes an image takes. Arguments are otherwise those of `merge_hilbert`.
     """
     donors = jax.random.permutation(key, images)
-    return _merge(amplitude_exchange, labels, images, donors)
+
+    def augment(rows: slice) -> jax.Array:
+        return amplitude_exchange(images[rows], donors[rows])
+
+    return _merge(augment, images, labels)
 
 
 def _merge(
-    augment: Callable[..., jax.Array],
-    labels: jax.Array,
+    augment: Callable[[slice], jax.Array],
     images: jax.Array,
-    *others: jax.Array,
+    labels: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Appends augment(images, *others), computed in batches, and repeats the labels."""
+    """Appends the augmented forms of all rows, and repeats the labels."""
     augmented = []
     for start in range(0, len(images), 256):  # batches bound the memory of the spectra
         rows = slice(start, start + 256)
-        augmented.append(augment(images[rows], *(other[rows] for other in others)))
+        augmented.append(augment(rows))
     merged_images = jnp.concatenate([images, *augmented])
     merged_labels = jnp.concatenate([labels, labels])
     return merged_images, merged_labels
