@@ -60,6 +60,7 @@ SA_ONCE = "SA, noise once"
 SA_CLEAN = "SA without noise"
 PRIVATE = "SA, private"
 OT_RANDOM = "Offsite tuning, random layers"
+AUXILIARY = "Auxiliary backend"
 BASELINES = {
     "Linear probing": "lp",
     "Fine-tuning": "ft",
@@ -74,7 +75,7 @@ STOLEN: Mapping[str, Any] = {
     "Quantised frontend": frontend_attacks.probe_quantized_frontend,
     "Original frontend": frontend_attacks.probe_original_frontend,
     "Quantised frontend, all of it tuned": frontend_attacks.tune_quantized_frontend,
-    "Auxiliary backend": None,
+    AUXILIARY: None,
 }
 PUBLISHED = Variant()
 ONCE = Variant(order="once")
@@ -246,6 +247,8 @@ class Bench:
         sets = _Sets.open(config, network)
         self._pretraining, self.public = sets.pretraining, everything(sets.server)
         self._auxiliary_images = sets.auxiliary or sets.pretraining
+        if AUXILIARY in config.stolen:  # a missing file is noticed before hours of other cells
+            self._second = models.network(config.auxiliary.model, new_head=True)
         self.client, self.tuning = sets.client, sets.tuning
         self.num_classes = self.client.pool.num_classes
         cut = config.cut or split.two_thirds(network.model)
@@ -360,7 +363,7 @@ class Bench:
         """
         config = self.config.auxiliary
         images = functools.partial(_images, self._auxiliary_images)
-        model = models.source_model(config, images, self.root, "auxiliary")
+        model = models.source_model(config, images, self.root, "auxiliary", untrained=self._second)
         cut = config.cut or split.two_thirds(model.model)
         return frontend_attacks.probe_auxiliary_backend(
             split.Backbone(model.model, model.preprocessing, cut), model.params
