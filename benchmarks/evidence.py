@@ -36,6 +36,7 @@ from benchmarks import (
     evidence_tta,
     finetune_methods,
     membership,
+    split_backends,
     split_costs,
     split_private,
     suites,
@@ -119,6 +120,11 @@ EVIDENCE = [
         "results/split_adaptation.md",
         ("split_earlier.json", "split_paper.json"),
         evidence_split.earlier_tables,
+    ),
+    Evidence(
+        "results/split_adaptation.md",
+        ("split_backends.json", "split_paper.json"),
+        split_backends.tables,
     ),
     Evidence(
         "results/split_adaptation.md",

@@ -75,6 +75,11 @@ BENCHMARKS = {
     "split_private": _page(
         "split_private", "what a client with few images can release", "split_private"
     ),
+    "split_backends": _studies(
+        "split_backends",
+        "another model's backend, emulators of random layers and amplitude exchange",
+        "split_backends",
+    ),
     "evidence_agt": _studies(
         "evidence_agt", "claims of Abstract Gradient Training", "evidence_agt", "6 CPU minutes"
     ),

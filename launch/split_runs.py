@@ -216,14 +216,15 @@ def _divided(server: Examples, config: Any) -> tuple[Examples | None, Examples]:
     return pretraining, others
 
 
-def _images(images: Examples | None) -> Examples:
-    """Returns the images on which a model is trained here."""
-    if images is None:
+def _second_network(config: Any, images: Examples | None) -> Pretrained:
+    """Returns the model of the auxiliary backend, without parameters if it is trained on images."""
+    model = config.auxiliary.model
+    if not model.checkpoint and not (images and model.preprocessing):
         raise ValueError(
-            "config.auxiliary.model.checkpoint or config.data.auxiliary.name must be given if the "
-            "backbone is from a checkpoint."
+            "config.auxiliary.model.checkpoint must be given if the backbone is from a checkpoint "
+            f"and config.data.auxiliary has no name. Or leave {AUXILIARY!r} out of config.stolen."
         )
-    return images
+    return models.network(model, new_head=True)
 
 
 class Bench:
@@ -248,7 +249,7 @@ class Bench:
         self._pretraining, self.public = sets.pretraining, everything(sets.server)
         self._auxiliary_images = sets.auxiliary or sets.pretraining
         if AUXILIARY in config.stolen:  # a missing file is noticed before hours of other cells
-            self._second = models.network(config.auxiliary.model, new_head=True)
+            self._second = _second_network(config, self._auxiliary_images)
         self.client, self.tuning = sets.client, sets.tuning
         self.num_classes = self.client.pool.num_classes
         cut = config.cut or split.two_thirds(network.model)
@@ -265,9 +266,9 @@ class Bench:
     @functools.cached_property
     def params(self) -> Any:
         """Parameters of the whole model, with a head for the server's labels."""
-        images = functools.partial(_images, self._pretraining)
+        images: Any = self._pretraining  # None with a checkpoint, which needs no images
         return models.source_model(
-            self.config, images, self.root, "backbone", untrained=self._network
+            self.config, lambda: images, self.root, "backbone", untrained=self._network
         ).params
 
     def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, dict[str, Any]]:
@@ -362,8 +363,10 @@ class Bench:
         checkpoint.
         """
         config = self.config.auxiliary
-        images = functools.partial(_images, self._auxiliary_images)
-        model = models.source_model(config, images, self.root, "auxiliary", untrained=self._second)
+        images: Any = self._auxiliary_images
+        model = models.source_model(
+            config, lambda: images, self.root, "auxiliary", untrained=self._second
+        )
         cut = config.cut or split.two_thirds(model.model)
         return frontend_attacks.probe_auxiliary_backend(
             split.Backbone(model.model, model.preprocessing, cut), model.params

@@ -45,7 +45,8 @@ def get_config(client: str = "cifar100") -> ConfigDict:
             *("Linear probing", "Offsite tuning", "Offsite tuning, random layers"),
             "Split Adaptation",
         )
-        config.learning_rates = (1e-3, 3e-3, 1e-2)
+        config.learning_rates = (1e-3, 3e-3, 1e-2, 3e-2)
+        config.seeds = (*config.seeds, 13, 17, 19, 23, 29)
         config.tuning.seeds = (1,)
         config.server.frontends = 1
     config.stolen = ("Quantised frontend", "Original frontend", "Auxiliary backend")

@@ -108,8 +108,8 @@ def test_the_second_model_may_have_images_of_its_own(tmp_path):
     own, shared = bench(tmp_path, **auxiliary), bench(tmp_path)
     assert own._auxiliary_images.num_classes == 2
     assert shared._auxiliary_images is shared._pretraining
-    with pytest.raises(ValueError, match=r"config\.data\.auxiliary\.name must be given if the"):
-        split_runs._images(None)
+    with pytest.raises(ValueError, match=r"config\.auxiliary\.model\.checkpoint must be given"):
+        split_runs._second_network(tiny.split(), None)
 
 
 # --- Amplitude exchange -------------------------------------------------------------------------
