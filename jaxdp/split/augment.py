@@ -76,9 +76,9 @@ def hilbert_augment(
     # Eq. 5: F^-1{-i sgn(xi) F(I)} = -i (half - its conjugate), since I is real.
     transformed = jnp.abs(half) if mode == "figure" else 2 * half.imag
     amplitude = jnp.abs(_spectrum(pixels))
-    phase = _phase(_spectrum(transformed), amplitude)
-    sides = pixels.shape[1:3]
-    exchanged = jnp.fft.irfft2(amplitude * phase, s=sides, axes=(1, 2))
+    spectrum = _spectrum(transformed)
+    phase = _phase(spectrum, amplitude)
+    exchanged = _from_spectrum(amplitude * phase, pixels)
     if output == "abs":
         exchanged = jnp.abs(exchanged)
     if clip is not None:
@@ -125,11 +125,17 @@ def amplitude_exchange(
         )
     if donors.dtype != images.dtype:
         raise TypeError(f"donors must be {images.dtype} as images are, got {donors.dtype}.")
-    spectrum, donated = _spectrum(images), _spectrum(donors)
+    spectrum = _spectrum(images)
     amplitude = jnp.abs(spectrum)
-    mixed = (1 - share) * amplitude + share * jnp.abs(donated)
     phase = _phase(spectrum, amplitude)
-    return _from_spectrum(mixed * phase, images, clip)
+    donated = jnp.abs(_spectrum(donors))
+    own_part = (1 - share) * amplitude
+    donated_part = share * donated
+    mixed = own_part + donated_part
+    exchanged = _from_spectrum(mixed * phase, images)
+    if clip is not None:
+        exchanged = jnp.clip(exchanged, *clip)
+    return exchanged.astype(images.dtype)
 
 
 def _spectrum(images: jax.Array) -> jax.Array:
@@ -139,15 +145,10 @@ def _spectrum(images: jax.Array) -> jax.Array:
     return jnp.fft.rfft2(pixels, axes=(1, 2))
 
 
-def _from_spectrum(
-    spectrum: jax.Array, images: jax.Array, clip: tuple[float, float] | None
-) -> jax.Array:
-    """Returns the images of a spectrum, with the shape and dtype of `images`."""
+def _from_spectrum(spectrum: jax.Array, images: jax.Array) -> jax.Array:
+    """Returns the images of a spectrum, with the sides of `images`."""
     sides = images.shape[1:3]
-    pixels = jnp.fft.irfft2(spectrum, s=sides, axes=(1, 2))
-    if clip is not None:
-        pixels = jnp.clip(pixels, *clip)
-    return pixels.astype(images.dtype)
+    return jnp.fft.irfft2(spectrum, s=sides, axes=(1, 2))
 
 
 def _check_images(images: jax.Array) -> None:
