@@ -41,6 +41,7 @@ from benchmarks import (
     finetune_methods,
     membership,
     recalibration_sweeps,
+    split_backends,
     split_costs,
     split_private,
     suites,
@@ -124,6 +125,11 @@ EVIDENCE = [
         "results/split_adaptation.md",
         ("split_earlier.json", "split_paper.json"),
         evidence_split.earlier_tables,
+    ),
+    Evidence(
+        "results/split_adaptation.md",
+        ("split_backends.json", "split_paper.json"),
+        split_backends.tables,
     ),
     Evidence(
         "results/split_adaptation.md",

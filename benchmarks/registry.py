@@ -87,6 +87,11 @@ BENCHMARKS = {
     "agt_claims": _studies(
         "agt_claims", "further claims of Abstract Gradient Training", "agt_claims"
     ),
+    "split_backends": _studies(
+        "split_backends",
+        "another model's backend, emulators of random layers and amplitude exchange",
+        "split_backends",
+    ),
     "evidence_agt": _studies(
         "evidence_agt", "claims of Abstract Gradient Training", "evidence_agt", "6 CPU minutes"
     ),

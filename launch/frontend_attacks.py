@@ -131,7 +131,7 @@ def probe_auxiliary_backend(auxiliary: Backbone, auxiliary_params: Params) -> Ba
         features = (
             Quantized(backbone),
             Blocks(other, other.cut, last),
-            FirstTokens(other.prefix_tokens),
+            FirstTokens(other.head_tokens),
         )
         return recipe_for(params, (Blocks(other, last, None),), is_head, features=features)
 

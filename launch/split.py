@@ -19,8 +19,9 @@ from jaxdp.files import optional, read_npz, write_durably
 from jaxdp.privacy import Ledger
 from jaxdp.report import format_table, plot_curves, plot_images, plot_panels
 
-from . import data, frame, results, split_runs
+from . import data, frame, results, split_augmentations, split_runs
 from .config_dict import ConfigDict
+from .split_augmentations import Augmentation
 from .split_runs import PRIVATE, SA, SA_CLEAN, SA_ONCE, Bench, Client, Task
 
 Result = Mapping[str, Any]
@@ -137,6 +138,7 @@ def _cells(config: Any) -> Iterator[Any]:
     for method in split_runs.COSTS:
         if method in (*config.methods, PRIVATE):
             yield Cost("costs", method)
+    yield from split_augmentations.cells()
 
 
 def _check(name: str, values: Any, choices: Any, *, needed: Iterable[str] = ()) -> None:
@@ -192,6 +194,8 @@ def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
                 )
         case Attack():
             return _attack(cell, work)
+        case Augmentation():
+            return split_augmentations.run(cell, work)
     return bench.cost(cell.method)
 
 
@@ -308,6 +312,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "sweeps": {part: _sweep_result(work, part) for part in ("patches", "copies")},
         "private": _private_result(work),
         "costs": [_cost_result(row) for row in results.select(rows, part="costs")],
+        "augmentations": results.select(rows, part="augmentations"),
     }
 
 
@@ -370,12 +375,15 @@ def _tables(result: Result, work: frame.Work) -> dict[str, Any]:
     unit = "standard deviations of public representations" if in_std else "representation"
     draws = config.sweeps.seeds
     delta = f"{config.private.delta:g}"
-    return {
+    tables = {
         "": _head(result, config),
         "Table 1: accuracy on the client's task, in percent": _table_1(result),
         "Table 2: what the client computes, stores and sends": result["costs"],
         f"Table 3: accuracy that a client gets from the frontend, {shots} shots": _table_3(
             result, shots
+        ),
+        "Figure 3: the server's images, augmented": split_augmentations.table(
+            result["augmentations"]
         ),
         f"Table 4: ablations, {shots} shots": _table_4(result),
         f"Tables 5 and 6: reconstruction of {shots} images per class": _tables_5_and_6(result),
@@ -386,6 +394,7 @@ def _tables(result: Result, work: frame.Work) -> dict[str, Any]:
             _private_table(result)
         ),
     }
+    return {title: table for title, table in tables.items() if table}  # no sweep has no table
 
 
 _PATCHES, _COPIES = "share of replaced patches", "augmented copies of an image"
@@ -487,6 +496,7 @@ def _figures(result: Result, work: frame.Work) -> None:
     _draw_noise(result, work)
     _draw_private(result, work)
     _draw_reconstructions(result, work)
+    split_augmentations.draw(result["augmentations"], work)
 
 
 def _draw_tradeoff(result: Result, work: frame.Work) -> None:

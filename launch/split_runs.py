@@ -30,15 +30,15 @@ from . import split_costs as costs
 from .measure import measure
 
 _BATCH = 256  # of representations whose logits are computed together
-ServerVariant = Literal["full", "without Hilbert", "F_0 only", "untuned"]
+ServerVariant = Literal["full", "without Hilbert", "amplitude", "F_0 only", "untuned"]
 
 
 class Variant(NamedTuple):
     """A way to run Split Adaptation. The defaults are the paper's.
 
     Attributes:
-      server: "full", "without Hilbert" augmentation, the backend tuned with "F_0 only", or
-          "untuned".
+      server: "full", "without Hilbert" augmentation, with "amplitude" exchange instead, the backend
+          tuned with "F_0 only", or "untuned".
       order: Noise on every copy ("published"), or once before augmentation ("once").
       laplace: The scale b of the noise in units of the config's.
       alpha: The scale of the noise on the frontend in units of the config's.
@@ -59,12 +59,15 @@ SA = "Split Adaptation"
 SA_ONCE = "SA, noise once"
 SA_CLEAN = "SA without noise"
 PRIVATE = "SA, private"
+OT_RANDOM = "Offsite tuning, random layers"
+AUXILIARY = "Auxiliary backend"
 BASELINES = {
     "Linear probing": "lp",
     "Fine-tuning": "ft",
     "LN-tune": "ln",
     "Split learning": "sl",
     "Offsite tuning": "ot",
+    OT_RANDOM: "ot_random",
 }
 COSTS = {**BASELINES, SA: "sa", SA_ONCE: "sa_noise_once", PRIVATE: "sa_private"}
 # Table 3: a client uses the frontend alone. The auxiliary backend comes from another public model.
@@ -72,12 +75,12 @@ STOLEN: Mapping[str, Any] = {
     "Quantised frontend": frontend_attacks.probe_quantized_frontend,
     "Original frontend": frontend_attacks.probe_original_frontend,
     "Quantised frontend, all of it tuned": frontend_attacks.tune_quantized_frontend,
-    "Auxiliary backend": None,
+    AUXILIARY: None,
 }
 PUBLISHED = Variant()
 ONCE = Variant(order="once")
 CLEAN = Variant(laplace=0.0, alpha=0.0)
-# Table 4. The paper seems to have swapped the names of its two rows about tuning. The last five
+# Table 4. The paper seems to have swapped the names of its two rows about tuning. The last six
 # rows are not in the paper.
 ABLATIONS = {
     SA: PUBLISHED,
@@ -90,6 +93,7 @@ ABLATIONS = {
     "no Laplace noise": Variant(laplace=0.0),
     "no noise": CLEAN,
     "no noise, no retrieval": Variant(laplace=0.0, alpha=0.0, copies=0.0, patches=0.0),
+    "amplitude exchange for Hilbert": Variant(server="amplitude"),
 }
 VARIANTS = {**ABLATIONS, SA_ONCE: ONCE, SA_CLEAN: CLEAN}
 # Tables 5 and 6: uploads and attackers.
@@ -144,22 +148,25 @@ class _Sets:
       server: The server's other images.
       client: The client's task.
       tuning: A task of the server, on other images than the client's.
+      auxiliary: Public images on which the auxiliary model is trained here. None takes those of the
+        backbone.
     """
 
     pretraining: Examples | None
     server: Examples
     client: Task
     tuning: Task
+    auxiliary: Examples | None
 
     @classmethod
     def open(cls, config: Any, network: Pretrained) -> "_Sets":
-        """Reads the sets of config.data: client, server, and if they have a name client_test and
-        tuning.
+        """Reads the sets of config.data: client, server, and those of the others that have a
+        name.
         """
         sets, seed = config.data, config.data.split_seed
         specs = {
             name: data.whole(sets[name], f"config.data.{name}")
-            for name in ("client", "server", "tuning", "client_test")
+            for name in ("client", "server", "tuning", "client_test", "auxiliary")
             if sets[name].name
         }
         others = [spec for name, spec in specs.items() if name != "client"]
@@ -187,7 +194,8 @@ class _Sets:
         halves = images.get("tuning", server).split((0.5, 0.5), seed=seed + 1)
         some = [at_most(half, sets.tuning.images, seed=seed) for half in halves]
         tuning = Task(*(turned(half, sets.tuning.rotate) for half in some))
-        return cls(pretraining, at_most(server, sets.server_images, seed=seed), client, tuning)
+        server = at_most(server, sets.server_images, seed=seed)
+        return cls(pretraining, server, client, tuning, images.get("auxiliary"))
 
 
 def _divided(server: Examples, config: Any) -> tuple[Examples | None, Examples]:
@@ -206,6 +214,17 @@ def _divided(server: Examples, config: Any) -> tuple[Examples | None, Examples]:
         )
     pretraining, others = server.split((share, 1 - share), seed=config.data.split_seed)
     return pretraining, others
+
+
+def _second_network(config: Any, images: Examples | None) -> Pretrained:
+    """Returns the model of the auxiliary backend, without parameters if it is trained on images."""
+    model = config.auxiliary.model
+    if not model.checkpoint and not (images and model.preprocessing):
+        raise ValueError(
+            "config.auxiliary.model.checkpoint must be given if the backbone is from a checkpoint "
+            f"and config.data.auxiliary has no name. Or leave {AUXILIARY!r} out of config.stolen."
+        )
+    return models.network(model, new_head=True)
 
 
 class Bench:
@@ -228,6 +247,9 @@ class Bench:
         self._network = network = models.network(config.model)
         sets = _Sets.open(config, network)
         self._pretraining, self.public = sets.pretraining, everything(sets.server)
+        self._auxiliary_images = sets.auxiliary or sets.pretraining
+        if AUXILIARY in config.stolen:  # a missing file is noticed before hours of other cells
+            self._second = _second_network(config, self._auxiliary_images)
         self.client, self.tuning = sets.client, sets.tuning
         self.num_classes = self.client.pool.num_classes
         cut = config.cut or split.two_thirds(network.model)
@@ -244,33 +266,28 @@ class Bench:
     @functools.cached_property
     def params(self) -> Any:
         """Parameters of the whole model, with a head for the server's labels."""
+        images: Any = self._pretraining  # None with a checkpoint, which needs no images
         return models.source_model(
-            self.config, self._images, self.root, "backbone", untrained=self._network
+            self.config, lambda: images, self.root, "backbone", untrained=self._network
         ).params
-
-    def _images(self) -> Examples:
-        if self._pretraining is None:
-            raise ValueError(
-                "config.auxiliary.model.checkpoint must be given if the backbone is from a "
-                "checkpoint."
-            )
-        return self._pretraining
 
     def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, dict[str, Any]]:
         options = self.config.server
         images, labels = jnp.asarray(self.public["image"]), jnp.asarray(self.public["label"])
         # Half the images twice as often give the same number of steps.
         epochs = options.epochs * (2 if variant == "without Hilbert" else 1)
-        if variant != "without Hilbert":
-            images, labels = split.merge_hilbert(images, labels)
         calibration_key, tuning_key = jax.random.split(jax.random.key(options.seed))
+        if variant == "amplitude":
+            images, labels = split.merge_amplitude_exchange(calibration_key, images, labels)
+        elif variant != "without Hilbert":
+            images, labels = split.merge_hilbert(images, labels)
         frontends = split.calibrate_frontends(
             calibration_key,
             self.backbone,
             self.params,
             images,
             labels,
-            frontends=options.frontends if variant in ("full", "without Hilbert") else 0,
+            frontends=0 if variant in ("F_0 only", "untuned") else options.frontends,
             **{name: options[name] for name in ("samples", "partition", "bits", "metric")},
         )
         if variant == "untuned":
@@ -311,9 +328,8 @@ class Bench:
         if method in VARIANTS:
             variant = VARIANTS[method]
             return self.adapted(variant._replace(laplace=variant.laplace * laplace), client)
-        baseline = baselines.BASELINES[BASELINES[method]] if method in BASELINES else STOLEN[method]
         adapted = baselines.adapt(
-            baseline or self._auxiliary,
+            self._baseline(method, client),
             self.backbone,
             self.params if method in (*BASELINES, "Original frontend") else self.server("full")[0],
             client.few["image"],
@@ -327,9 +343,19 @@ class Bench:
         test: Any = everything(client.task.test)
         return {"accuracy": baselines.accuracy(adapted, test["image"], test["label"])}
 
+    def _baseline(self, method: str, client: Client) -> baselines.Baseline:
+        if method == OT_RANDOM:
+            # The server draws an emulator for each draw of the client's images. Both seeds are
+            # public.
+            seed = self.config.baselines.drop_seed + client.seed
+            return functools.partial(baselines.offsite_tuning, drop="random", seed=seed)
+        if method in BASELINES:
+            return baselines.BASELINES[BASELINES[method]]
+        return STOLEN[method] or self._auxiliary
+
     def _epochs(self, method: str) -> int:
         """Returns the number of epochs. The paper gives offsite tuning half as many."""
-        return self.config.baselines.epochs // (2 if method == "Offsite tuning" else 1)
+        return self.config.baselines.epochs // (2 if method.startswith("Offsite tuning") else 1)
 
     @functools.cached_property
     def _auxiliary(self) -> baselines.Baseline:
@@ -337,7 +363,10 @@ class Bench:
         checkpoint.
         """
         config = self.config.auxiliary
-        model = models.source_model(config, self._images, self.root, "auxiliary")
+        images: Any = self._auxiliary_images
+        model = models.source_model(
+            config, lambda: images, self.root, "auxiliary", untrained=self._second
+        )
         cut = config.cut or split.two_thirds(model.model)
         return frontend_attacks.probe_auxiliary_backend(
             split.Backbone(model.model, model.preprocessing, cut), model.params

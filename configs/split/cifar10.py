@@ -38,6 +38,7 @@ def get_config() -> ConfigDict:
         "client_test": {**cifar10, "split": "test", "classes": (6, 7, 8, 9), "images": 1000},
         # apple, chair, mountain, rocket
         "tuning": {**cifar10, "name": "cifar100", "classes": (0, 20, 49, 69), "rotate": 0},
+        "auxiliary": {**cifar10, "name": "", "classes": ()},
         "split_seed": 0,
     }
     config.model = {

@@ -32,6 +32,7 @@ def get_config() -> ConfigDict:
         "client": {**cifar100, "split": "test", "classes": client},  # 20 images of each class
         "client_test": {**cifar100, "classes": client},  # 80 of each
         "tuning": {**cifar100, "classes": (10, 30, 50, 70, 90), "rotate": 0},
+        "auxiliary": {**images, "name": "", "split": "", "classes": ()},
         "split_seed": 0,
     }
     config.model = {

@@ -53,6 +53,9 @@ def get_config() -> ConfigDict:
                 # Learning rates are chosen on D_S turned by 90 degrees, which the backbone has
                 # never seen.
                 "tuning": {**digits, "name": "", "classes": (), "rotate": 1},
+                # Public images that train the auxiliary model, if it has no checkpoint. Without a
+                # name they are those of the backbone.
+                "auxiliary": {**digits, "name": "", "classes": ()},
                 "split_seed": 0,
             },
             "model": model,
@@ -93,7 +96,9 @@ def get_config() -> ConfigDict:
                 "copies": 64,
             },
             "adaptation": {"epochs": 20, "batch_size": 32},  # over all copies. The paper has 100.
-            "baselines": {"epochs": 100, "batch_size": 32},
+            # The server draws the layers that "Offsite tuning, random layers" drops, by this seed
+            # plus that of the client's images. Both are public.
+            "baselines": {"epochs": 100, "batch_size": 32, "drop_seed": 0},
             "ablation": {
                 "shots": 5,
                 "rows": (

@@ -2,9 +2,12 @@ r"""Split Adaptation at the paper's size: ViT-L/16 of ImageNet, for CIFAR-100, P
 DomainNet.
 
     python -m launch.split --config configs/split/vit_l.py:cifar100 --workdir workdir/split_vit_l \
-        --config.model.checkpoint=vit_large_patch16_224.safetensors
+        --config.model.checkpoint=vit_large_patch16_224.safetensors \
+        --config.auxiliary.model.checkpoint=dinov2_large/model.safetensors
 
-":places365" and ":domainnet" choose the client's data. configs/split/deit_b.py and
+The second checkpoint is Hugging Face's facebook/dinov2-large with its preprocessor_config.json. Its
+last third is the auxiliary backend of Table 3. Offsite tuning drops layers at random, as the paper
+does. ":places365" and ":domainnet" choose the client's data. configs/split/deit_b.py and
 configs/split/swin_l.py have other models. It needs a checkpoint (see
 `jaxdp.models.load_checkpoint`), ImageNet's validation images and the client's data prepared by
 TFDS, and a GPU. Hyperparameters are the paper's where it states them. Not run by us: we had no GPU.
@@ -44,6 +47,7 @@ def get_config(client: str = "cifar100") -> ConfigDict:
         "client": {**images, "name": name, "split": train, "images": 20000},
         "client_test": {**images, "name": name, "split": test, "images": 5000},
         "tuning": {**images, "name": "food101", "split": "validation", "rotate": 0},
+        "auxiliary": {**images, "name": "", "split": ""},
         "split_seed": 0,
     }
     config.model = {
@@ -54,8 +58,12 @@ def get_config(client: str = "cifar100") -> ConfigDict:
         "naming": "auto",
         "preprocessing": {},  # from the checkpoint
     }
-    # "Auxiliary backend" needs another public model in config.auxiliary
-    config.stolen = config.stolen[:-1]
+    config.auxiliary.model = {**config.model.to_dict(), "name": "dinov2_l14"}
+    config.methods = tuple(
+        "Offsite tuning, random layers" if name == "Offsite tuning" else name
+        for name in config.methods
+    )
+    config.ablation.rows = (*config.ablation.rows, "amplitude exchange for Hilbert")
     # two linear maps, whose width the paper does not state
     config.head_hidden = 1024 if client == "places365" else 0
     config.server.learning_rate = 1e-5

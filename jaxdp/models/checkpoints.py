@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxdp.files import Limits, check_finite, read_json, read_npz, shown, shown_lines
 from jaxdp.models.language import LanguageModel
 from jaxdp.models.namings import NAMINGS, POSITIONS, QUERY, TensorPart
+from jaxdp.models.positions import resize_positions
 from jaxdp.models.preprocessing import (
     IMAGENET_MEAN,
     IMAGENET_STD,
@@ -93,7 +94,7 @@ def load_checkpoint(
     """Reads a public checkpoint into a model of this package.
 
     `Pretrained.params` and `Pretrained.constants` are exactly the tensors of the file, except for a
-    new head.
+    new head, and for the positions of a DINOv2 at another image size (`resize_positions`).
 
     The file and its neighbours must agree with the model's attributes. No file states the
     activation. The namings of timm and PyTorch do not state the number of heads of a ViT either
@@ -114,7 +115,8 @@ def load_checkpoint(
     Raises:
       FileNotFoundError: There is no such file.
       ValueError: The format or naming is unknown. Tensors are missing, superfluous or of another
-        shape (the message lists all, and position embeddings are not interpolated). The model's
+        shape (the message lists all). Only the position embeddings of DINOv2 are interpolated, as
+        its publisher does. The model's
         attributes or the given normalisation contradict the files. No file states the
         normalisation. The file is damaged, exceeds a limit, or is not finite.
     """
@@ -368,6 +370,14 @@ def _translate(
     return jax.device_put(unflatten_dict(_stacked(variables) if is_stacked else variables))
 
 
+def _positions_for(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Returns positions with the tokens of `shape`, or the tensor itself if it cannot fit."""
+    _, tokens, width = shape
+    if tensor.shape == shape or tensor.ndim != 3 or tensor.shape[-1] != width:
+        return tensor
+    return resize_positions(tensor, tokens, prefix_tokens=1)
+
+
 class _Translation:
     """The variables that have been found in a file, and the problems of the others."""
 
@@ -394,6 +404,8 @@ class _Translation:
         if tensor is None:
             self.problems.append(f"{place.name}: missing, for {where} {expected.shape}")
             return
+        if where == "positions" and NAMINGS[self._naming].resizes_positions:
+            tensor = _positions_for(tensor, expected.shape)
         array = self._converted(tensor, place, where)
         if array is None or array.shape != expected.shape:
             self.problems.append(

@@ -89,6 +89,8 @@ class Naming:
       leaves: Our name of a module's parameter to the end of its name in the file.
       outputs_axis: The axis of outputs of a tensor in the file, along which "[*]" is stacked.
       convert: `convert(our path, array of the file) -> our array`.
+      resizes_positions: Whether the publisher's network interpolates its position embeddings to the
+          size of the image.
     """
 
     signature: str
@@ -98,6 +100,7 @@ class Naming:
     leaves: Names = dataclasses.field(default_factory=lambda: _TORCH_LEAVES)
     outputs_axis: int = 0
     convert: Callable[[str, np.ndarray], np.ndarray] = _from_torch
+    resizes_positions: bool = False
 
     def find(self, path: str) -> "TensorPart | None":
         """Returns where the file holds the variable of ours at `path`, or None."""
@@ -182,6 +185,29 @@ def _hugging_face_vit(model: str, signature: str, **heads: str) -> Naming:
     )
 
 
+def _dinov2(prefix: str) -> Naming:
+    """Returns transformers' naming of DINOv2: Dinov2Model has no prefix and no head."""
+    embeddings = f"{prefix}embeddings."
+    tokens = {"class_token": "cls_token", "positions": "position_embeddings"}
+    tokens["embed"] = "patch_embeddings.projection"
+    layer = f"{prefix}encoder.layer.*."
+    block = {"norm_0": "norm1", "norm_1": "norm2"}
+    block |= {"mlp_0": "mlp.fc1", "mlp_1": "mlp.fc2"}
+    block["attention/out"] = "attention.output.dense"
+    block["attention/*"] = "attention.attention.*"
+    block["layer_scale_0"] = "layer_scale1.lambda1"
+    block["layer_scale_1"] = "layer_scale2.lambda1"
+    end = {"norm": f"{prefix}layernorm", "head": "classifier"}
+    tables = (("", embeddings, tokens), ("block_*/", layer, block), ("", "", end))
+    return Naming(
+        f"{prefix}encoder.layer.0.layer_scale1.lambda1",
+        tables,
+        ignored=(f"{embeddings}mask_token",),  # of the training
+        attributes=_PRE_NORM_1E6,
+        resizes_positions=True,
+    )
+
+
 def _squeezenet(version: str, places: tuple[int, ...]) -> Naming:
     """Returns torchvision's naming, in which fire module k is at `places[k - 2]` of a sequence."""
     layers = {"squeeze": "squeeze", "expand_1": "expand1x1", "expand_3": "expand3x3"}
@@ -224,6 +250,8 @@ NAMINGS: Mapping[str, Naming] = {
         head_distilled="distillation_classifier",
     ),
     "hf_deit": _hugging_face_vit("deit", "deit.embeddings.cls_token", head="classifier"),
+    "hf_dinov2": _dinov2("dinov2."),  # Dinov2ForImageClassification
+    "hf_dinov2_backbone": _dinov2(""),  # Dinov2Model, which needs new_head=True
     "hf_convnext": Naming(  # ConvNextForImageClassification
         "convnext.embeddings.patch_embeddings.weight",
         (

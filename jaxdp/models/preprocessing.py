@@ -154,10 +154,11 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
-    """Reads Hugging Face's preprocessor_config.json of a ViT, DeiT, Swin or ConvNeXt, new or old.
+    """Reads Hugging Face's preprocessor_config.json of a ViT, DeiT, DINOv2, Swin or ConvNeXt.
 
     As with their processors, a ViT or Swin takes the whole image at any aspect ratio, and a DeiT
-    the centre of such an image. A ConvNeXt below 384 pixels takes the centre of an image with
+    the centre of such an image. A DINOv2 takes the centre of an image with shorter side
+    "shortest_edge". A ConvNeXt below 384 pixels takes the centre of an image with
     shorter side size / crop_pct (default 0.875).
 
     Raises:
@@ -178,6 +179,8 @@ def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
         if size < 384:
             target = int(size / config.get("crop_pct", 224 / 256))
     elif config.get("do_center_crop", False):
+        if isinstance(config["size"], Mapping) and "shortest_edge" in config["size"]:
+            target = size  # DINOv2's processor keeps the aspect ratio
         size = _side(config["crop_size"])
     # Where the file is silent, a ViT's processor takes the bilinear filter, the others bicubic.
     resample = config.get("resample", 2 if processor.startswith("ViT") else 3)

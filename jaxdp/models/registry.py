@@ -39,6 +39,10 @@ def _vit(
     return ViT, {**sizes, **attributes}
 
 
+def _dinov2(width: int, depth: int, num_heads: int) -> _Entry:
+    return _vit(14, width, depth, num_heads, layer_scale=1e-5)
+
+
 def _convnext(width: int, depth: int) -> _Entry:
     return ConvNeXt, {
         "widths": (width, 2 * width, 4 * width, 8 * width),
@@ -101,6 +105,9 @@ MODELS: Mapping[str, _Entry] = {
     "deit_ti16_distilled": _vit(16, 192, 12, 3, distilled=True),
     "deit_s16_distilled": _vit(16, 384, 12, 6, distilled=True),
     "deit_b16_distilled": _vit(16, 768, 12, 12, distilled=True),
+    "dinov2_s14": _dinov2(384, 12, 6),
+    "dinov2_b14": _dinov2(768, 12, 12),
+    "dinov2_l14": _dinov2(1024, 24, 16),
     "convnext_tiny": _convnext(96, 9),
     "convnext_small": _convnext(96, 27),
     "convnext_base": _convnext(128, 27),
@@ -136,6 +143,8 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
           (Dosovitskiy et al. 2021).
         "deit_ti16", "deit_s16", "deit_b16" (Touvron et al. 2021) are ViTs. Each also exists with
           "_distilled", which adds the distillation token and its head.
+        "dinov2_s14", "dinov2_b14", "dinov2_l14" (Oquab et al. 2024) are ViTs with a factor for each
+          channel of a branch. pool="token_and_mean" is for their published linear heads.
         "convnext_tiny", "convnext_small", "convnext_base", "convnext_large" (Liu et al. 2022).
         "swin_tiny", "swin_small", "swin_base", "swin_large" (Liu et al. 2021) for 224x224.
           window=12 is for 384x384.

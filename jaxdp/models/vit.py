@@ -90,13 +90,14 @@ class Attention(nn.Module):
         return project("out", attend(query, key, value, self.num_heads))
 
 
-class Block(nn.Module):
+class Block(GivenShapes):
     """Encoder block: self-attention and an MLP, each with a residual connection and a LayerNorm.
 
     Attributes:
       norm_order: "pre" is x + f(LayerNorm(x)) for both parts f, "post" is LayerNorm(x + f(x)).
       kernel_init: The initialiser of the layers of the MLP.
       attention: `attention(num_heads, dtype=, name=)` makes the module.
+      layer_scale: The initial factor of each channel of both branches. 0 is no factor.
     """
 
     num_heads: int
@@ -107,6 +108,7 @@ class Block(nn.Module):
     activation: Callable[[jax.Array], jax.Array] = gelu
     kernel_init: Callable[..., jax.Array] = _init
     attention: Callable[..., Any] = Attention
+    layer_scale: float = 0.0
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -120,11 +122,21 @@ class Block(nn.Module):
             y = self.activation(Dense(self.mlp_width, name="mlp_0", **dense)(x))
             return Dense(x.shape[-1], name="mlp_1", **dense)(y)
 
-        for layer_norm, branch in zip(norms, (attention, mlp), strict=True):
+        def scaled(name: str, y: jax.Array) -> jax.Array:
+            if not self.layer_scale:
+                return y
+            initial = nn.initializers.constant(self.layer_scale)
+            width = y.shape[-1]
+            factor = self.param(name, initial, (width,))
+            factor = factor.astype(y.dtype)
+            return y * factor.reshape(1, 1, width)
+
+        for k, branch in enumerate((attention, mlp)):
+            name = f"layer_scale_{k}"
             if self.norm_order == "post":
-                x = layer_norm(x + branch(x))
+                x = norms[k](x + scaled(name, branch(x)))
             else:
-                x = x + branch(layer_norm(x))
+                x = x + scaled(name, branch(norms[k](x)))
         return x
 
 
@@ -138,7 +150,7 @@ class ViT(GivenShapes):
           and L).
       mlp_width: The hidden width of the MLPs, usually 4 * width.
       pool: "token" classifies a learned class token in front of the patches, "mean" the mean of the
-          patch tokens.
+          patch tokens. "token_and_mean" concatenates both, as the linear heads of DINOv2 do.
       norm_order: "pre" as in the paper, or "post" as in the first Transformer (Vaswani et al.,
         arXiv:1706.03762). See `Block`. Both end in a LayerNorm before the classification.
       norm_epsilon: The number added to the variance in every LayerNorm. Hugging Face's ViT and DeiT
@@ -152,6 +164,8 @@ class ViT(GivenShapes):
         token alone.
       head_hidden: The width of a hidden layer in front of the head, with the activation of the
           MLPs. 0 is none.
+      layer_scale: The initial value of a learned factor for each channel of every branch (Touvron
+          et al. 2021, arXiv:2103.17239). 0 is no factor. DINOv2 has it.
     """
 
     num_classes: int
@@ -160,7 +174,7 @@ class ViT(GivenShapes):
     depth: int = 12
     num_heads: int = 3
     mlp_width: int = 768
-    pool: Literal["token", "mean"] = "token"
+    pool: Literal["token", "mean", "token_and_mean"] = "token"
     dtype: Any = None
     norm_order: Literal["pre", "post"] = "pre"
     norm_epsilon: float = 1e-6
@@ -168,6 +182,7 @@ class ViT(GivenShapes):
     distilled: bool = False
     distilled_head: bool = True
     head_hidden: int = 0
+    layer_scale: float = 0.0
 
     @property
     def num_blocks(self) -> int:
@@ -177,7 +192,12 @@ class ViT(GivenShapes):
     @property
     def prefix_tokens(self) -> int:
         """The number of learned tokens in front of the patches."""
-        return (self.pool == "token") + self.distilled
+        return (self.pool != "mean") + self.distilled
+
+    @property
+    def head_tokens(self) -> int:
+        """The number of leading tokens that the head reads. 0 is all tokens."""
+        return self.prefix_tokens if self.pool == "token" else 0
 
     @nn.compact
     def __call__(self, x: jax.Array, start: int = 0, stop: int | None = None) -> jax.Array:
@@ -188,8 +208,10 @@ class ViT(GivenShapes):
           start, stop: The blocks to run. With `stop`, the call returns the output tokens [B, T, D]
             of block stop - 1. `init` makes the parameters of these blocks only.
         """
-        if self.pool not in ("token", "mean"):
-            raise ValueError(f"pool must be 'token' or 'mean', got {self.pool!r}.")
+        if self.pool not in ("token", "mean", "token_and_mean"):
+            raise ValueError(
+                f"pool must be 'token', 'mean' or 'token_and_mean', got {self.pool!r}."
+            )
         if self.norm_order not in ("pre", "post"):
             raise ValueError(f"norm_order must be 'pre' or 'post', got {self.norm_order!r}.")
         if self.distilled and self.pool != "token":
@@ -204,6 +226,7 @@ class ViT(GivenShapes):
                 norm_order=self.norm_order,
                 norm_epsilon=self.norm_epsilon,
                 activation=self.activation,
+                layer_scale=self.layer_scale,
                 name=f"block_{k}",
             )(x)
         if stop is not None:
@@ -212,7 +235,10 @@ class ViT(GivenShapes):
         if self.pool == "token":
             y = x[:, 0]
         else:
-            y = jnp.mean(x, axis=1)
+            patches = x[:, self.prefix_tokens :]
+            y = jnp.mean(patches, axis=1)
+        if self.pool == "token_and_mean":
+            y = jnp.concatenate([x[:, 0], y], axis=1)
         if self.head_hidden:
             hidden = Dense(self.head_hidden, dtype=jnp.float32, name="head_hidden")
             y = self.activation(hidden(y))
@@ -233,7 +259,7 @@ class ViT(GivenShapes):
         x = Conv(self.width, size, strides=size, padding="VALID", dtype=self.dtype, name="embed")(x)
         x = x.reshape(x.shape[0], -1, self.width)
         names = []
-        if self.pool == "token":
+        if self.pool != "mean":
             names.append("class_token")
         if self.distilled:
             names.append("distillation_token")

@@ -3,7 +3,13 @@
 The method is that of Wang et al. (CVPR 2025, arXiv:2503.00441).
 """
 
-from jaxdp.split.augment import augmented_batch, hilbert_augment, patch_augment, retrieve_neighbors
+from jaxdp.split.augment import (
+    amplitude_exchange,
+    augmented_batch,
+    hilbert_augment,
+    patch_augment,
+    retrieve_neighbors,
+)
 from jaxdp.split.backbone import Backbone, two_thirds
 from jaxdp.split.client import perturb_params, represent
 from jaxdp.split.copies import Copies, augment_then_noise, noise_then_augment
@@ -34,6 +40,7 @@ from jaxdp.split.server import (
     Adapted,
     adapt,
     calibrate_frontends,
+    merge_amplitude_exchange,
     merge_hilbert,
     mixup_representations,
     tune_backend,
@@ -49,6 +56,7 @@ __all__ = [
     "QuantizedFrontend",
     "Scales",
     "adapt",
+    "amplitude_exchange",
     "augment_then_noise",
     "augmented_batch",
     "calibrate_frontends",
@@ -58,6 +66,7 @@ __all__ = [
     "hilbert_augment",
     "label_noise_matrix",
     "lift",
+    "merge_amplitude_exchange",
     "merge_hilbert",
     "mixup_representations",
     "noise_then_augment",

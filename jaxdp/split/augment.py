@@ -1,7 +1,8 @@
-"""The two augmentations of Split Adaptation.
+"""The two augmentations of Split Adaptation, and one that the paper compares with.
 
-`hilbert_augment` transforms the server's images (section 3.3.1). `retrieve_neighbors` and
-`augmented_batch` exchange patches among the client's representations (section 3.5).
+`hilbert_augment` transforms the server's images (section 3.3.1), and `amplitude_exchange` is its
+baseline in Fig. 3. `retrieve_neighbors` and `augmented_batch` exchange patches among the client's
+representations (section 3.5).
 
 Neither is private. A retrieved patch is a token of another image, so a representation that is
 augmented BEFORE noise depends on several images. Augmentation AFTER noise is post-processing.
@@ -61,15 +62,7 @@ def hilbert_augment(
       ValueError: Images are not [n, H, W, C], the axis is another one, or mode or output is
           unknown.
     """
-    if images.ndim != 4:
-        raise ValueError(
-            f"images must be [n, H, W, C], got shape {images.shape}. Give one image as "
-            "images[None]."
-        )
-    if not jnp.issubdtype(images.dtype, jnp.floating):
-        raise TypeError(
-            f"images must be floating point in [0, 1], got {images.dtype}. Divide uint8 by 255."
-        )
+    _check_images(images)
     if axis not in (-3, -2, 1, 2):
         raise ValueError(f"axis must be -3 (height) or -2 (width), got {axis!r}.")
     one_of(("figure", "eq5"), mode=mode)
@@ -82,15 +75,92 @@ def hilbert_augment(
     half = jnp.fft.ifft(jnp.where(positive, frequencies, 0), axis=axis)
     # Eq. 5: F^-1{-i sgn(xi) F(I)} = -i (half - its conjugate), since I is real.
     transformed = jnp.abs(half) if mode == "figure" else 2 * half.imag
-    amplitude = jnp.abs(jnp.fft.rfft2(pixels, axes=(1, 2)))
-    phase = _phase(jnp.fft.rfft2(transformed, axes=(1, 2)), amplitude)
-    sides = pixels.shape[1:3]
-    exchanged = jnp.fft.irfft2(amplitude * phase, s=sides, axes=(1, 2))
+    amplitude = jnp.abs(_spectrum(pixels))
+    spectrum = _spectrum(transformed)
+    phase = _phase(spectrum, amplitude)
+    exchanged = _from_spectrum(amplitude * phase, pixels)
     if output == "abs":
         exchanged = jnp.abs(exchanged)
     if clip is not None:
         exchanged = jnp.clip(exchanged, *clip)
     return exchanged.astype(images.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("share", "clip"))
+def amplitude_exchange(
+    images: jax.Array,
+    donors: jax.Array,
+    *,
+    share: float = 1.0,
+    clip: tuple[float, float] | None = (0.0, 1.0),
+) -> jax.Array:
+    """Makes images with their own phases and the amplitudes of others: the baseline of Fig. 3.
+
+    Every channel has the two-dimensional phases of the image. Its amplitudes are those of the
+    donor, or a mixture (Xu et al. 2021, arXiv:2105.14919, Eq. 5). The paper cites such
+    augmentations and states no share. A frequency of the image gets phase 0 as in
+    `hilbert_augment`.
+
+    Args:
+      images: Floating point [n, H, W, C] in [0, 1], before any normalisation.
+      donors: The images that give the amplitudes, of the same shape and dtype.
+      share: The share of the donor's amplitudes in [0, 1]. 0 returns the images.
+      clip: The range to which the result is clipped. None does not clip.
+
+    Returns:
+      [n, H, W, C] of the same dtype. The computation is in float32, or in float64 for float64.
+
+    Raises:
+      TypeError: Images are not floating point, or donors have another dtype.
+      ValueError: Images are not [n, H, W, C], donors have another shape, or the share is not in
+          [0, 1].
+    """
+    _check_images(images)
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be in [0, 1], got {share!r}. 1 exchanges the amplitudes.")
+    if donors.shape != images.shape:
+        raise ValueError(
+            f"donors must have the shape {images.shape} of images, got {donors.shape}. Give one "
+            "donor for each image."
+        )
+    if donors.dtype != images.dtype:
+        raise TypeError(f"donors must be {images.dtype} as images are, got {donors.dtype}.")
+    spectrum = _spectrum(images)
+    amplitude = jnp.abs(spectrum)
+    phase = _phase(spectrum, amplitude)
+    donated = jnp.abs(_spectrum(donors))
+    own_part = (1 - share) * amplitude
+    donated_part = share * donated
+    mixed = own_part + donated_part
+    exchanged = _from_spectrum(mixed * phase, images)
+    if clip is not None:
+        exchanged = jnp.clip(exchanged, *clip)
+    return exchanged.astype(images.dtype)
+
+
+def _spectrum(images: jax.Array) -> jax.Array:
+    """Returns the two-dimensional spectrum of every channel."""
+    dtype = jnp.promote_types(images.dtype, jnp.float32)
+    pixels = images.astype(dtype)
+    return jnp.fft.rfft2(pixels, axes=(1, 2))
+
+
+def _from_spectrum(spectrum: jax.Array, images: jax.Array) -> jax.Array:
+    """Returns the images of a spectrum, with the sides of `images`."""
+    sides = images.shape[1:3]
+    return jnp.fft.irfft2(spectrum, s=sides, axes=(1, 2))
+
+
+def _check_images(images: jax.Array) -> None:
+    if images.ndim != 4:
+        raise ValueError(
+            f"images must be [n, H, W, C], got shape {images.shape}. Give one image as "
+            "images[None]."
+        )
+    if not jnp.issubdtype(images.dtype, jnp.floating):
+        raise TypeError(
+            f"images must be floating point in [0, 1], got {images.dtype}. Divide uint8 by 255."
+        )
 
 
 def _phase(spectrum: jax.Array, amplitude: jax.Array) -> jax.Array:

@@ -51,6 +51,11 @@ class Backbone:
         return self.model.prefix_tokens
 
     @property
+    def head_tokens(self) -> int:
+        """The number of leading tokens that the head reads. 0 is all tokens."""
+        return getattr(self.model, "head_tokens", self.prefix_tokens)
+
+    @property
     def num_classes(self) -> int:
         """The number of classes of the head."""
         return self.model.num_classes

@@ -56,15 +56,15 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class FirstTokens:
-    """The tokens that the head of a model reads: those before the patches, or all without them."""
+    """The tokens that the head of a model reads: the first ones, or all for a `number` of 0."""
 
-    prefix_tokens: int
+    number: int
 
     def __call__(self, params: Params, x: jax.Array) -> jax.Array:
         """Maps [B, T, D] to [B, T', D]."""
-        if not self.prefix_tokens:
+        if not self.number:
             return x
-        return x[:, : self.prefix_tokens]
+        return x[:, : self.number]
 
 
 # --- The baselines ------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def linear_probing(
     backbone, params = backbone.with_head(key, params, num_classes)
     last = backbone.model.num_blocks
     transformer = Blocks(backbone, 0, last)
-    first_tokens = FirstTokens(backbone.prefix_tokens)
+    first_tokens = FirstTokens(backbone.head_tokens)
     head = Blocks(backbone, last, None)
     return recipe_for(params, (head,), is_head, features=(transformer, first_tokens))
 

@@ -373,7 +373,9 @@ def _read_attribute(
         whole = type(like) is float and type(number) is int  # JSON writes 4.0 as 4
         if type(number) is not type(like) and not whole:
             return False
-        return isinstance(number, bool | str) or number > 0
+        if isinstance(number, bool | str):
+            return True
+        return number > 0 or number == like  # a layer scale of 0 is none
 
     if isinstance(default, tuple) != is_list or not numbers or not all(map(fits, numbers)):
         raise ValueError(f"{name} must be like {default!r}, got {value!r}.")

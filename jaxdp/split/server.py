@@ -24,7 +24,7 @@ import optax
 
 from jaxdp.models.training import Loss, adam_step, check_positive, epoch_batches, fit_in_memory
 from jaxdp.report import progress_bar
-from jaxdp.split.augment import hilbert_augment
+from jaxdp.split.augment import amplitude_exchange, hilbert_augment
 from jaxdp.split.backbone import Backbone, Params
 from jaxdp.split.checks import at_least, check_labels, one_of
 from jaxdp.split.quantization import (
@@ -45,10 +45,40 @@ def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.
 
     Images are float32 [n, S, S, C] in [0, 1], and labels [n].
     """
-    transformed = []
+
+    def augment(rows: slice) -> jax.Array:
+        return hilbert_augment(images[rows])
+
+    return _merge(augment, images, labels)
+
+
+def merge_amplitude_exchange(
+    key: jax.Array, images: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Appends images with the amplitudes of others to the server's images, and repeats the labels.
+
+    This is the augmentation that the paper compares with (Fig. 3). The key draws a permutation,
+    which says whose amplitudes an image takes. Arguments are otherwise those of `merge_hilbert`.
+    """
+    donors = jax.random.permutation(key, images)
+
+    def augment(rows: slice) -> jax.Array:
+        return amplitude_exchange(images[rows], donors[rows])
+
+    return _merge(augment, images, labels)
+
+
+def _merge(
+    augment: Callable[[slice], jax.Array],
+    images: jax.Array,
+    labels: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Appends the augmented forms of all rows, and repeats the labels."""
+    augmented = []
     for start in range(0, len(images), 256):  # batches bound the memory of the spectra
-        transformed.append(hilbert_augment(images[start : start + 256]))
-    merged_images = jnp.concatenate([images, *transformed])
+        rows = slice(start, start + 256)
+        augmented.append(augment(rows))
+    merged_images = jnp.concatenate([images, *augmented])
     merged_labels = jnp.concatenate([labels, labels])
     return merged_images, merged_labels
 

@@ -3,11 +3,13 @@
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from ml_collections import ConfigDict
 
+from jaxdp.models import create
 from jaxdp.models.checkpoints import blank_inputs
 from launch import catalogue, models
 
@@ -78,6 +80,25 @@ def test_the_networks_of_the_recalibration_paper_have_their_size(name, size):
     """Zagoruyko and Komodakis 2016, table 5: 36.5 million. He et al. 2016: 25.6 million."""
     assert name in documented()
     assert shapes(catalogue.load(name).model) == pytest.approx(size, rel=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vit_l.py", "deit_b.py", "backends.py", "backends.py:digits"])
+def test_an_auxiliary_backend_takes_the_tokens_of_the_frontend(name):
+    """Table 3 of Split Adaptation: the widths of the two models agree, at the paper's size too."""
+    config = catalogue.load(f"configs/split/{name}")
+    assert "Auxiliary backend" in config.stolen
+    assert shapes(config.auxiliary.model) > 0
+    first, second = (network_of(model) for model in (config.model, config.auxiliary.model))
+    fits = [(model.width, model.prefix_tokens) for model in (first, second)]
+    assert fits[0] == fits[1] and second.layer_scale and not first.layer_scale
+    # The paper drops layers at random. "backends.py" without a variant does not compare it.
+    assert ("Offsite tuning, random layers" in config.methods) == (name != "backends.py")
+    assert "amplitude exchange for Hilbert" in config.ablation.rows
+
+
+def network_of(model: ConfigDict) -> Any:
+    return create(model.name, num_classes=CLASSES, **dict(model.options))
 
 
 def test_an_option_that_a_model_lacks_fails():

@@ -109,12 +109,14 @@ def changed(case, folder, change):
 
 
 def test_the_cases_cover_every_naming():
-    # tested further below and in test_language.py
+    # tested further below, in test_language.py and in test_dinov2.py
     others = {
         "cifar_resnet",
         "gpt2",
         "hf_gpt2",
         "hf_llama",
+        "hf_dinov2",
+        "hf_dinov2_backbone",
     }
     others |= {naming for naming, *_ in test_public_convnets.CASES.values()}
     assert {naming for naming, _, _ in CASES.values()} == set(NAMINGS) - others

@@ -319,7 +319,7 @@ def test_frozen_statistics_are_constants():
         ("wrn_16_4", {"depth": 17}, "depth must be 6 n \\+ 4"),
         ("vit_tiny", {"patch_size": 3}, "patch_size must divide the image 8x8, got 3"),
         ("vit_tiny", {"num_heads": 5}, "num_heads must divide the width 64, got 5"),
-        ("vit_tiny", {"pool": "max"}, "pool must be 'token' or 'mean'"),
+        ("vit_tiny", {"pool": "max"}, "pool must be 'token', 'mean' or 'token_and_mean'"),
         ("vit_tiny", {"norm_order": "both"}, "norm_order must be 'pre' or 'post', got 'both'"),
         (
             "vit_tiny",

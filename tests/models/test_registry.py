@@ -84,6 +84,22 @@ def test_vit_sizes_are_the_published_ones(name, width, depth, published):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "width", "published"),
+    [
+        ("dinov2_s14", 384, 22_056_576),
+        ("dinov2_b14", 768, 86_580_480),
+        ("dinov2_l14", 1024, 304_368_640),
+    ],
+)
+def test_dinov2_sizes_are_the_published_ones(name, width, published):
+    """The files hold 37 x 37 positions, a token of the training, and no head."""
+    head, mask_token = 1000 * width + 1000, width
+    ours = count(name, (518, 518, 3), 1000)
+    assert ours - head + mask_token == published
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "width", "published"),
     [("deit_ti16", 192, 5_910_800), ("deit_s16", 384, 22_436_432), ("deit_b16", 768, 87_338_192)],
 )
 def test_distillation_adds_a_token_its_position_and_a_head(name, width, published):

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 
 from jaxdp.data import bundled
-from jaxdp.split.augment import augmented_batch, hilbert_augment, patch_augment, retrieve_neighbors
+from jaxdp.split.augment import (
+    amplitude_exchange,
+    augmented_batch,
+    hilbert_augment,
+    patch_augment,
+    retrieve_neighbors,
+)
 
 # --- Hilbert transform ---------------------------------------------------------------------------
 
@@ -155,6 +161,56 @@ def test_hilbert_augment_refuses_what_is_no_image():
         hilbert_augment(images, mode="eq6")
     with pytest.raises(ValueError, match="output must be 'abs' or 'real', got 'imag'"):
         hilbert_augment(images, output="imag")
+
+
+# --- Amplitude exchange -------------------------------------------------------------------------
+
+
+def donated(image: np.ndarray, donor: np.ndarray, share: float) -> np.ndarray:
+    """Computes the exchange of one channel [H, W] in float64, by matrices of the transform."""
+    rows, columns = (dft(size)[0] for size in image.shape)
+    spectra = [rows @ np.float64(channel) @ columns.T for channel in (image, donor)]
+    amplitude = (1 - share) * abs(spectra[0]) + share * abs(spectra[1])
+    mixed = amplitude * np.exp(1j * np.angle(spectra[0]))
+    back = rows.conj().T @ mixed @ columns.conj() / image.size
+    assert np.abs(back.imag).max() < 1e-12
+    return back.real
+
+
+@pytest.mark.parametrize(("name", "share"), [("digits", 1.0), ("random", 1.0), ("random", 0.3)])
+def test_amplitude_exchange_is_the_formula(name, share):
+    images = some_images()[name]
+    donors = np.roll(images, 1, axis=0)
+    outputs = amplitude_exchange(images, donors, share=share, clip=None)
+    channels = [np.moveaxis(x, -1, 1).reshape(-1, *x.shape[1:3]) for x in (images, donors)]
+    expected = np.stack([donated(*pair, share) for pair in zip(*channels, strict=True)])
+    ours = np.moveaxis(outputs, -1, 1).reshape(expected.shape)
+    assert outputs.dtype == jnp.float32
+    np.testing.assert_allclose(ours, expected, atol=2e-5)
+    # The twins: the phases of the donor, and another share.
+    swapped = [donated(b, a, share) for a, b in zip(*channels, strict=True)]
+    assert np.abs(ours - np.stack(swapped)).max() > 0.05
+    other = [donated(*pair, share - 0.1) for pair in zip(*channels, strict=True)]
+    assert np.abs(ours - np.stack(other)).max() > 0.005
+
+
+def test_an_image_is_its_own_donor_and_results_stay_in_the_range_of_images():
+    images = some_images()["digits"]
+    np.testing.assert_allclose(amplitude_exchange(images, images), images, atol=1e-5)
+    outputs = np.asarray(amplitude_exchange(images, images[::-1]))
+    free = np.asarray(amplitude_exchange(images, images[::-1], clip=None))
+    assert free.min() < -0.01
+    np.testing.assert_array_equal(outputs, free.clip(0, 1))
+
+
+def test_amplitude_exchange_refuses_what_does_not_fit():
+    images = some_images()["digits"]
+    with pytest.raises(ValueError, match=r"donors must have the shape \(3, 8, 8, 1\) of images"):
+        amplitude_exchange(images, images[:1])
+    with pytest.raises(TypeError, match="donors must be float32 as images are, got float16"):
+        amplitude_exchange(images, images.astype(np.float16))
+    with pytest.raises(ValueError, match=r"share must be in \[0, 1\], got 1.5"):
+        amplitude_exchange(images, images, share=1.5)
 
 
 # --- Neighbours ---------------------------------------------------------------------------------

@@ -263,6 +263,19 @@ def test_accuracy_is_the_share_of_largest_logits_whatever_the_batches(trained, d
     np.testing.assert_allclose(logits(found, images[:31]), every[:31], atol=2e-5)
 
 
+def test_a_head_that_reads_all_tokens_gets_all_of_them(deep, digits):
+    """Linear probing of a DINOv2 head, which reads the class token and the mean of the patches."""
+    train, (images, _) = digits
+    both = dataclasses.replace(BACKBONE, model=VIT.clone(pool="token_and_mean"))
+    start = {name: leaf for name, leaf in deep.items() if name in ("norm", *FRONT, "block_1")}
+    found = adapted(BASELINES["lp"], start, train, backbone=both)
+    end = {**start, "head": found.params["head"]}
+    assert end["head"]["kernel"].shape == (24, 2)
+    expected = apply(end, images, VIT.clone(num_classes=2, pool="token_and_mean"))
+    np.testing.assert_allclose(logits(found, images), expected, atol=1e-4)
+    assert (both.head_tokens, BACKBONE.head_tokens, BACKBONE.prefix_tokens) == (0, 1, 1)
+
+
 # --- Offsite tuning -----------------------------------------------------------------------------
 
 

@@ -244,7 +244,7 @@ def prepared(**changes):
         (attributes(depth=True), {}, "depth must be like 12, got True"),
         (attributes(width=-8), {}, "width must be like 192, got -8"),
         (attributes(patch_size=3), {}, "patch_size must divide the image 8x8, got 3"),
-        (attributes(pool="max"), {}, "pool must be 'token' or 'mean', got 'max'"),
+        (attributes(pool="max"), {}, "pool must be 'token', 'mean' or 'token_and_mean', got 'max'"),
         (prepared(size=0), {}, "preprocessing must have positive integer sizes"),
         (
             prepared(mean=0.5),

@@ -13,11 +13,12 @@ import scipy.stats
 
 from jaxdp.data import bundled
 from jaxdp.split import server
-from jaxdp.split.augment import hilbert_augment
+from jaxdp.split.augment import amplitude_exchange, hilbert_augment
 from jaxdp.split.quantization import quantize_frontend, search_scales
 from jaxdp.split.server import (
     adapt,
     calibrate_frontends,
+    merge_amplitude_exchange,
     merge_hilbert,
     mixup_representations,
     tune_backend,
@@ -40,6 +41,20 @@ def test_merged_data_are_the_originals_and_then_their_transforms(vit, monkeypatc
     monkeypatch.setattr(server, "hilbert_augment", lambda x: -x)
     many = np.arange(1, 601, dtype=np.float32).reshape(-1, 1, 1, 1)
     assert np.array_equal(merge_hilbert(many, np.zeros(600, int))[0], np.concatenate([many, -many]))
+
+
+@pytest.mark.slow
+def test_amplitudes_come_from_other_images_of_the_server(vit):
+    images, labels = merge_amplitude_exchange(KEY, vit.images, vit.labels)
+    again, _ = merge_amplitude_exchange(KEY, vit.images, vit.labels)
+    other, _ = merge_amplitude_exchange(jax.random.key(1), vit.images, vit.labels)
+    assert np.array_equal(images, again) and not np.array_equal(images, other)
+    assert np.array_equal(images[:9], vit.images)
+    assert labels.tolist() == [*vit.labels.tolist(), *vit.labels.tolist()]
+    # A permutation: the frequency 0, that is the mean, of each image goes to exactly one.
+    donors = jax.random.permutation(KEY, vit.images)
+    assert np.array_equal(images[9:], amplitude_exchange(vit.images, donors))
+    assert not np.array_equal(donors, vit.images)
 
 
 @pytest.fixture
