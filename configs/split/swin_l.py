@@ -16,4 +16,5 @@ def get_config(client: str = "cifar100") -> ConfigDict:
     config = vit_l.get_config(client)
     config.model.name = "swin_large"
     config.client.patch_share = 0.0  # the paper does not replace patches of a Swin
+    config.sweeps.patches = ()
     return config
