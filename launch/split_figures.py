@@ -153,6 +153,6 @@ def draw_hilbert(images: Any, path: pathlib.Path) -> None:
             "Hilbert augmentation": split.hilbert_augment(pixels),
             "Eq. 5 read literally": split.hilbert_augment(pixels, mode="eq5"),
         },
-        title="Hilbert augmentation of photographs",
-        subtitle="The default reproduces the paper's Fig. 3",
+        title="Hilbert augmentation",
+        subtitle="The first form is that of the paper's Fig. 3",
     )
