@@ -5,7 +5,8 @@ and 10 on the paper's grids, and training until the loss does not decrease.
     python -m benchmarks run split_appendix --workdir W
     python -m benchmarks.evidence results/split_adaptation.md
 
-The second command keeps the rows of the finished workdir, and the third one writes the page."""
+The second command keeps the rows of the finished workdir, and the third one writes the page. The
+workdir's attackers.png is docs/results/split_attackers.png."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

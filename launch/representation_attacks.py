@@ -16,7 +16,8 @@ weak attacker makes an upload look protected. So `standard_attackers` and `attac
 
 FORA itself does not know the client's frontend. `align` is its first stage: it moves a frontend
 until its representations of public images have the distribution of the uploads.
-`Attacker(simulation, aligned)` is the second.
+`Attacker(simulation, aligned)` is the second. `launch.ginver` has an attacker without images of its
+own.
 
 An attack that fails proves nothing. Its result is evidence about these attackers only.
 """
@@ -128,7 +129,14 @@ class Learner(Protocol):
         """Draws representations [B, T, D] of images [B, S, S, C]."""
 
     def learn(
-        self, key: jax.Array, attacked: np.ndarray, public: np.ndarray, **training: Any
+        self,
+        key: jax.Array,
+        attacked: np.ndarray,
+        public: np.ndarray,
+        *,
+        prefix_tokens: int,
+        batch_size: int,
+        **training: Any,
     ) -> Callable[[Any], jax.Array]:
         """Returns a function from representations to images.
 
@@ -136,7 +144,7 @@ class Learner(Protocol):
           key: A typed PRNG key.
           attacked: The median of the copies, float32 [n, T, D].
           public: The attacker's images, float32 [m, S, S, C].
-          training: The options of `attack` for the training.
+          prefix_tokens, batch_size, training: As in `attack`.
         """
 
 
@@ -530,7 +538,8 @@ def attack(
 
     Args:
       key: A typed PRNG key, the same for all attackers, so that only their knowledge differs.
-      attackers: The attackers by name, for example `standard_attackers(...)`.
+      attackers: The attackers by name, for example `standard_attackers(...)`, or a
+        `launch.ginver.Ginver`.
       uploads: Floating point [c, n, T, D], c copies of the representations of n images.
       references: The client's images, floating point [n, S, S, C] in [0, 1], for the metrics.
       public: The attackers' own images, floating point [m, S, S, C] in [0, 1].
