@@ -135,7 +135,10 @@ EVIDENCE = [
         "results/split_adaptation.md",
         ("split_cifar100.json", "split_paper.json"),
         evidence_split.tables,
-        {"split_noise.png": evidence_split.draw},
+        {
+            "split_noise.png": evidence_split.draw,
+            "split_hilbert.png": evidence_split.draw_hilbert,
+        },
     ),
     Evidence(
         "results/tta.md",

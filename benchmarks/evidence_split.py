@@ -14,9 +14,12 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from sklearn.datasets import load_sample_images
+
 from configs.split import cifar100
 from jaxdp.report import format_table, plot_panels
-from launch import results
+from launch import results, split_figures
 from launch.split_runs import ABLATIONS, BASELINES, SA, SA_ONCE, STOLEN
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -84,7 +87,7 @@ def _accuracy_rows(runs: Rows) -> list[dict[str, Any]]:
     for method in _with_runs((*BASELINES, SA), runs):
         line = {"method": method}
         for shots in _shots(runs):
-            line[f"{shots} shots"] = _mean(results.select(runs, method=method, shots=shots))
+            line[f"{shots} shots"] = mean(results.select(runs, method=method, shots=shots))
         lines.append(line)
     return lines
 
@@ -107,7 +110,7 @@ def _ablation_rows(runs: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]
     for variant in _with_runs(ABLATIONS, runs):
         line = {
             "variant": variant,
-            "accuracy": _mean(results.select(runs, method=variant, shots=SHOTS)),
+            "accuracy": mean(results.select(runs, method=variant, shots=SHOTS)),
             "Split Adaptation less this": None,
             "paper": None,
         }
@@ -130,7 +133,7 @@ def _rate_rows(tuning: Rows) -> list[dict[str, Any]]:
 def _stealing_rows(runs: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
     lines = []
     for model in _with_runs((*STOLEN, SA), runs):
-        accuracy = _mean(results.select(runs, method=model, shots=SHOTS))
+        accuracy = mean(results.select(runs, method=model, shots=SHOTS))
         published = _shown(paper["table 3"].get(model))
         lines.append({"model": model, "accuracy": accuracy, "paper": published})
     return lines
@@ -146,9 +149,9 @@ def _reconstruction_rows(rows: Rows, paper: Mapping[str, Any]) -> list[dict[str,
                 {
                     "upload": row["upload"],
                     "attacker": attacker,
-                    "PSNR, dB": _score(scores["psnr"]),
-                    "SSIM (11)": _score(scores["ssim_gaussian11"]),
-                    "LPIPS": _score(scores["lpips"]),
+                    "PSNR, dB": score(scores["psnr"]),
+                    "SSIM (11)": score(scores["ssim_gaussian11"]),
+                    "LPIPS": score(scores["lpips"]),
                     "paper: PSNR, SSIM, LPIPS": published,
                 }
             )
@@ -160,9 +163,9 @@ def _noise_rows(rows: Rows) -> list[dict[str, Any]]:
     for scale, attackers in _attacks(rows).items():
         line = {"scale b": f"{scale:g}"}
         for method in (SA, SA_ONCE):
-            line[method] = _mean(_noisy(rows, method, scale))
+            line[method] = mean(_noisy(rows, method, scale))
         for attacker, title in STRONGEST.items():
-            line[f"PSNR, {title}"] = _score(attackers[attacker]["psnr"])
+            line[f"PSNR, {title}"] = score(attackers[attacker]["psnr"])
         lines.append(line)
     return lines
 
@@ -171,7 +174,7 @@ def _private_rows(rows: Rows) -> list[dict[str, Any]]:
     lines = []
     for (epsilon, shots), runs in _private(rows).items():
         line = {"epsilon": f"{epsilon:g}", "images of a class": str(shots)}
-        lines.append(line | {"accuracy": _mean(runs)})
+        lines.append(line | {"accuracy": mean(runs)})
     return lines
 
 
@@ -197,6 +200,16 @@ def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
         ylabel="accuracy",
         percent=True,
     )
+
+
+def draw_hilbert(_found: Any, _paper: Any, path: pathlib.Path) -> None:
+    """Draws the Hilbert augmentation of two photographs that come with scikit-learn."""
+    squares = []
+    for photograph in load_sample_images().images:
+        thirds = photograph[:426, :639].reshape(142, 3, 213, 3, 3)  # of [427, 640, 3]
+        small = thirds.mean((1, 3), dtype=np.float32) / 255
+        squares.append(small[:, :142])
+    split_figures.draw_hilbert(np.stack(squares), path)
 
 
 def _uploads(rows: Rows) -> Iterable[Mapping[str, Any]]:
@@ -231,7 +244,7 @@ def _swept(rows: Rows, part: str, title: str) -> list[dict[str, Any]]:
     found = results.select(rows, part=part)
     values = sorted({row["value"] for row in found})
     return [
-        {title: f"{value:g}", "accuracy": _mean(results.select(found, value=value))}
+        {title: f"{value:g}", "accuracy": mean(results.select(found, value=value))}
         for value in values
     ]
 
@@ -255,7 +268,8 @@ def _shown(value: float | None) -> str | None:
     return None if value is None else f"{value:g}"
 
 
-def _score(moments: Mapping[str, float]) -> str:
+def score(moments: Mapping[str, float]) -> str:
+    """Returns a mean with its standard error."""
     return f"{moments['mean']:.3g} ({moments['error']:.2g})"
 
 
@@ -268,7 +282,8 @@ def _gain(runs: Rows, method: str, shots: int) -> str:
     )
 
 
-def _mean(rows: Rows) -> str:
+def mean(rows: Rows) -> str:
+    """Returns the mean accuracy of rows in percent, with its standard error."""
     return _percent([row["accuracy"] for row in rows])
 
 

@@ -105,6 +105,9 @@ BENCHMARKS = {
         "recalibration_sweeps", "what helps and hurts recalibration", "recalibration_sweeps"
     ),
     "evidence_split": _studies("evidence_split", "claims of Split Adaptation", "split_cifar100"),
+    "split_appendix": _studies(
+        "split_appendix", "what the appendix of Split Adaptation adds", "split_appendix"
+    ),
     "evidence_tta": _studies(
         "evidence_tta", "claims of private test-time adaptation", "evidence_tta"
     ),

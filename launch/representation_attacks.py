@@ -16,7 +16,8 @@ weak attacker makes an upload look protected. So `standard_attackers` and `attac
 
 FORA itself does not know the client's frontend. `align` is its first stage: it moves a frontend
 until its representations of public images have the distribution of the uploads.
-`Attacker(simulation, aligned)` is the second.
+`Attacker(simulation, aligned)` is the second. `launch.ginver` has an attacker without images of its
+own.
 
 An attack that fails proves nothing. Its result is evidence about these attackers only.
 """
@@ -25,7 +26,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import flax.linen as nn
 import jax
@@ -91,10 +92,60 @@ class Simulation:
 
 
 class Attacker(NamedTuple):
-    """A server's simulation, and the parameters that it attributes to the client's frontend."""
+    """A server that trains a decoder on a simulation of the client.
+
+    Attributes:
+      simulation: What the server simulates.
+      front: The parameters that the server attributes to the client's frontend.
+    """
 
     simulation: Simulation
     front: Any
+
+    @property
+    def copies(self) -> int:
+        """The number of copies whose median is attacked."""
+        return self.simulation.copies
+
+    def simulated(self, key: jax.Array, images: jax.Array) -> jax.Array:
+        """Draws representations [B, T, D] of images [B, S, S, C]."""
+        return self.simulation(self.front, key, images)
+
+    def learn(
+        self, key: jax.Array, attacked: np.ndarray, public: np.ndarray, **training: Any
+    ) -> Callable[[Any], jax.Array]:
+        """Returns `train_decoder` on the public images. The uploads are not read."""
+        return train_decoder(key, self.simulation, self.front, public, **training)
+
+
+class Learner(Protocol):
+    """What `attack` needs of an attacker: an `Attacker`, or `launch.ginver.Ginver`."""
+
+    @property
+    def copies(self) -> int:
+        """The number of copies whose median is attacked."""
+
+    def simulated(self, key: jax.Array, images: jax.Array) -> jax.Array:
+        """Draws representations [B, T, D] of images [B, S, S, C]."""
+
+    def learn(
+        self,
+        key: jax.Array,
+        attacked: np.ndarray,
+        public: np.ndarray,
+        *,
+        prefix_tokens: int,
+        batch_size: int,
+        **training: Any,
+    ) -> Callable[[Any], jax.Array]:
+        """Returns a function from representations to images.
+
+        Args:
+          key: A typed PRNG key.
+          attacked: The median of the copies, float32 [n, T, D].
+          public: The attacker's images, float32 [m, S, S, C].
+          prefix_tokens, batch_size, training: As in `attack`.
+        """
 
 
 def standard_attackers(
@@ -207,11 +258,8 @@ def train_decoder(
         raise ValueError(
             f"represent must return representations [B, T, D], got shape {drawn.shape}."
         )
-    tokens, width = drawn.shape[1:]
-    # Heads have 64 dimensions as in the ViTs of the paper, or more if 64 does not divide the width.
-    heads = math.gcd(width, max(width // 64, 1))
-    decoder = Decoder(images.shape[1], images.shape[3], prefix_tokens, heads)
-    initial = _init(decoder, init_key, jnp.zeros((1, tokens, width)))["params"]
+    decoder = decoder_for(images.shape[1:], drawn.shape[1:], prefix_tokens)
+    initial = initial_params(decoder, init_key, drawn.shape[1:])
     params = fit_in_memory(
         _loss(represent, decoder),
         initial,
@@ -223,6 +271,19 @@ def train_decoder(
         frozen=front,
     )
     return functools.partial(decode, decoder, params)
+
+
+def decoder_for(image: tuple[int, ...], tokens: tuple[int, ...], prefix_tokens: int) -> Decoder:
+    """Returns the decoder from representations [T, D] to images [S, S, C], given both shapes."""
+    _, width = tokens
+    # Heads have 64 dimensions as in the ViTs of the paper, or more if 64 does not divide the width.
+    heads = math.gcd(width, max(width // 64, 1))
+    return Decoder(image[0], image[2], prefix_tokens, heads)
+
+
+def initial_params(decoder: Decoder, key: jax.Array, tokens: tuple[int, ...]) -> Any:
+    """Draws the parameters of a decoder of representations of this shape, [T, D]."""
+    return _init(decoder, key, jnp.zeros((1, *tokens)))["params"]
 
 
 _init = jax.jit(Decoder.init, static_argnums=0)
@@ -462,7 +523,7 @@ def _estimate(scores: np.ndarray) -> Estimate:
 
 def attack(
     key: jax.Array,
-    attackers: Mapping[str, Attacker],
+    attackers: Mapping[str, Learner],
     uploads: Any,
     references: Any,
     *,
@@ -477,7 +538,8 @@ def attack(
 
     Args:
       key: A typed PRNG key, the same for all attackers, so that only their knowledge differs.
-      attackers: The attackers by name, for example `standard_attackers(...)`.
+      attackers: The attackers by name, for example `standard_attackers(...)`, or a
+        `launch.ginver.Ginver`.
       uploads: Floating point [c, n, T, D], c copies of the representations of n images.
       references: The client's images, floating point [n, S, S, C] in [0, 1], for the metrics.
       public: The attackers' own images, floating point [m, S, S, C] in [0, 1].
@@ -501,13 +563,13 @@ def attack(
             f"public images {public.shape[1:]} and references {references.shape[1:]} differ in "
             "shape."
         )
-    for name, (simulation, front) in attackers.items():
-        if simulation.copies > len(uploads):
+    for name, attacker in attackers.items():
+        if attacker.copies > len(uploads):
             raise ValueError(
-                f"attackers[{name!r}] needs {simulation.copies} copies, but uploads has "
+                f"attackers[{name!r}] needs {attacker.copies} copies, but uploads has "
                 f"{len(uploads)}."
             )
-        drawn = jax.eval_shape(simulation, front, key, public[:batch_size]).shape[1:]
+        drawn = jax.eval_shape(attacker.simulated, key, public[:batch_size]).shape[1:]
         if drawn != uploads.shape[2:]:
             raise ValueError(
                 f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has "
@@ -516,10 +578,10 @@ def attack(
     mean = np.broadcast_to(public.mean(0, keepdims=True), references.shape)
     reconstructions = {"mean image": _measure(mean, references, perceptual)}
     progress = progress_bar(attackers.items(), label="attacks", unit="attacker")
-    for name, (simulation, front) in progress:
-        inverse = train_decoder(key, simulation, front, public, batch_size=batch_size, **training)
-        attacked = jnp.asarray(median_of_copies(uploads[: simulation.copies]))
-        images = np.asarray(inverse(attacked))
+    for name, attacker in progress:
+        attacked = median_of_copies(uploads[: attacker.copies])
+        inverse = attacker.learn(key, attacked, public, batch_size=batch_size, **training)
+        images = np.asarray(inverse(jnp.asarray(attacked)))
         reconstructions[name] = _measure(images, references, perceptual)
     return reconstructions
 

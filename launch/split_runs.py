@@ -28,6 +28,7 @@ from . import data, frontend_attacks, models
 from . import representation_attacks as attacks
 from . import split_costs as costs
 from .measure import measure
+from .split_attackers import GINVER, Knowledge, attackers_of, perturbed, simulated
 
 _BATCH = 256  # of representations whose logits are computed together
 ServerVariant = Literal["full", "without Hilbert", "amplitude", "F_0 only", "untuned"]
@@ -104,9 +105,6 @@ UPLOADS: Mapping[str, Variant | None] = {
     "SA without model noise": Variant(alpha=0.0),
     SA_ONCE: ONCE,
 }
-# FORA aligns the shipped frontend with the uploads, and then reads one copy or the median of all.
-FORA = {"FORA": "noise-aware", "FORA, aggregating": "aggregating"}
-ATTACKERS = ("noise-unaware", "noise-aware", "aggregating", "oracle", *FORA)
 
 
 class Task(NamedTuple):
@@ -116,6 +114,13 @@ class Task(NamedTuple):
 
     pool: Examples
     test: Examples
+
+
+class Stopping(NamedTuple):
+    """The most epochs of a training, and the patience of `jaxdp.split.training.Training`."""
+
+    epochs: int
+    patience: int
 
 
 class Client(NamedTuple):
@@ -319,15 +324,25 @@ class Bench:
 
     # --- Accuracy --------------------------------------------------------------------------------
 
-    def accuracy(self, method: str, client: Client, *, laplace: float = 1.0) -> dict[str, float]:
+    def accuracy(
+        self,
+        method: str,
+        client: Client,
+        *,
+        laplace: float = 1.0,
+        stopping: Stopping | None = None,
+    ) -> dict[str, float]:
         """Returns the test accuracy of a method of `BASELINES`, `STOLEN` or `VARIANTS`, with
-        `laplace` times its noise.
+        `laplace` times its noise, and the number of epochs that it took.
 
-        A variant also has "noisy", the accuracy with Laplace noise on the test images.
+        A variant also has "noisy", the accuracy with Laplace noise on the test images. `stopping`
+        replaces the rule of the config.
         """
         if method in VARIANTS:
             variant = VARIANTS[method]
-            return self.adapted(variant._replace(laplace=variant.laplace * laplace), client)
+            variant = variant._replace(laplace=variant.laplace * laplace)
+            return self.adapted(variant, client, stopping)
+        epochs, patience = stopping or self._stopping(method)
         adapted = baselines.adapt(
             self._baseline(method, client),
             self.backbone,
@@ -336,12 +351,14 @@ class Bench:
             client.few["label"],
             num_classes=client.task.pool.num_classes,
             learning_rate=client.rate,
-            epochs=self._epochs(method),
+            epochs=epochs,
+            patience=patience,
             batch_size=self.config.baselines.batch_size,
             key=jax.random.key(client.seed),
         )
         test: Any = everything(client.task.test)
-        return {"accuracy": baselines.accuracy(adapted, test["image"], test["label"])}
+        accuracy = baselines.accuracy(adapted, test["image"], test["label"])
+        return {"accuracy": accuracy, "epochs": adapted.epochs}
 
     def _baseline(self, method: str, client: Client) -> baselines.Baseline:
         if method == OT_RANDOM:
@@ -353,9 +370,11 @@ class Bench:
             return baselines.BASELINES[BASELINES[method]]
         return STOLEN[method] or self._auxiliary
 
-    def _epochs(self, method: str) -> int:
-        """Returns the number of epochs. The paper gives offsite tuning half as many."""
-        return self.config.baselines.epochs // (2 if method.startswith("Offsite tuning") else 1)
+    def _stopping(self, method: str) -> Stopping:
+        """Returns the rule of a baseline. The paper gives offsite tuning half as many epochs."""
+        options = self.config.baselines
+        epochs = options.epochs // (2 if method.startswith("Offsite tuning") else 1)
+        return Stopping(epochs, options.patience)
 
     @functools.cached_property
     def _auxiliary(self) -> baselines.Baseline:
@@ -372,20 +391,32 @@ class Bench:
             split.Backbone(model.model, model.preprocessing, cut), model.params
         )
 
-    def adapted(self, variant: Variant, client: Client) -> dict[str, float]:
-        """Returns accuracies of a variant, on test images without and with noise.
+    def adapted(
+        self, variant: Variant, client: Client, stopping: Stopping | None = None
+    ) -> dict[str, float]:
+        """Returns accuracies of a variant, on test images without and with noise, and its epochs.
 
-        All variants take the same number of steps for any number of copies.
+        Without `stopping` all variants take about the same number of steps for any number of
+        copies, and at least one epoch.
         """
         labels = client.few["label"]
         x, params = self._noisily(variant, client)
-        steps = self.config.adaptation.epochs * self._batches(labels, self.config.client.copies)
         copies = self._copies(variant, client, x)
-        accuracy = self._adapted(variant, client, copies, labels, steps)
+        if stopping is None:
+            options = self.config.adaptation
+            steps = options.epochs * self._batches(labels, self.config.client.copies)
+            epochs = self._epochs_of(steps, labels, copies)
+            stopping = Stopping(epochs, options.patience)
+        adapted = self._adapted(variant, client, copies, labels, stopping)
+        accuracy = functools.partial(self._judged, adapted, client)
         test = self._represent(everything(client.task.test)["image"], variant, params)
         key = stream(client.secret, "test images")
         noisy = test + noise.laplace(key, test, self._scale(variant))
-        return {"accuracy": accuracy(test), "noisy": accuracy(noisy)}
+        return {
+            "accuracy": accuracy(test),
+            "noisy": accuracy(noisy),
+            "epochs": adapted.epochs,
+        }
 
     def _noisily(self, variant: Variant, client: Client) -> tuple[jax.Array, Any]:
         """Returns representations of a client's images, exact but for its noisy frontend, and its
@@ -434,13 +465,11 @@ class Bench:
         client: Client,
         copies: split.Copies,
         labels: Any,
-        steps: int,
+        stopping: Stopping,
         label_noise: Any = None,
-    ) -> Callable[[jax.Array], float]:
-        """Adapts the backend to copies. Returns a function from representations of the test images
-        to the accuracy.
-        """
-        adapted = split.adapt(
+    ) -> split.Adapted:
+        """Adapts the backend to copies."""
+        return split.adapt(
             jax.random.key(client.seed),
             self.backbone,
             self.server(variant.server)[1],
@@ -449,17 +478,20 @@ class Bench:
             num_classes=client.task.pool.num_classes,
             label_noise=label_noise,
             learning_rate=client.rate,
-            epochs=max(1, round(steps / self._batches(labels, copies.copies))),
+            epochs=stopping.epochs,
+            patience=stopping.patience,
             batch_size=self.config.adaptation.batch_size,
         )
-        test_labels = read_column(client.task.test, "label")
 
-        def accuracy(x: jax.Array) -> float:
-            starts = range(0, len(x), _BATCH)
-            logits = [adapted.logits(x[start : start + _BATCH]) for start in starts]
-            return float(models.judged(np.concatenate(logits), test_labels).mean())
+    def _epochs_of(self, steps: int, labels: Any, copies: split.Copies) -> int:
+        return max(1, round(steps / self._batches(labels, copies.copies)))
 
-        return accuracy
+    def _judged(self, adapted: split.Adapted, client: Client, x: jax.Array) -> float:
+        """Returns the accuracy on representations of the test images."""
+        starts = range(0, len(x), _BATCH)
+        logits = [adapted.logits(x[start : start + _BATCH]) for start in starts]
+        labels = read_column(client.task.test, "label")
+        return float(models.judged(np.concatenate(logits), labels).mean())
 
     # --- A real epsilon --------------------------------------------------------------------------
 
@@ -506,11 +538,14 @@ class Bench:
         lifted = split.lift(projection, released.features)
         copies = split.augment_then_noise(jax.random.key(client.seed), lifted, **copying)
         matrix = split.label_noise_matrix(client.task.pool.num_classes, release.label_epsilon)
-        accuracy = self._adapted(variant, client, copies, released.labels, options.steps, matrix)
+        labels = released.labels
+        stopping = Stopping(self._epochs_of(options.steps, labels, copies), 0)
+        adapted = self._adapted(variant, client, copies, labels, stopping, matrix)
         # The backend was adapted in the subspace of the projection only.
         test = self._represent(everything(client.task.test)["image"])
         projected = split.lift(projection, split.project(projection, test))
-        return {"accuracy": accuracy(projected), "epsilon": account.epsilon()}
+        accuracy = self._judged(adapted, client, projected)
+        return {"accuracy": accuracy, "epsilon": account.epsilon()}
 
     # --- Attacks ---------------------------------------------------------------------------------
 
@@ -526,13 +561,15 @@ class Bench:
 
         With an account, uploads in the published order are paid for.
         """
+        key = jax.random.key(client.seed)
         if variant is None:
             front, _ = self.backbone.divide(self.params)
             uploads = np.asarray(jax.jit(self.backbone.front)(front, client.few["image"]))[None]
-            # This upload has no noise.
-            return self._attack(
-                client, uploads, {"noise-aware": (attacks.Simulation(self.backbone.front), front)}
-            )
+            # This upload has no noise, so that those who simulate noise are one attacker.
+            knowledge = self._knowledge(self.backbone.front, front)
+            noiseless = [name for name in names if name in ("noise-aware", *GINVER)]
+            attackers = attackers_of(knowledge, noiseless, uploads, true=front, key=key)
+            return self._attack(client, uploads, attackers)
         x, params = self._noisily(variant, client)
         copying, alpha = self._copying(variant), self._model_noise(variant)
         if account is not None:
@@ -543,44 +580,18 @@ class Bench:
             upload = self._copies(variant, client, x)
             once = variant.order == "once"
             uploads = np.asarray(upload.representations)[None] if once else upload.materialized()
-        attackers = attacks.standard_attackers(
-            self._extract(variant.server),
-            shipped=self.server(variant.server)[0].params,
-            true=params,
-            model_noise=_perturbed(**alpha) if alpha["alpha"] else None,
-            release=_simulated(variant.order, **copying),
-            copies=len(uploads),
+        shipped, _ = self.server(variant.server)
+        knowledge = self._knowledge(self._extract(variant.server), shipped.params)._replace(
+            model_noise=perturbed(**alpha) if alpha["alpha"] else None,
+            release=simulated(variant.order, **copying),
         )
-        if any(name in names for name in FORA):
-            attackers |= self._fora(client, uploads, attackers)
-        known = [name for name in names if name in attackers]
-        if len(uploads) == 1:  # one copy has no median
-            known = [name for name in known if "aggregating" not in name]
-        return self._attack(client, uploads, {name: attackers[name] for name in known})
+        attackers = attackers_of(knowledge, names, uploads, true=params, key=key)
+        return self._attack(client, uploads, attackers)
 
-    def _fora(
-        self, client: Client, uploads: np.ndarray, attackers: Mapping[str, attacks.Attacker]
-    ) -> dict[str, attacks.Attacker]:
-        """Returns the attackers of FORA. Their frontend is not quantised, because rounding has no
-        gradient.
-        """
+    def _knowledge(self, extract: attacks.Extract, shipped: Any) -> Knowledge:
         options = self.config.attack
-        known, shipped = attackers["noise-aware"]
-        simulation = attacks.Simulation(self.backbone.front, release=known.release)
-        front = attacks.align(
-            jax.random.key(client.seed),
-            simulation,
-            shipped,
-            uploads,
-            public=self.public["image"][: options.images],
-            steps=options.fora_steps,
-            batch_size=options.batch_size,
-        )
-        aligned = {}
-        for name, like in FORA.items():
-            copies = attackers[like].simulation.copies
-            aligned[name] = attacks.Attacker(dataclasses.replace(simulation, copies=copies), front)
-        return aligned
+        public = self.public["image"][: options.images]
+        return Knowledge(self.backbone, extract, shipped, public, options)
 
     def reconstruct_private(
         self, client: Client, *, epsilon: float, dimensions: int
@@ -599,9 +610,9 @@ class Bench:
         x, key = self._represent(client.few["image"]), stream(client.secret, "private upload")
         simulation = attacks.Simulation(self._extract("full"), release=simulated)
         uploads = np.asarray(simulated(key, x, jnp.array(0)))[None]
-        return self._attack(
-            client, uploads, {"noise-aware": (simulation, self.server("full")[0].params)}
-        )
+        shipped, _ = self.server("full")
+        attackers = {"noise-aware": attacks.Attacker(simulation, shipped.params)}
+        return self._attack(client, uploads, attackers)
 
     def _make_extract(self, variant: ServerVariant) -> Callable[[Any, jax.Array], jax.Array]:
         frontend, _ = self.server(variant)
@@ -610,12 +621,12 @@ class Bench:
         )
 
     def _attack(
-        self, client: Client, uploads: np.ndarray, attackers: Mapping[str, Any]
+        self, client: Client, uploads: np.ndarray, attackers: Mapping[str, attacks.Learner]
     ) -> dict[str, attacks.Reconstruction]:
         options = self.config.attack
         return attacks.attack(
             jax.random.key(client.seed),
-            {name: attacks.Attacker(*attacker) for name, attacker in attackers.items()},
+            attackers,
             uploads,
             client.few["image"],
             public=self.public["image"][: options.images],
@@ -632,7 +643,9 @@ class Bench:
         this device.
         """
         config, classes = self.config, self.num_classes
-        epochs = self._epochs(method) if method in BASELINES else config.adaptation.epochs
+        epochs = config.adaptation.epochs
+        if method in BASELINES:
+            epochs = self._stopping(method).epochs
         images = config.ablation.shots * classes
         counted = costs.cost(
             COSTS[method],
@@ -654,29 +667,3 @@ class Bench:
             "download, MB": counted.download / 1e6,
             "upload, MB": counted.upload / 1e6,
         }
-
-
-# Equal arguments give one object, so that decoders compile once.
-@functools.cache
-def _perturbed(**noise_of_model: Any) -> Callable[[jax.Array, Any], Any]:
-    """Returns the noise on the frontend, as attackers simulate it."""
-    return functools.partial(split.perturb_params, **noise_of_model)
-
-
-@functools.cache
-def _simulated(
-    order: str, **copying: Any
-) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
-    """Returns a function that draws a copy of a client's upload of a batch of images, as attackers
-    simulate it.
-    """
-
-    def release(key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
-        if order == "once":
-            return x + noise.laplace(key, x, copying["laplace_scale"])
-        images = jnp.arange(len(x), dtype=jnp.int32)
-        return split.augment_then_noise(key, x, **{**copying, "copies": 1}).batch(
-            images, jnp.full_like(images, copy)
-        )
-
-    return release

@@ -68,6 +68,7 @@ def get_config() -> ConfigDict:
     config.attack.attackers = ("noise-aware", "aggregating", "FORA", "FORA, aggregating")
     config.noise.seeds = 2
     config.sweeps.update({"patches": (0.0, 0.05, 0.5, 0.9), "copies": (0, 1, 4, 16), "seeds": 2})
+    config.rule.patience = ()  # configs/split/digits.py:appendix has them
     config.private.update(
         {"epsilons": (8.0, 64.0), "dimensions": (16,), "shots": (20,), "steps": 50}
     )

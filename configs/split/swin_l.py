@@ -17,4 +17,5 @@ def get_config(client: str = "cifar100") -> ConfigDict:
     config.model.name = "swin_large"
     config.stolen = config.stolen[:-1]  # no DINOv2 takes the tokens of a Swin
     config.client.patch_share = 0.0  # the paper does not replace patches of a Swin
+    config.sweeps.patches = ()
     return config

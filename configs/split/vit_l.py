@@ -69,6 +69,7 @@ def get_config(client: str = "cifar100") -> ConfigDict:
     config.server.learning_rate = 1e-5
     config.client.laplace_unit = "representation"
     config.adaptation.epochs = 100
+    config.sweeps.update(digits.PAPER_SWEEPS)
     config.attack.client_images = 10  # their copies take 520 MB
     config.learning_rates = (1e-5, 1e-4, 1e-3, 1e-2)
     config.private.update({"dimensions": (8, 32), "shots": (10, 50)})

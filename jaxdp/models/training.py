@@ -1,13 +1,14 @@
 """Training without privacy, for public data and for the reference of a private run.
 
 `fit_public` gathers each batch on the host and takes any optimizer. `fit_in_memory` compiles whole
-epochs for data on the device. Only Split Adaptation and its attackers use it, many times on a few
-images.
+epochs for data on the device. `fit_until_steady` does so too, and stops by the training loss. Only
+Split Adaptation and its attackers use these two, many times on a few images.
 """
 
 import functools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,18 +135,68 @@ def fit_in_memory(
       ValueError: There is no data, or a learning rate, number of epochs or batch size is not
           positive.
     """
-    check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
+    options = {"learning_rate": learning_rate, "epochs": epochs, "batch_size": batch_size}
+    return fit_until_steady(
+        loss_fn, params, data, key=key, frozen=frozen, patience=0, **options
+    ).params
+
+
+class Fitted(NamedTuple):
+    """Trained parameters, and the number of epochs that trained them."""
+
+    params: Any
+    epochs: int
+
+
+def fit_until_steady(
+    loss_fn: Loss,
+    params: Any,
+    data: Any,
+    *,
+    key: jax.Array,
+    patience: int,
+    frozen: Any = None,
+    **settings: Any,
+) -> Fitted:
+    """Trains as `fit_in_memory` does, until the training loss does not decrease.
+
+    The loss of an epoch is the mean over its examples, each before the step that it is used in.
+
+    Args:
+      loss_fn, params, data, key, frozen: As in `fit_in_memory`.
+      patience: Training stops after so many epochs in a row whose loss is not below that of all
+          epochs before them. 0 runs all epochs.
+      settings: learning_rate, epochs and batch_size of `fit_in_memory`. epochs is the most.
+
+    Raises:
+      ValueError: patience is not a whole number of at least 0, or as in `fit_in_memory`.
+    """
+    learning_rate, epochs, batch_size = _checked_settings(**settings)
+    if not (isinstance(patience, int) and patience >= 0):
+        raise ValueError(f"patience must be a whole number of at least 0, got {patience!r}.")
     count = len(jax.tree.leaves(data)[0])
     if count == 0:
         raise ValueError("data must have at least one example, got none.")
     state = optax.scale_by_adam().init(params)
     size = min(batch_size, count)
+    rate = jnp.float32(learning_rate)
+    smallest, since, taken = math.inf, 0, 0
     epoch_keys = jax.random.split(key, epochs)
     for epoch_key in progress_bar(epoch_keys, label="training", unit="epoch"):
         batches = epoch_batches(epoch_key, count, size)
-        after = _epoch(loss_fn, params, state, frozen, data, batches, jnp.float32(learning_rate))
-        params, state = jax.block_until_ready(after)
-    return params
+        after = _epoch(loss_fn, params, state, frozen, data, batches, rate)
+        params, state, loss = jax.block_until_ready(after)
+        taken += 1
+        since = 0 if loss < smallest else since + 1
+        smallest = min(smallest, float(loss))
+        if since == patience > 0:
+            break
+    return Fitted(params, taken)
+
+
+def _checked_settings(learning_rate: float, epochs: int, batch_size: int) -> tuple[float, int, int]:
+    check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
+    return learning_rate, epochs, batch_size
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -157,7 +208,9 @@ def _epoch(
     data: Any,
     batches: Any,
     learning_rate: jax.Array,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, jax.Array]:
+    """Returns parameters, state of Adam and mean loss after one epoch."""
+
     def mean_loss(
         params: Any,
         rows: jax.Array,
@@ -170,12 +223,15 @@ def _epoch(
 
     def step(
         carry: tuple[Any, Any], batch: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[tuple[Any, Any], None]:
+    ) -> tuple[tuple[Any, Any], jax.Array]:
         params, state = carry
-        gradients = jax.grad(mean_loss)(params, *batch)
-        return adam_step(params, state, gradients, learning_rate), None
+        _, weight, _ = batch
+        loss, gradients = jax.value_and_grad(mean_loss)(params, *batch)
+        return adam_step(params, state, gradients, learning_rate), loss * weight.sum()
 
-    return jax.lax.scan(step, (params, state), batches)[0]
+    (params, state), sums = jax.lax.scan(step, (params, state), batches)
+    _, weights, _ = batches
+    return params, state, sums.sum() / weights.sum()
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -23,7 +23,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.data import labels as shapes
-from jaxdp.models.training import Loss, fit_in_memory
+from jaxdp.models.training import Loss, fit_until_steady
 from jaxdp.split.backbone import Backbone, Params, in_batches
 from jaxdp.split.checks import check_labels, one_of
 from jaxdp.split.training import Training
@@ -245,10 +245,17 @@ BASELINES: Mapping[str, Baseline] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Adapted:
-    """A model for the client's task: its pieces, and all their parameters, trained or not."""
+    """A model for the client's task.
+
+    Attributes:
+      recipe: Its pieces.
+      params: All their parameters, trained or not.
+      epochs: The number of epochs that trained them.
+    """
 
     recipe: Recipe
     params: dict[str, Any] = dataclasses.field(repr=False)
+    epochs: int
 
     def logits(self, images: jax.Array, *, batch_size: int = 128) -> jax.Array:
         """Maps images [n, S, S, C] in [0, 1] to logits [n, num_classes], batch by batch."""
@@ -281,8 +288,9 @@ def adapt(
       labels: int [n] in [0, num_classes), with num_classes at least 2.
       learning_rate: The constant learning rate of Adam.
       key: Typed PRNG key of the head and the order of the images.
-      training: The other attributes of `Training`: epochs and batch_size. The paper has 100 epochs,
-        and 50 for offsite tuning. Features are computed in batches of this size too.
+      training: The other attributes of `Training`: epochs, batch_size and patience. The paper has
+        100 epochs, and 50 for offsite tuning, "as when the training loss does not decrease".
+        Features are computed in batches of this size too.
 
     Raises:
       ValueError: Images are empty, of another shape or outside [0, 1], labels do not match them or
@@ -301,9 +309,9 @@ def adapt(
     loss = training_loss(recipe.training)
     examples = inputs, jnp.asarray(labels)
     settings = dataclasses.asdict(options)
-    trained = fit_in_memory(loss, trained, examples, key=key, frozen=frozen, **settings)
-    tuned_params = unflatten_dict({**frozen, **trained}, sep="/")
-    return Adapted(recipe, tuned_params)
+    fitted = fit_until_steady(loss, trained, examples, key=key, frozen=frozen, **settings)
+    tuned_params = unflatten_dict({**frozen, **fitted.params}, sep="/")
+    return Adapted(recipe, tuned_params, fitted.epochs)
 
 
 def accuracy(
@@ -343,7 +351,7 @@ def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict
 
 @functools.lru_cache
 def training_loss(pieces: tuple[Piece, ...]) -> Loss:
-    """Returns the cross-entropy of (inputs, labels) behind `pieces`, for `fit_in_memory`.
+    """Returns the cross-entropy of (inputs, labels) behind `pieces`, for `fit_until_steady`.
 
     Equal pieces give one function, which compiles once.
     """

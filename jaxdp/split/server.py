@@ -22,7 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.models.training import Loss, adam_step, check_positive, epoch_batches, fit_in_memory
+from jaxdp.models.training import (
+    Loss,
+    adam_step,
+    check_positive,
+    epoch_batches,
+    fit_until_steady,
+)
 from jaxdp.report import progress_bar
 from jaxdp.split.augment import amplitude_exchange, hilbert_augment
 from jaxdp.split.backbone import Backbone, Params
@@ -197,12 +203,14 @@ def tune_backend(
     examples = jnp.asarray(images), jnp.asarray(labels)
     frozen = front, tuple(frontends)
     settings = dataclasses.asdict(options)
-    return fit_in_memory(loss, back, examples, key=key, frozen=frozen, **settings)
+    fitted = fit_until_steady(loss, back, examples, key=key, frozen=frozen, **settings)
+    tuned: dict[str, Any] = fitted.params
+    return tuned
 
 
 @functools.lru_cache
 def mixup_loss(backbone: Backbone, beta: float) -> Loss:
-    """Returns the loss of Eq. 11 per image, for `fit_in_memory`."""
+    """Returns the loss of Eq. 11 per image, for `fit_until_steady`."""
 
     def loss(
         back: Any,
@@ -240,10 +248,17 @@ class Uploads(Protocol):
 
 
 class Adapted(NamedTuple):
-    """A backend for the client's task: the model with its classes, and its parameters."""
+    """A backend for the client's task.
+
+    Attributes:
+      backbone: The model with the client's classes.
+      back: The parameters of the backend.
+      epochs: The number of epochs that tuned them, 0 if they were read from a file.
+    """
 
     backbone: Backbone
     back: dict[str, Any]
+    epochs: int = 0
 
     def logits(self, representations: jax.Array) -> jax.Array:
         """Maps representations [B, T, D] to logits [B, num_classes]."""
@@ -299,13 +314,13 @@ def adapt(
     loss = copies_loss(backbone)
     frozen = copies, jnp.asarray(labels), label_noise
     settings = dataclasses.asdict(options)
-    tuned = fit_in_memory(loss, back, copies.index(), key=key, frozen=frozen, **settings)
-    return Adapted(backbone, tuned)
+    fitted = fit_until_steady(loss, back, copies.index(), key=key, frozen=frozen, **settings)
+    return Adapted(backbone, fitted.params, fitted.epochs)
 
 
 @functools.lru_cache
 def copies_loss(backbone: Backbone) -> Loss:
-    """Returns the loss of Eq. 14 per copy, corrected for label noise, for `fit_in_memory`."""
+    """Returns the loss of Eq. 14 per copy, corrected for label noise, for `fit_until_steady`."""
 
     def loss(
         back: Any,
@@ -354,9 +369,15 @@ def adapt_by_client(
 
     Raises:
       ValueError: There are fewer than 2 classes, or a learning rate, number of epochs or batch size
-        is not positive. Or an answer has another shape, or NaN or infinite entries.
+        is not positive. Or patience is not 0, since the server sees no loss. Or an answer has
+        another shape, or NaN or infinite entries.
     """
     options = Training(**training)
+    if options.patience:
+        raise ValueError(
+            f"patience must be 0, got {options.patience}: the loss stays with the client. Use a "
+            "fixed number of epochs."
+        )
     head_key, key = jax.random.split(key)
     backbone, tuned = backbone.with_head(head_key, back, num_classes)
     state = optax.scale_by_adam().init(tuned)
@@ -381,7 +402,7 @@ def adapt_by_client(
             cotangent = answer.astype(np.float32) * shares[:, None]
             rate = options.learning_rate
             tuned, state = _pull_back(backbone, tuned, state, batch, cotangent, rate)
-    return Adapted(backbone, tuned)
+    return Adapted(backbone, tuned, options.epochs)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -1,8 +1,9 @@
-"""`Training`, the options of `fit_in_memory` that every training of split adaptation takes."""
+"""`Training`, the options of `fit_until_steady` that every training of split adaptation takes."""
 
 import dataclasses
 
 from jaxdp.models.training import check_positive
+from jaxdp.split.checks import at_least
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,16 +14,20 @@ class Training:
       learning_rate: The constant learning rate.
       epochs: Passes over the images, or over all copies of them.
       batch_size: Images of a step.
+      patience: Training stops early, after so many epochs in a row without a new smallest training
+          loss: the rule of section A.2, with 1 read literally. 0 runs all epochs.
 
     Raises:
-      ValueError: A number is not positive.
+      ValueError: A number is not positive, or patience is negative.
     """
 
     learning_rate: float = 1e-5
     epochs: int = 100
     batch_size: int = 32
+    patience: int = 0
 
     def __post_init__(self) -> None:
         check_positive(
             learning_rate=self.learning_rate, epochs=self.epochs, batch_size=self.batch_size
         )
+        at_least(0, patience=self.patience)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from configs.split import cifar10, cifar100, deit_b, digits, swin_l, vit_l
+from jaxdp.data import bundled
 from jaxdp.data.selection import few_shots, smallest_class
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
-from launch import frame, split, split_runs
+from launch import frame, split, split_figures, split_runs
 from tests.launch import golden, tiny
 
 pytestmark = pytest.mark.slow
@@ -46,6 +47,7 @@ def test_all_tables_and_figures_are_written(finished):
         "Figure 4",
         "Table 9",
         "Table 10",
+        "Training until the loss does not decrease",
         "A real epsilon",
     ):
         assert f"## {title}" in text
@@ -56,6 +58,7 @@ def test_all_tables_and_figures_are_written(finished):
         "tradeoff.png",
         "private.png",
         "reconstructions.png",
+        "attackers.png",
     ):
         assert (root / name).stat().st_size > 10_000
     assert json.loads((root / "result.json").read_text()) == json.loads(json.dumps(result))
@@ -109,8 +112,9 @@ def spends(root):
 
 def test_the_attackers_are_where_they_belong(finished):
     attacks = finished[1]["attacks"]
-    assert set(attacks["Split Adaptation"]) == {"mean image", "noise-aware", "aggregating", "FORA"}
-    assert set(attacks["Split learning"]) == {"mean image", "noise-aware"}
+    ours = {"mean image", "noise-aware", "aggregating", "FORA", "Ginver"}
+    assert set(attacks["Split Adaptation"]) == ours
+    assert set(attacks["Split learning"]) == {"mean image", "noise-aware", "Ginver"}
     # 8x8: no 11-tap window
     assert set(attacks["Split learning"]["noise-aware"]) == {
         "psnr",
@@ -155,6 +159,27 @@ def test_known_images_turned_make_another_task(tmp_path):
     first, second = (few_shots(task.pool, 2, seed=1) for task in (known, turned))
     np.testing.assert_array_equal(first["label"], second["label"])
     np.testing.assert_array_equal(np.rot90(first["image"], axes=(1, 2)), second["image"])
+
+
+def test_the_picture_of_the_augmentation_is_drawn(tmp_path):
+    images = bundled("digits").gather(np.arange(3))["image"]
+    split_figures.draw_hilbert(images, tmp_path / "hilbert.png")
+    assert (tmp_path / "hilbert.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
+        split_figures.draw_hilbert(2 * images, tmp_path / "none.png")
+
+
+def test_sweeps_have_the_values_of_the_papers_tables():
+    for config in (digits.get_config("appendix"), vit_l.get_config()):
+        numbers = [round(196 * share) for share in config.sweeps.patches]
+        assert (numbers[:11], numbers[11:]) == ([*range(0, 101, 10)], [120, 140, 160, 180])
+        assert (len(config.sweeps.copies), max(config.sweeps.copies)) == (15, 100)
+        variants = [split.swept(config, "patches", share) for share in config.sweeps.patches]
+        replaced = [
+            round(variant.patches * config.client.patch_share * 196) for variant in variants
+        ]
+        assert replaced == numbers
+    assert swin_l.get_config().sweeps.patches == ()  # a Swin replaces no patches
 
 
 @pytest.mark.parametrize("module", [cifar10, cifar100, vit_l, deit_b, swin_l])

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp.models.training import epoch_batches, fit_in_memory
+from jaxdp.models.training import epoch_batches, fit_in_memory, fit_until_steady
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -105,6 +105,35 @@ def test_one_program_for_all_epochs_rates_keys_and_calls():
         counted, jnp.zeros(()), jnp.ones(4), key=KEY, learning_rate=0.1, epochs=1, batch_size=3
     )
     assert len(traces) > count  # The count does count.
+
+
+def steady(params, frozen, batch, key):
+    """A loss that falls to `frozen` and then stays."""
+    return jnp.maximum(params, frozen) + 0 * batch
+
+
+@pytest.mark.slow
+def test_training_ends_when_the_loss_does_not_decrease():
+    def epochs(patience, most=12):
+        settings = {"learning_rate": 0.5, "epochs": most, "batch_size": 4}
+        # Adam moves by the learning rate, so the loss is 2, 1.5, 1 and then 0.9.
+        fitted = fit_until_steady(
+            steady,
+            jnp.float32(2),
+            jnp.ones(4),
+            key=KEY,
+            patience=patience,
+            frozen=jnp.float32(0.9),
+            **settings,
+        )
+        return fitted.epochs
+
+    assert [epochs(1), epochs(3)] == [5, 7]
+    assert epochs(1, most=3) == 3
+    # The twin: without the rule nothing ends it.
+    assert epochs(0) == 12
+    with pytest.raises(ValueError, match="patience must be a whole number of at least 0, got -1"):
+        epochs(-1)
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "epochs", "batch_size"])

@@ -99,12 +99,14 @@ def adapted(
     epochs=1,
     key=KEY,
     batch_size=20,
+    patience=0,
 ):
     given = {
         "num_classes": 2,
         "learning_rate": learning_rate,
         "epochs": epochs,
         "batch_size": batch_size,
+        "patience": patience,
         "key": key,
     }
     return adapt(baseline, backbone, start, *data, **given)
@@ -249,7 +251,17 @@ def test_zeros_are_told_from_ones_and_other_learning_rates_keys_and_epochs_compi
     list(jax.random.split(jax.random.key(0), other["epochs"]))
     with nothing_compiles():
         found = adapted(BASELINES[name], public[name], train, backbone=backbone_of(name), **other)
+        steady = adapted(
+            BASELINES[name],
+            public[name],
+            train,
+            backbone=backbone_of(name),
+            **{**other, "learning_rate": NO_STEP},
+            patience=1,
+        )
     assert accuracy(found, *test, batch_size=20) > 0.8  # of 60, half by chance
+    # The rule of epochs: a loss that does not decrease ends the training.
+    assert steady.epochs < found.epochs == other["epochs"]
 
 
 def test_accuracy_is_the_share_of_largest_logits_whatever_the_batches(trained, digits):
@@ -452,6 +464,8 @@ def test_bad_numbers_are_refused(params, digits, trained):
     for name in ("lp", "ft"):
         with pytest.raises(ValueError, match="batch_size must be"):
             adapted(BASELINES[name], params, train, batch_size=0)
+    with pytest.raises(ValueError, match="patience must be at least 0, got -1"):
+        adapted(BASELINES["lp"], params, train, patience=-1)
     with pytest.raises(ValueError, match="num_classes must be at least 2, got 1"):
         adapt(
             BASELINES["lp"],

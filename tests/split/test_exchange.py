@@ -570,13 +570,18 @@ def test_a_wrong_answer_stops_the_server(vit, copies, wrong):
 
 
 def test_impossible_steps_are_refused(vit, copies):
-    for name in ("learning_rate", "epochs", "batch_size"):
-        with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):
+    for name, value, bound in (
+        ("learning_rate", 0, "positive"),
+        ("epochs", 0, "positive"),
+        ("batch_size", 0, "positive"),
+        ("patience", 1, "0"),  # the server sees no loss
+    ):
+        with pytest.raises(ValueError, match=f"{name} must be {bound}, got {value}"):
             adapt_by_client(
                 KEY,
                 vit.backbone,
                 vit.back,
                 copies,
                 lambda logits, images: logits,
-                **{**OPTIONS, name: 0},
+                **{**OPTIONS, name: value},
             )

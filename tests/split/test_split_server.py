@@ -280,9 +280,13 @@ def test_few_images_teach_the_task(vit):
         logits = np.asarray(adapted.logits(x[rest]))
         assert adapted.backbone.num_classes == 2 and logits.shape == (100, 2)
         accuracy.append(np.mean(logits.argmax(1) == batch["label"][rest]))
+        assert adapted.epochs == 20
     # With the labels exchanged, it learns that.
     assert accuracy[0] > 0.75 and accuracy[1] < 0.25, accuracy
     np.testing.assert_allclose(logits, vit.logits(x[rest], adapted.back), atol=1e-3)
+    # A step that is lost in rounding: the loss does not decrease.
+    options |= {"learning_rate": 1e-30, "patience": 1}
+    assert adapt(KEY, vit.backbone, vit.back, copies, labels[few], **options).epochs < 20
 
 
 @pytest.mark.slow

@@ -1,0 +1,84 @@
+"""What a generator reconstructs whose images have the uploaded representations."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdp.data import bundled
+from jaxdp.models import Preprocessing, ViT
+from jaxdp.split.backbone import Backbone
+from launch.ginver import Ginver
+from launch.representation_attacks import attack
+
+MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=3, num_heads=2, mlp_width=32)
+BACKBONE = Backbone(MODEL, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
+TRAINING = {"prefix_tokens": 1, "batch_size": 20}
+COPIES, STEPS = 9, 150
+
+
+@pytest.fixture(scope="module")
+def world():
+    """Public digits 0 to 4, a client's 5 to 9, the frontend, and representations of the client."""
+    source = bundled("digits")
+    columns = source.gather(np.arange(len(source)))
+    images, seen = np.asarray(columns["image"], np.float32), np.asarray(columns["label"]) < 5
+    public, references = images[seen][:100], images[~seen][:20]
+    params = jax.jit(MODEL.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    shipped, _ = BACKBONE.divide(params)
+    return public, references, shipped, np.asarray(jax.jit(BACKBONE.front)(shipped, references))
+
+
+def ginver(shipped, **options):
+    return Ginver(extract=BACKBONE.front, front=shipped, steps=STEPS, learning_rate=5e-3, **options)
+
+
+def gain(better, worse):
+    """Returns the mean difference in dB, and its standard error."""
+    difference = better.psnr - worse.psnr
+    return difference.mean(), difference.std(ddof=1) / np.sqrt(len(difference))
+
+
+@pytest.mark.slow
+def test_it_sees_images_where_nothing_protects_them_and_none_in_noise(world):
+    public, references, shipped, exact = world
+    noise = np.random.default_rng(0).laplace(size=(COPIES, *exact.shape)).astype(np.float32)
+    attackers = {"one": ginver(shipped), "several": ginver(shipped, copies=COPIES)}
+
+    def seen(uploads, names):
+        some = {name: attackers[name] for name in names}
+        key = jax.random.key(1)
+        return attack(key, some, uploads, references, public=public, **TRAINING)
+
+    clean = seen(exact[None], ["one"])
+    floor = clean["mean image"]
+    decibels, error = gain(clean["one"], floor)
+    assert decibels > 4 and decibels > 4 * error
+    noisy = seen(exact + 0.5 * noise, ["one", "several"])
+    decibels, error = gain(noisy["several"], noisy["one"])
+    assert decibels > 0.5 and decibels > 4 * error
+    # The twin: uploads that hold nothing of the images.
+    empty = seen(noise, ["one", "several"])
+    assert empty["one"].psnr.mean() < floor.psnr.mean()
+    assert empty["several"].psnr.mean() < floor.psnr.mean()
+
+
+@pytest.mark.slow
+def test_each_step_reads_every_upload_and_calls_share_a_program(world, caplog):
+    public, _, shipped, exact = world
+    learn = ginver(shipped, smoothness=0.0).learn
+    with caplog.at_level("WARNING"), jax.log_compiles():
+        images = learn(jax.random.key(2), exact, public, **TRAINING)(exact)
+    assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+    assert images.shape == (20, 8, 8, 1)
+    assert float(images.min()) > 0 and float(images.max()) < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "bound"),
+    [("steps", 0, "positive"), ("copies", 0, "positive"), ("smoothness", -1.0, "at least 0")],
+)
+def test_numbers_out_of_range_are_refused(name, value, bound):
+    options = {"steps": 1, name: value}
+    with pytest.raises(ValueError, match=f"{name} must be {bound}, got {value}"):
+        Ginver(extract=BACKBONE.front, front={}, **options)
