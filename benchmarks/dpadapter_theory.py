@@ -41,7 +41,7 @@ METHODS = ("standard", "sam", "dpadapter", "amp")
 SIZES = ((50, 50), (500, 50), (50, 500), (275, 275))
 STEPS, SEEDS = 1000, 3
 DECAY = 0.05
-KEPT = tuple(sorted({round(10 ** (k / 8)) for k in range(8 * 3 + 1)}))
+MARKS = tuple(sorted({round(10 ** (k / 8)) for k in range(8 * 3 + 1)}))
 ROUNDS = (1000, 1e-5)  # examples and delta of Algorithm 2
 SHOWN = 0.5  # the length of the changes in the table
 PIXEL = 16  # the digits have 16 levels. Features of 0 to 16 are another unit of the same problem.
@@ -136,7 +136,7 @@ def theorem(problem: Regression, sizes: tuple[int, int]) -> dict[str, Any]:
     means = np.mean([np.cumsum(excess) / np.arange(1, STEPS + 1) for excess, _ in runs], 0)
     first, second = sizes
     points = []
-    for steps in KEPT:
+    for steps in MARKS:
         corrected = pretrain.excess_loss_bound(
             steps,
             smoothness=problem.smoothness,

@@ -162,8 +162,11 @@ def _changes(config: Any, task: _Task, params: Any) -> list[dict[str, Any]]:
     along noise, for each length.
     """
     options = config.robustness
+    if not options.lengths:
+        return []
     examples = task.test.gather(np.arange(min(options.inputs, len(task.test))))
-    public = task.train.gather(np.arange(task.batches.perturbation_batch_size))
+    # One compiled call, so no more than fits in memory.
+    public = task.train.gather(np.arange(min(task.batches.perturbation_batch_size, 500)))
     zeros = task.trainer.zeros(params)
     _, gradient, _ = task.trainer.gradient(params, zeros, None, public, np.int32(0), parts=1)
     noise = np.random.default_rng(config.seed)
