@@ -1,7 +1,9 @@
 """jaxdp: private machine learning over a model's whole life, in JAX, under one privacy ledger."""
 
+import functools
 import importlib
 import pkgutil
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from jaxdp.version import __version__
@@ -66,7 +68,22 @@ __all__ = [
 __all__ += sorted(_PACKAGES)
 
 
+@functools.cache
+def _warn_of_namesake() -> None:
+    """Warns if the other project of this name is installed, whose files are mixed with these."""
+    import importlib.metadata  # which takes 30 ms
+
+    if any(importlib.metadata.distributions(name="jaxdp")):
+        warnings.warn(
+            "the distribution jaxdp is installed beside jaxdp-ledger. Both are imported as jaxdp, "
+            "and one has replaced files of the other. Run: pip uninstall -y jaxdp jaxdp-ledger. "
+            "Then install this one again.",
+            stacklevel=3,
+        )
+
+
 def __getattr__(name: str) -> Any:
+    _warn_of_namesake()  # not on import, which is immediate
     if name in _ATTRIBUTES:
         return getattr(importlib.import_module(_ATTRIBUTES[name]), name)
     if name in _MODULES:

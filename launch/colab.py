@@ -22,6 +22,7 @@ from typing import Any
 from packaging.requirements import Requirement
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+NAME = "jaxdp-ledger"  # of the distribution, since jaxdp on PyPI is another project
 # jax, its plugins for accelerators with their libraries, and what its compiled parts need.
 _RUNTIME = re.compile(r"jax|jaxlib|jax-cuda\d+-.+|libtpu(-.+)?|nvidia-.+|numpy|ml-dtypes")
 EXTRAS = (
@@ -48,8 +49,8 @@ def install() -> None:
         kernel had loaded.
     """
     before = installed()
-    if "jaxdp" in before:
-        print(f"jaxdp {before['jaxdp']} is installed, with jax {before['jax']}.")
+    if NAME in before:
+        print(f"jaxdp {before[NAME]} is installed, with jax {before['jax']}.")
         return
     check_jax(before)
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +70,7 @@ def install() -> None:
             "loaded. Choose Runtime > Restart session, then run all cells again."
         )
     print(
-        f"Installed jaxdp {after['jaxdp']}. jax {after['jax']} is "
+        f"Installed jaxdp {after[NAME]}. jax {after['jax']} is "
         + ("unchanged." if "jax" in before else "new.")
     )
 

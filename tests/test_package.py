@@ -132,10 +132,29 @@ import jaxdp
 assert time.perf_counter() - start < 3, time.perf_counter() - start
 for name in ("tensorflow", "tensorflow_datasets", "torch"):
     assert name not in sys.modules, name
-assert jaxdp.__version__ == importlib.metadata.version("jaxdp")
+assert jaxdp.__version__ == importlib.metadata.version("jaxdp-ledger")
 """
     result = run_in_subprocess(code)
     assert result.stdout == "" and result.stderr == ""
+
+
+@pytest.mark.parametrize("name", ["jaxdp", "another"])
+def test_the_other_project_of_this_name_is_noticed(run_in_subprocess, tmp_path, name):
+    (tmp_path / f"{name}-0.0.5.dist-info").mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.5\n"
+    (tmp_path / f"{name}-0.0.5.dist-info" / "METADATA").write_text(metadata)
+    code = f"""
+import sys, warnings
+sys.path.append({str(tmp_path)!r})
+import jaxdp
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    jaxdp.Ledger, jaxdp.Ledger
+texts = [str(one.message) for one in caught if "jaxdp-ledger" in str(one.message)]
+assert len(texts) == {int(name == "jaxdp")}, texts
+assert all("pip uninstall -y jaxdp jaxdp-ledger" in text for text in texts)
+"""
+    run_in_subprocess(code)
 
 
 @pytest.mark.slow

@@ -151,4 +151,4 @@ def test_nobody_is_told_to_install_another_project():
 )
 def test_the_check_of_advice_can_fail(advice):
     assert BY_NAME.search(advice)
-    assert not BY_NAME.search('pip install ".[flower]", pip install jaxdp-*.whl')
+    assert not BY_NAME.search('pip install ".[flower]", pip install jaxdp_ledger-*.whl')

@@ -278,9 +278,9 @@ def pip(monkeypatch):
 
 
 def test_install_says_what_it_did(pip, capsys):
-    assert pip(TPU, {**TPU, "jaxdp": "0.1.0", "unheard-of": "0.12.9"}) == [colab.constraints(TPU)]
+    assert pip(TPU, {**TPU, colab.NAME: "0.1.0", "unheard-of": "0.12.9"}) == [colab.constraints(TPU)]
     assert capsys.readouterr().out == "Installed jaxdp 0.1.0. jax 0.10.2 is unchanged.\n"
-    assert pip({**TPU, "jaxdp": "0.1.0"}, {}) == []
+    assert pip({**TPU, colab.NAME: "0.1.0"}, {}) == []
     assert "jaxdp 0.1.0 is installed" in capsys.readouterr().out
 
 
@@ -292,6 +292,6 @@ def test_install_stops_where_going_on_would_be_wrong(pip):
     with pytest.raises(
         RuntimeError, match=r"replaced pytest, which this kernel had loaded.*Restart session"
     ):
-        pip({**TPU, "pytest": "1.0"}, {**TPU, "pytest": "2.0", "jaxdp": "0.1.0"})
+        pip({**TPU, "pytest": "1.0"}, {**TPU, "pytest": "2.0", colab.NAME: "0.1.0"})
     with pytest.raises(RuntimeError, match="Nothing was changed"):
         pip({**TPU, "jax": "0.9.0"}, {})
