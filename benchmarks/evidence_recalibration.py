@@ -241,7 +241,7 @@ def tables(report: Any, earlier: Any) -> dict[str, str]:
         "cifar100": hundred,
         "b": before,
         "epsilons": _epsilon_rows(public),
-        "few or many": _division_rows(public),
+        "few or many": _division_rows({"resnet20": report["resnet20"]}),
     }
     return {title: format_table(lines, style="markdown") for title, lines in rows.items()}
 

@@ -22,6 +22,8 @@ from launch.calibration import CENTRE, DIVISION, NO_PRIVACY, by_severity
 
 NOT_PRIVATE = ("isotonic, not private", "Platt, not private", "one source", "none")
 PAIRS = {"Acc-T wide": "Acc-T grid", "NLL-T wide": "NLL-T grid", "ECE-T wide": "ECE-T grid"}
+GRIDS = set(PAIRS.values())  # in a table of their own
+CONSTANT = ("isotonic, not private", "Platt, not private", "none")  # whoever has the records
 DRAWN = ("Acc-T wide", "NLL-T wide", "ECE-T wide", "HB split", "logistic binning", "one source")
 
 
@@ -96,10 +98,12 @@ def tables(report: Any) -> dict[str, str]:
 def _tables_of(run: Mapping[str, Any]) -> dict[str, list[dict[str, str]]]:
     severity = []
     for name, of_level in run["severity"].items():
-        errors = {f"severity {level}": f"{error:.3f}" for level, error in of_level.items()}
+        errors = {f"severity {level}": f"{error:.4f}" for level, error in of_level.items()}
         severity.append({"method": name} | errors)
     division = []
     for name, scores in run["methods"].items():
+        if name in GRIDS or name in CONSTANT:
+            continue
         division.append(_row(name, "sources", run["division"], scores[DIVISION]))
     tables = {
         "baselines": _baselines(run["methods"]),
@@ -116,7 +120,7 @@ def _baselines(methods: Mapping[str, Any]) -> list[dict[str, str]]:
     rows = []
     for name, scores in methods.items():
         row = {"method": name, "ECE": _error(scores[CENTRE])}
-        row["Brier"] = f"{np.mean(scores['brier']):.3f}"
+        row["Brier"] = f"{np.mean(scores['brier']):.4f}"
         if name not in NOT_PRIVATE:
             row["ECE, no privacy"] = _error(scores[NO_PRIVACY])
         rows.append(row)
@@ -135,6 +139,8 @@ def _option_rows(option: str, swept: Mapping[str, Any]) -> list[dict[str, str]]:
     rows = []
     for part, suffix in ((CENTRE, ""), (NO_PRIVACY, ", no privacy")):
         for name, scores in swept["methods"].items():
+            if name in GRIDS:
+                continue
             rows.append(_row(f"{name}{suffix}", option, swept["values"], scores[part]))
     return rows
 
@@ -148,14 +154,15 @@ def _row(name: str, factor: str, values: Sequence[Any], scores: Any) -> dict[str
 def _error(values: Iterable[Any]) -> str:
     """Returns a mean over shifts with its standard error."""
     mean, _, error = results.moments(np.ravel(list(values)))
-    return f"{mean:.3f} ({error:.3f})"
+    return f"{mean:.4f} ({error:.4f})"
 
 
 def draw(network: str, report: Any, path: pathlib.Path) -> None:
     """Draws mean errors over iterations, bins and numbers of sources of the same records."""
     run, panels = report["runs"][network], {}
     for option, swept in run["options"].items():
-        scores = {name: of[CENTRE] for name, of in swept["methods"].items()}
+        drawn = [name for name in swept["methods"] if name not in GRIDS]
+        scores = {name: swept["methods"][name][CENTRE] for name in drawn}
         panels[f"{option}, epsilon 1"] = option, _curves(swept["values"], scores)
     scores = {name: of[DIVISION] for name, of in run["methods"].items() if name in DRAWN}
     records = run["centre"][0] * run["centre"][1]
