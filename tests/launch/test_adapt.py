@@ -305,7 +305,7 @@ def test_given_hyper_parameters_are_not_tuned():
         imagenet_r.get_config("convnext"),
         usps_shift.get_config(),
         usps_shift.get_config("episodic"),
-        usps_shift.get_config("episodic_ablations"),
+        usps_shift.get_config("ablations"),
         cifar10.get_config("group_norm_episodic_filters"),
     ],
     ids=[
