@@ -101,10 +101,10 @@ def schedules(bench: Bench) -> dict[str, Any]:
     for batches in BATCHES:
         sizes = {"records": records // batches, "learning_rate": rate / batches}
         one = certified(bench, batches=batches, **sizes)
-        rows[f"{batches} batches"] = scores(one, truth)
+        rows[f"batches: {batches}"] = scores(one, truth)
     for epochs in EPOCHS:
         one = certified(bench, epochs=epochs, learning_rate=rate / epochs)
-        rows[f"{epochs} epochs"] = scores(one, truth)
+        rows[f"epochs: {epochs}"] = scores(one, truth)
     return rows
 
 
@@ -206,21 +206,25 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[pathlib.
 
 
 def mean_of(rows: list[Any], *path: str) -> str:
-    """Returns a mean over draws with its standard error, "" where a mechanism does not apply."""
+    """Returns a mean over draws with its standard error if there are several, "" where a mechanism
+    does not apply.
+    """
     values = [functools.reduce(lambda tree, name: tree.get(name, {}), path, row) for row in rows]
     if values[0] == {}:
         return ""
     if path[-1] == "distance":
         mean, _, error = results.moments(values)
         return results.number(mean, error)
-    return share(values)
+    return share(values) if len(values) > 1 else _percent(values[0])
 
 
 def tightness_table(report: Any) -> str:
     """Returns the noise at the stable distance over that of global sensitivity."""
     rows = []
     for name in DATA:
-        draws = report[f"tightness/{name}"]
+        draws = report.get(f"tightness/{name}")
+        if draws is None:
+            continue
         low, middle, high = np.mean([draw["quantiles"] for draw in draws], axis=0)
         row = {"": name, "k' of 10, 50, 90 %": f"{low:.0f}, {middle:.0f}, {high:.0f}"}
         for epsilon in (epsilon_of(ASKED), 1.0):
@@ -264,18 +268,21 @@ def tables(report: Any) -> dict[str, str]:
     accuracies = ("stable", "global", "without noise")
     by_steps = []
     for steps in STEPS:
+        if f"network/{steps}" not in report:
+            continue
         (row,) = report[f"network/{steps}"]
-        line = {"": f"{steps} steps", "distance": mean_of([row], "distance")}
+        line = {"": f"steps: {steps}", "distance": mean_of([row], "distance")}
         for k in REACHED:
             line[f"k >= {k}"] = _percent(row.get("reached", {}).get(str(k)))
         for way in ("stable", "smooth", "global", "without noise"):
             line[way] = _percent(row.get(way))
         by_steps.append(line)
-    of_texts = [
-        {"": f"pooling {pooling}"}
-        | {way: _percent(report[f"texts/{pooling}"][0][way]) for way in TEXT_COLUMNS}
-        for pooling in ("last", "mean")
-    ]
+    of_texts = []
+    for place, rows in report.items():
+        part, _, pooling = place.partition("/")
+        if part == "texts":
+            cells = {way: _percent(rows[0][way]) for way in TEXT_COLUMNS}
+            of_texts.append({"": f"pooling {pooling}"} | cells)
     return {
         "tightness": tightness_table(report),
         "threats": scores_table(of_part("threats"), accuracies),
