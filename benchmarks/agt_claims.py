@@ -101,10 +101,10 @@ def schedules(bench: Bench) -> dict[str, Any]:
     for batches in BATCHES:
         sizes = {"records": records // batches, "learning_rate": rate / batches}
         one = certified(bench, batches=batches, **sizes)
-        rows[f"{batches} batches"] = scores(one, truth)
+        rows[f"batches: {batches}"] = scores(one, truth)
     for epochs in EPOCHS:
         one = certified(bench, epochs=epochs, learning_rate=rate / epochs)
-        rows[f"{epochs} epochs"] = scores(one, truth)
+        rows[f"epochs: {epochs}"] = scores(one, truth)
     return rows
 
 
@@ -193,8 +193,7 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[pathlib.
         yield f"tightness/{name}", functools.partial(of_draws, name, tightness)
     for name in REAL:
         yield f"threats/{name}", functools.partial(of_draws, name, threats)
-    for name in REAL[:2]:
-        yield f"schedules/{name}", functools.partial(of_draws, name, schedules)
+    yield "schedules/digits", functools.partial(of_draws, "digits", schedules)
     yield "federated/PneumoniaMNIST", functools.partial(of_draws, "PneumoniaMNIST", federated)
     for pooling in ("last", "mean"):
         yield f"texts/{pooling}", lambda root, pooling=pooling: [texts(options, pooling)]
@@ -206,27 +205,31 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[pathlib.
 
 
 def mean_of(rows: list[Any], *path: str) -> str:
-    """Returns a mean over draws with its standard error, "" where a mechanism does not apply."""
+    """Returns a mean over draws with its standard error if there are several, "" where a mechanism
+    does not apply.
+    """
     values = [functools.reduce(lambda tree, name: tree.get(name, {}), path, row) for row in rows]
     if values[0] == {}:
         return ""
     if path[-1] == "distance":
         mean, _, error = results.moments(values)
         return results.number(mean, error)
-    return share(values)
+    return share(values) if len(values) > 1 else _percent(values[0])
 
 
 def tightness_table(report: Any) -> str:
     """Returns the noise at the stable distance over that of global sensitivity."""
     rows = []
     for name in DATA:
-        draws = report[f"tightness/{name}"]
+        draws = report.get(f"tightness/{name}")
+        if draws is None:
+            continue
         low, middle, high = np.mean([draw["quantiles"] for draw in draws], axis=0)
         row = {"": name, "k' of 10, 50, 90 %": f"{low:.0f}, {middle:.0f}, {high:.0f}"}
         for epsilon in (epsilon_of(ASKED), 1.0):
             # Theorem 5.1 with the beta of the paper, epsilon / 6, over a global sensitivity of 1.
             smooth = math.exp(-epsilon * middle / 6)
-            row[f"sensitivity, epsilon {epsilon:.2g}"] = f"{smooth:.1e}"
+            row[f"sensitivity, epsilon {epsilon:.2g}"] = f"{smooth:.2g}"
         row["scale of the noise"] = f"{6 * math.exp(-epsilon_of(ASKED) * middle / 6):.2g}"
         for way in ("global", "smooth", "stable"):
             classes = 10 if name == "digits" else 2
@@ -264,18 +267,21 @@ def tables(report: Any) -> dict[str, str]:
     accuracies = ("stable", "global", "without noise")
     by_steps = []
     for steps in STEPS:
+        if f"network/{steps}" not in report:
+            continue
         (row,) = report[f"network/{steps}"]
-        line = {"": f"{steps} steps", "distance": mean_of([row], "distance")}
+        line = {"": f"steps: {steps}", "distance": mean_of([row], "distance")}
         for k in REACHED:
             line[f"k >= {k}"] = _percent(row.get("reached", {}).get(str(k)))
         for way in ("stable", "smooth", "global", "without noise"):
             line[way] = _percent(row.get(way))
         by_steps.append(line)
-    of_texts = [
-        {"": f"pooling {pooling}"}
-        | {way: _percent(report[f"texts/{pooling}"][0][way]) for way in TEXT_COLUMNS}
-        for pooling in ("last", "mean")
-    ]
+    of_texts = []
+    for place, rows in report.items():
+        part, _, pooling = place.partition("/")
+        if part == "texts":
+            cells = {way: _percent(rows[0][way]) for way in TEXT_COLUMNS}
+            of_texts.append({"": f"pooling {pooling}"} | cells)
     return {
         "tightness": tightness_table(report),
         "threats": scores_table(of_part("threats"), accuracies),
