@@ -138,7 +138,7 @@ def _cells(config: Any) -> Iterator[Any]:
     for method in split_runs.COSTS:
         if method in (*config.methods, PRIVATE):
             yield Cost("costs", method)
-    yield from split_augmentations.cells()
+    yield from split_augmentations.cells(config)
 
 
 def _check(name: str, values: Any, choices: Any, *, needed: Iterable[str] = ()) -> None:
@@ -630,7 +630,7 @@ def _grows(config: Any) -> Any:
     sweeps.
     """
     fields = config.to_dict()
-    for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps"):
+    for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps", "augmentations"):
         del fields[name]
     for name in ("uploads", "epsilons"):
         del fields["attack"][name]

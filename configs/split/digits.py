@@ -114,6 +114,9 @@ def get_config() -> ConfigDict:
                     "no noise, no retrieval",
                 ),
             },
+            # "original", "Hilbert augmentation" and "amplitude exchange" are beside each other as in
+            # Figure 3.
+            "augmentations": (),
             "attack": {
                 "uploads": (
                     *(
