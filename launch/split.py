@@ -149,7 +149,7 @@ def _cells(config: Any) -> Iterator[Any]:
     for method in split_runs.COSTS:
         if method in (*config.methods, PRIVATE):
             yield Cost("costs", method)
-    yield from split_augmentations.cells()
+    yield from split_augmentations.cells(config)
 
 
 def _check(name: str, values: Any, choices: Any, *, needed: Iterable[str] = ()) -> None:
@@ -572,11 +572,12 @@ def _number(moments: Mapping[str, Any]) -> str:
 
 
 def _grows(config: Any) -> Any:
-    """Returns the config without what only chooses cells: draws, methods, uploads, scales, sweeps
-    and the rule of epochs.
+    """Returns the config without what only chooses cells: draws, methods, uploads, scales, sweeps,
+    the rule of epochs and augmentations.
     """
     fields = config.to_dict()
-    for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps", "rule"):
+    chosen = ("seeds", "shots", "methods", "stolen", "noise", "sweeps", "rule", "augmentations")
+    for name in chosen:
         del fields[name]
     for name in ("uploads", "epsilons"):
         del fields["attack"][name]

@@ -54,9 +54,14 @@ class Augmentation(NamedTuple):
     name: str
 
 
-def cells() -> Iterator[Augmentation]:
-    """Yields the cells of the study."""
-    for name in AUGMENTATIONS:
+def cells(config: Any) -> Iterator[Augmentation]:
+    """Yields the cells of the study.
+
+    Raises:
+      ValueError: config.augmentations has an unknown name.
+    """
+    frame.known("augmentations", config.augmentations, AUGMENTATIONS)
+    for name in config.augmentations:
         yield Augmentation("augmentations", name)
 
 
@@ -114,7 +119,9 @@ def table(rows: Rows) -> list[dict[str, str]]:
 
 
 def draw(rows: Rows, work: frame.Work) -> None:
-    """Draws Fig. 3 of the paper with some of the server's images."""
+    """Draws Fig. 3 of the paper with some of the server's images, if there are rows."""
+    if not rows:
+        return
     images, notes = {}, {}
     for row in rows:
         name = row["name"]

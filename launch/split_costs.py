@@ -244,7 +244,7 @@ def _split_learning(method: str, backbone: Backbone, job: Job) -> _Client:
     model, last = whole.backbone, backbone.model.num_blocks
     images, labels = _batch(backbone, job)
     forward = _forward([Blocks(model, 0, backbone.cut)])
-    to_head = _forward([Blocks(model, 0, last), FirstTokens(backbone.prefix_tokens)])
+    to_head = _forward([Blocks(model, 0, last), FirstTokens(backbone.head_tokens)])
     cut = jax.eval_shape(forward, held, images)
     tokens = jax.eval_shape(to_head, params, images)
     # The last LayerNorm belongs to the server. It may stay here, since it has no product.

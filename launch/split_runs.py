@@ -281,9 +281,11 @@ class Bench:
         images, labels = jnp.asarray(self.public["image"]), jnp.asarray(self.public["label"])
         # Half the images twice as often give the same number of steps.
         epochs = options.epochs * (2 if variant == "without Hilbert" else 1)
-        calibration_key, tuning_key = jax.random.split(jax.random.key(options.seed))
+        key = jax.random.key(options.seed)
+        calibration_key, tuning_key = jax.random.split(key)
         if variant == "amplitude":
-            images, labels = split.merge_amplitude_exchange(calibration_key, images, labels)
+            donor_key = jax.random.fold_in(key, 2)
+            images, labels = split.merge_amplitude_exchange(donor_key, images, labels)
         elif variant != "without Hilbert":
             images, labels = split.merge_hilbert(images, labels)
         frontends = split.calibrate_frontends(

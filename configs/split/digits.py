@@ -161,6 +161,9 @@ def _whole() -> ConfigDict:
                     "no noise, no retrieval",
                 ),
             },
+            # "original", "Hilbert augmentation" and "amplitude exchange" are beside each other as in
+            # Figure 3.
+            "augmentations": (),
             "attack": {
                 "uploads": (
                     *(

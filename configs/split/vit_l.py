@@ -64,6 +64,7 @@ def get_config(client: str = "cifar100") -> ConfigDict:
         for name in config.methods
     )
     config.ablation.rows = (*config.ablation.rows, "amplitude exchange for Hilbert")
+    config.augmentations = ("original", "Hilbert augmentation", "amplitude exchange")
     # two linear maps, whose width the paper does not state
     config.head_hidden = 1024 if client == "places365" else 0
     config.server.learning_rate = 1e-5

@@ -164,7 +164,7 @@ def test_augmentations_are_scored_against_the_originals(tmp_path):
         folder=lambda cell: frame_folder(tmp_path, cell),
     )
     rows = []
-    for cell in split_augmentations.cells():
+    for cell in split_augmentations.cells(augmentations_of(*AUGMENTATIONS)):
         rows.append({**cell._asdict(), **split_augmentations.run(cell, work)})
     assert [row["name"] for row in rows] == list(AUGMENTATIONS)
     assert all(row["distance"] > 0.05 for row in rows[1:])
@@ -179,6 +179,14 @@ def frame_folder(root, cell):
     return folder
 
 
+def augmentations_of(*names):
+    return tiny.split(augmentations=names)
+
+
 def test_the_study_has_a_cell_for_each_augmentation():
-    cells = list(split.STUDY.cells(tiny.split()))
+    cells = list(split.STUDY.cells(augmentations_of(*AUGMENTATIONS)))
     assert [c.name for c in cells if isinstance(c, Augmentation)] == list(AUGMENTATIONS)
+    with pytest.raises(
+        ValueError, match="augmentations has 'Fourier', which is not one of original"
+    ):
+        list(split.STUDY.cells(augmentations_of("Fourier")))
