@@ -44,12 +44,12 @@ def emulator(whole, seed, method=split_runs.OT_RANDOM):
 @pytest.mark.slow
 def test_random_emulators_have_public_seeds(tmp_path):
     whole = bench(tmp_path, model__options__depth=8, auxiliary__model__options__depth=8)
-    by_seed = [emulator(whole, seed) for seed in (0, 1, 2)]
+    by_seed = [emulator(whole, seed) for seed in (2, 3, 4)]
     assert len({tuple(blocks) for blocks in by_seed}) > 1
     assert all(blocks[:2] == [0, 1] and blocks[-2:] == [6, 7] for blocks in by_seed)
     assert {len(blocks) for blocks in by_seed} == {6}
     whole.config.baselines.drop_seed = 1
-    assert [emulator(whole, seed) for seed in (0, 1)] == by_seed[1:]
+    assert [emulator(whole, seed) for seed in (2, 3)] == by_seed[1:]
     # The even form has one emulator for all.
     assert emulator(whole, 0, "Offsite tuning") == [0, 1, 2, 5, 6, 7]
 
