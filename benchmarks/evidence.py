@@ -36,6 +36,7 @@ from benchmarks import (
     evidence_tta,
     finetune_methods,
     membership,
+    split_appendix,
     split_costs,
     split_private,
     suites,
@@ -128,6 +129,11 @@ EVIDENCE = [
             "split_noise.png": evidence_split.draw,
             "split_hilbert.png": evidence_split.draw_hilbert,
         },
+    ),
+    Evidence(
+        "results/split_adaptation.md",
+        ("split_appendix.json", "split_paper.json"),
+        split_appendix.tables,
     ),
     Evidence(
         "results/tta.md",

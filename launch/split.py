@@ -563,11 +563,13 @@ def _number(moments: Mapping[str, Any]) -> str:
 
 def _grows(config: Any) -> Any:
     """Returns the config without what only chooses cells: draws, methods, uploads, scales, sweeps
-    and the rule of epochs.
+    and patiences.
     """
     fields = config.to_dict()
-    for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps", "rule"):
+    for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps"):
         del fields[name]
+    for name in ("patience", "seeds"):
+        del fields["rule"][name]
     for name in ("uploads", "epsilons"):
         del fields["attack"][name]
     del fields["ablation"]["rows"]

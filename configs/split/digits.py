@@ -51,6 +51,7 @@ _APPENDIX = {
     },
     "noise": {"scales": (0.8,), "seeds": 1},
     "sweeps": {**PAPER_SWEEPS, "seeds": 3},
+    "rule": {"patience": (1,), "epochs": 20, "seeds": 1},
     "private": {"epsilons": (8.0,), "dimensions": (16,), "shots": (10,), "steps": 100},
 }
 
