@@ -42,6 +42,7 @@ from benchmarks import (
     membership,
     recalibration_sweeps,
     split_backends,
+    split_appendix,
     split_costs,
     split_private,
     suites,
@@ -139,6 +140,11 @@ EVIDENCE = [
             "split_noise.png": evidence_split.draw,
             "split_hilbert.png": evidence_split.draw_hilbert,
         },
+    ),
+    Evidence(
+        "results/split_adaptation.md",
+        ("split_appendix.json", "split_paper.json"),
+        split_appendix.tables,
     ),
     Evidence(
         "results/tta.md",

@@ -277,17 +277,17 @@ def _gain(runs: Rows, method: str, shots: int) -> str:
     """Returns what Split Adaptation has more on the same draws."""
     ours = {row["seed"]: row["accuracy"] for row in results.select(runs, method=SA, shots=shots)}
     mine = results.select(runs, method=method, shots=shots)
-    return _percent(
+    return percent(
         [ours[row["seed"]] - row["accuracy"] for row in mine if row["seed"] in ours], "+"
     )
 
 
 def mean(rows: Rows) -> str:
     """Returns the mean accuracy of rows in percent, with its standard error."""
-    return _percent([row["accuracy"] for row in rows])
+    return percent([row["accuracy"] for row in rows])
 
 
-def _percent(values: Sequence[float], sign: str = "") -> str:
+def percent(values: Sequence[float], sign: str = "") -> str:
     """Returns a mean in percent with its standard error, nothing without values."""
     if not values:
         return ""

@@ -11,7 +11,7 @@ workdir's attackers.png is docs/results/split_attackers.png."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.evidence_split import add_arguments, mean, measure, score
+from benchmarks.evidence_split import add_arguments, mean, measure, percent, score
 from configs.split import digits
 from jaxdp.report import format_table
 from launch import results
@@ -29,9 +29,11 @@ def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]
     rows_of = {
         "digits: attackers": _attack_rows(rows),
         "digits: patches": _patch_rows(rows, paper["table 9, replaced of 196 patches"]),
-        "digits: copies": _copy_rows(rows, paper["table 10, copies"]),
         "digits: epochs": _epoch_rows(rows),
     }
+    copies = _copy_rows(rows, paper["table 10, copies"])
+    if len(copies) > 1:  # one number compares with nothing
+        rows_of["digits: copies"] = copies
     return {name: format_table(lines, style="markdown") for name, lines in rows_of.items()}
 
 
@@ -48,13 +50,17 @@ def _attack_rows(rows: Sequence[Mapping[str, Any]]) -> Lines:
 
 
 def _patch_rows(rows: Sequence[Mapping[str, Any]], published: Mapping[str, float]) -> Lines:
+    swept = results.select(rows, part="patches")
+    none = {row["seed"]: row["accuracy"] for row in _near(swept, 0.0)}
     lines = []
     for number, accuracy in published.items():
         share = int(number) / 196
-        swept = _near(results.select(rows, part="patches"), share)
+        runs = _near(swept, share)
+        gains = [row["accuracy"] - none[row["seed"]] for row in runs if row["seed"] in none]
         line = {"patches of 196": number, "paper": f"{accuracy:.2f}"}
         line[f"patches of {PATCHES}"] = str(round(share * PATCHES))
-        lines.append(line | {"digits": mean(swept)})
+        line["digits"] = mean(runs)
+        lines.append(line | {"less no patch": percent(gains, "+") if share else None})
     return lines
 
 
@@ -63,7 +69,8 @@ def _copy_rows(rows: Sequence[Mapping[str, Any]], published: Mapping[str, float]
     for number, accuracy in published.items():
         swept = results.select(rows, part="copies", value=int(number))
         line = {"copies": number, "paper": f"{accuracy:.2f}"}
-        lines.append(line | {"digits": mean(swept)})
+        if swept:
+            lines.append(line | {"digits": mean(swept), "draws": str(len(swept))})
     return lines
 
 
@@ -73,19 +80,19 @@ def _near(rows: Sequence[Mapping[str, Any]], value: float) -> Sequence[Mapping[s
 
 
 def _epoch_rows(rows: Sequence[Mapping[str, Any]]) -> Lines:
+    """Returns a line for each method that was trained by the rule, over the draws of the rule."""
     lines = []
     for method in CONFIG.methods:
-        fixed = results.select(rows, part="runs", method=method, laplace=1.0)
-        line = {"method": method, "epochs": _epochs(fixed), "accuracy": mean(fixed)}
-        for patience in CONFIG.rule.patience:
-            ruled = results.select(rows, part="rule", method=method, patience=patience)
-            line[f"epochs, patience {patience}"] = _epochs(ruled)
-            line[f"accuracy, patience {patience}"] = mean(ruled)
-        lines.append(line)
+        ruled = results.select(rows, part="rule", method=method)
+        seeds = tuple(row["seed"] for row in ruled)
+        fixed = results.select(rows, part="runs", method=method, laplace=1.0, seed=seeds)
+        if ruled:
+            line = {"method": method, "epochs": _epochs(fixed), "accuracy": mean(fixed)}
+            line["epochs by the rule"] = _epochs(ruled)
+            lines.append(line | {"accuracy by the rule": mean(ruled)})
     return lines
 
 
 def _epochs(rows: Sequence[Mapping[str, Any]]) -> str:
-    taken = [row["epochs"] for row in rows]
-    ends = sorted({min(taken), max(taken)}) if taken else []
+    ends = sorted({row["epochs"] for row in rows})
     return " to ".join(map(str, ends))

@@ -11,7 +11,8 @@ time, which is minutes on two cores.
 The grids "order" and "order_4" have Table 1, from three seeds. The others have one seed and models
 that are "short": they see the images twice. "gamma" and "gamma_4" have Figures 5 and 7, "amp"
 Figure 1 and "batches" Figure 3. configs/dpadapter_cifar10.py:table has the first two grids, and
-configs/dpadapter_cifar10.py:figures the others. The names of upstream models are those of configs/dpadapter_usps.py.
+configs/dpadapter_cifar10.py:figures the others. The names of upstream models are those of
+configs/dpadapter_usps.py.
 """
 
 import itertools

@@ -573,12 +573,13 @@ def _number(moments: Mapping[str, Any]) -> str:
 
 def _grows(config: Any) -> Any:
     """Returns the config without what only chooses cells: draws, methods, uploads, scales, sweeps,
-    the rule of epochs and augmentations.
+    patiences and augmentations.
     """
     fields = config.to_dict()
-    chosen = ("seeds", "shots", "methods", "stolen", "noise", "sweeps", "rule", "augmentations")
-    for name in chosen:
+    for name in ("seeds", "shots", "methods", "stolen", "noise", "sweeps", "augmentations"):
         del fields[name]
+    for name in ("patience", "seeds"):
+        del fields["rule"][name]
     for name in ("uploads", "epsilons"):
         del fields["attack"][name]
     del fields["ablation"]["rows"]

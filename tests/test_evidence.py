@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import bench_intervals
 from benchmarks.evidence import DOCS, EVIDENCE, place, read
-from configs.split import cifar100
+from configs.split import cifar100, digits
 from launch import split
 
 MARK = re.compile(r"<!-- table: ([^\n]+) -->\n.*?<!-- end -->", flags=re.DOTALL)
@@ -150,8 +150,15 @@ def test_all_bounds_of_programs_are_sound():
     )
 
 
-def test_the_runs_of_split_adaptation_are_those_of_the_config():
-    cells = [cell for cell in split.STUDY.cells(cifar100.get_config()) if cell.part != "costs"]
+@pytest.mark.parametrize(
+    ("file", "config", "unfinished"),
+    [
+        ("split_cifar100.json", cifar100.get_config(), ()),
+        ("split_appendix.json", digits.get_config("appendix"), ("copies", "rule", "private")),
+    ],
+)
+def test_the_runs_of_split_adaptation_are_those_of_the_config(file, config, unfinished):
+    cells = [cell for cell in split.STUDY.cells(config) if cell.part != "costs"]
     fields = {cell.part: cell._fields for cell in cells}
 
     def named(row):
@@ -160,7 +167,9 @@ def test_the_runs_of_split_adaptation_are_those_of_the_config():
             for k in fields[row["part"]]
         ]
 
-    rows = read(("split_cifar100.json",))[0]["rows"]
-    assert sorted(map(named, rows)) == sorted(
-        map(list, {tuple(named(cell._asdict())) for cell in cells})
-    )
+    rows = read((file,))[0]["rows"]
+    measured = sorted(map(named, rows))
+    configured = sorted(map(list, {tuple(named(cell._asdict())) for cell in cells}))
+    assert measured == [
+        cell for cell in configured if cell[0] not in unfinished or cell in measured
+    ]

@@ -118,7 +118,7 @@ def published_options() -> dict[str, Any]:
             "lr_decay": 0.5,
             "lr_min": 1e-3,
         },
-        # More distances change no answer by more than 0.001, and each takes all steps but the first.
+        # More distances change no answer by more than 0.001. Each takes all steps but the first.
         "certificate": {"max_distance": 31},
         "student": {"learning_rate": 0.06},
         "dp_sgd": {"steps": 62, "clip_norm": 0.9, "learning_rate": 0.06, "momentum": 0.95},

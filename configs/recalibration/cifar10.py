@@ -17,9 +17,9 @@ second reads a published ResNet-20 (akamaster/pytorch_resnet_cifar10, 91.73% cle
 .safetensors file. ":resnet56" does so with its ResNet-56 (93.39% clean), and takes six minutes with
 100 trials. ":cifar100" trains on 6000 images of all classes of a subset of CIFAR-100, and
 recalibrates on 4000. ":sweeps" takes the ResNet-20 under five corruptions of three severities, and
-varies iterations, bins and the number of sources of the same records. Its baselines are grid search for the
-temperature, and isotonic regression and Platt scaling with and without privacy. Not run by us: the
-sweeps on record are those of digits.py.
+varies iterations, bins and the number of sources of the same records. Its baselines are grid search
+for the temperature, and isotonic regression and Platt scaling with and without privacy. Not run by
+us: the sweeps on record are those of digits.py.
 
 ":wrn" and ":wrn_cifar100" train the paper's WRN-28-10 by its recipe: SGD for 200 epochs with a
 learning rate of 0.1 that decays as a cosine. The paper is silent on the rest. Momentum 0.9, weight

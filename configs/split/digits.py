@@ -51,6 +51,7 @@ _APPENDIX = {
     },
     "noise": {"scales": (0.8,), "seeds": 1},
     "sweeps": {**PAPER_SWEEPS, "seeds": 3},
+    "rule": {"patience": (1,), "epochs": 20, "seeds": 1},
     "private": {"epsilons": (8.0,), "dimensions": (16,), "shots": (10,), "steps": 100},
 }
 
@@ -140,8 +141,8 @@ def _whole() -> ConfigDict:
                 "patch_share": 0.25,  # the paper replaces 50 of 196
                 "copies": 64,
             },
-            # Over all copies. The paper has 100. With a patience of 1, training ends after the first
-            # epoch whose loss is not below that of all before it. 0 runs all epochs.
+            # Over all copies. The paper has 100. With a patience of 1, training ends after the
+            # first epoch whose loss is not below that of all before it. 0 runs all epochs.
             "adaptation": {"epochs": 20, "batch_size": 32, "patience": 0},
             # The server draws the layers that "Offsite tuning, random layers" drops, by this seed
             # plus that of the client's images. Both are public.
@@ -161,8 +162,8 @@ def _whole() -> ConfigDict:
                     "no noise, no retrieval",
                 ),
             },
-            # "original", "Hilbert augmentation" and "amplitude exchange" are beside each other as in
-            # Figure 3.
+            # "original", "Hilbert augmentation" and "amplitude exchange" are beside each other as
+            # in Figure 3.
             "augmentations": (),
             "attack": {
                 "uploads": (

@@ -101,7 +101,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                 "lengths": (),
             },
             "methods": ("Tent", "EATA", "SAR", "DeYO", "DeYO-COME"),
-            # The published method with the gradient of each "image" or "batch" clipped. No guarantee.
+            # The published method with each "image"'s or "batch"'s gradient clipped. No guarantee.
             "clipping": ("image",),
             "method_options": {
                 "EATA": {"diversity": 0.4, "fisher_strength": 1.0},  # for 10 classes, not for 1000

@@ -278,7 +278,9 @@ def pip(monkeypatch):
 
 
 def test_install_says_what_it_did(pip, capsys):
-    assert pip(TPU, {**TPU, colab.NAME: "0.1.0", "unheard-of": "0.12.9"}) == [colab.constraints(TPU)]
+    assert pip(TPU, {**TPU, colab.NAME: "0.1.0", "unheard-of": "0.12.9"}) == [
+        colab.constraints(TPU)
+    ]
     assert capsys.readouterr().out == "Installed jaxdp 0.1.0. jax 0.10.2 is unchanged.\n"
     assert pip({**TPU, colab.NAME: "0.1.0"}, {}) == []
     assert "jaxdp 0.1.0 is installed" in capsys.readouterr().out

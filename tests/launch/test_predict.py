@@ -415,7 +415,7 @@ def test_replaced_records_have_the_distances_of_theorem_4_6():
     queries = bench.test["features"].astype(np.float64)
     certified = np.zeros(len(queries), int)
     for k in range(1, 61):
-        # The sums of all but the k largest and of all but the k smallest, and k records at the clip.
+        # The sums of all but the k largest and all but the k smallest, and k records at the clip.
         low = steps[: len(steps) - k].sum(axis=0) - k * clip
         high = steps[k:].sum(axis=0) + k * clip
         centre, radius = queries @ (low + high), np.abs(queries) @ (high - low)

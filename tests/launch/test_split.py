@@ -182,6 +182,14 @@ def test_sweeps_have_the_values_of_the_papers_tables():
     assert swin_l.get_config().sweeps.patches == ()  # a Swin replaces no patches
 
 
+def test_a_workdir_grows_by_patiences_and_not_by_another_number_of_epochs():
+    grown, changed, same = (
+        split._grows(tiny.split(**changes))
+        for changes in ({"rule__patience": (1, 5)}, {"rule__epochs": 9}, {})
+    )
+    assert grown == same != changed
+
+
 @pytest.mark.parametrize("module", [cifar10, cifar100, vit_l, deit_b, swin_l])
 def test_larger_configs_have_the_same_fields(module):
     def fields(config, prefix=""):

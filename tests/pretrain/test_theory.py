@@ -1,4 +1,4 @@
-"""Lemma A.1 and Theorem 1: against float64, where they are tight, and where the paper's forms fail."""
+"""Lemma A.1 and Theorem 1: against float64, where they are tight, and where the paper's fail."""
 
 import jax.numpy as jnp
 import numpy as np
