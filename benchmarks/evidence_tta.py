@@ -9,9 +9,10 @@ budgets.
         --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 
-The first runs configs/tta/usps_shift.py. The second runs configs/tta/cifar10.py:group_norm, continual
-and episodic. The third runs the latter with the filters of private forms kept. They keep what
-docs/results/tta.md states. The last writes the page. An interrupted run goes on from its workdir.
+The first runs configs/tta/usps_shift.py. The second runs configs/tta/cifar10.py:group_norm,
+continual and episodic. The third runs the latter with the filters of private forms kept. They keep
+what docs/results/tta.md states. The last writes the page. An interrupted run goes on from its
+workdir.
 Update lengths and shares of images are functions of the records: for public benchmarks only.
 """
 
