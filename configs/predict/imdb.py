@@ -45,7 +45,6 @@ _DATA = {
     },
 }
 _DATA["published"] = _DATA["embeddings"] | {"features": {}}
-# The public code has a dampening of 0.3 too.
 _PUBLISHED = {
     "model": {"hidden": (100,), "bias": True},
     "training": {
@@ -53,6 +52,7 @@ _PUBLISHED = {
         "learning_rate": 0.2,
         "epochs": 3,
         "momentum": 0.99,
+        "dampening": 0.3,
         "lr_decay": 0.5,
     },
     "certificate": {"max_distance": 31},
