@@ -29,6 +29,7 @@ command.
 import argparse
 import contextlib
 import math
+import os
 import pathlib
 import runpy
 import sys
@@ -37,6 +38,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxdp.files import shown, shown_lines
+from jaxdp.version import __version__
 
 from . import catalogue, studies, usage
 
@@ -47,6 +49,7 @@ _COMMANDS = {
     "configs": "lists and copies configs",
 }
 # Launchers that run no study.
+_BROKEN_PIPE = 141  # what a shell reports of a program that ends by SIGPIPE
 _TOOLS = {
     "certificates": "keys for parties over a network",
     "audit": "attacks on every mechanism and its broken twins",
@@ -68,10 +71,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return _launch(*arguments)
     if arguments[:1] == ["plan"] and any(argument.startswith("--config") for argument in arguments):
         return _plan_config(arguments[1:])
+    if arguments[:1] == ["--version"]:
+        print(f"jaxdp {__version__}")
+        return
     options = _parser(*arguments[:1]).parse_args(arguments)
     warnings.formatwarning = lambda message, *_: f"Warning: {shown_lines(str(message))}\n"
     try:
         options.run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, has what it wanted. Python would flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(_BROKEN_PIPE) from None
     except (ValueError, TypeError, OSError) as error:
         print(shown(str(error)), file=sys.stderr)
         raise SystemExit(2) from error

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+import jaxdp
 from jaxdp import compilers
 from jaxdp.command import main
 from jaxdp.privacy import (
@@ -28,6 +29,7 @@ from jaxdp.privacy import (
 from jaxdp.privacy.events import describe, parse
 from launch import catalogue, document, studies, usage
 from launch.lifecycle import stages as lifecycle_stages
+from tests.forked import PYTHON
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.1))
@@ -471,6 +473,20 @@ def test_a_config_belongs_to_the_study_that_needs_most_of_its_parts(tmp_path):
     path.write_text("def get_config():\n    return {'steps': 1}\n")
     with pytest.raises(ValueError, match="has the parts of no study, so its launcher is not known"):
         catalogue.launcher(str(path))
+
+
+def test_the_version_is_said(capsys):
+    main(["--version"])
+    assert capsys.readouterr().out == f"jaxdp {jaxdp.__version__}\n"
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_enough_is_no_mistake():
+    command = [*PYTHON, "-m", "launch.command", "configs", "list"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (141, b"")
 
 
 @pytest.mark.slow

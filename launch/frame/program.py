@@ -66,7 +66,19 @@ def _parse(argv: list[str]) -> list[str]:
             sys.exit(0)
         return flags.FLAGS([argv[0], *catalogue.resolve(arguments)])
     except (*MISTAKES, flags.Error, AttributeError, KeyError) as error:
-        _stop(error)
+        _stop(_clear(error, arguments))
+
+
+def _clear(error: Exception, arguments: Sequence[str]) -> Exception:
+    """Returns an error of ml_collections as a sentence. It names no flag, or has a traceback."""
+    if isinstance(error, KeyError):
+        # Its text is the name of a field, quoted, and perhaps "Did you mean ...?" on a second line.
+        field, _, hint = str(error.args[0]).partition("\n")
+        fields = [argument for argument in arguments if field.strip("'\"") in argument]
+        named = ", ".join(fields) or "a flag"
+        return ValueError(f"{named}: the config has no field {field}. {hint}".strip())
+    _, mark, raised = str(error).rpartition("\nValueError: ")
+    return ValueError(raised.strip()) if mark else error
 
 
 def tell(program: Callable[..., Any], *arguments: Any, **options: Any) -> None:
