@@ -45,7 +45,8 @@ _NAMES: Mapping[_Rule, str] = {
     _POSITIVE: (
         "learning_rate learning_rates clip_learning_rate clipped_steps clip epsilon epsilons "
         "budgets std scales radius separation threshold ratio temperature factor parts.upstream "
-        "parts.public parts.private parts.sources parts.stream parts.client parts.test lengths"
+        "parts.public parts.private parts.sources parts.stream parts.client parts.test "
+        "robustness.lengths"
     ),
     _COUNT: (
         "steps epochs batch_size perturbation_batch_size checkpoint_every accumulate every period "

@@ -20,7 +20,7 @@ from launch import split
 
 MARK = re.compile(r"<!-- table: ([^\n]+) -->\n.*?<!-- end -->", flags=re.DOTALL)
 PROSE = {
-    "results/dpadapter.md": ("dpadapter_usps.json", "dpadapter_paper.json", "dpadapter_cifar.json"),
+    "results/dpadapter.md": ("dpadapter_paper.json", "dpadapter_cifar.json"),
     "results/public_checkpoint.md": ("finetune_squeezenet.json",),
     "results/membership.md": ("membership.json",),
     "results/agt.md": ("agt_paper.json",),

@@ -3,11 +3,8 @@ r"""GPT-2 embeddings of IMDB reviews, the inputs of the paper's text task.
     python -m launch.embeddings --config configs/predict/embeddings.py \
         --workdir workdir/imdb_embeddings --config.data.data_dir=/path/to/tfds \
         --config.model.checkpoint=GPT2/model.safetensors --config.data.tokenizer=GPT2/tokenizer.json
-    python -m launch.predict --config configs/predict/imdb.py:embeddings \
-        --workdir workdir/predict_imdb_gpt2 \
-        --config.data.path=workdir/imdb_embeddings/embeddings.npz
 
-GPT2 is the folder of the public model as its publisher distributes it. ":sst2" embeds the phrases
+configs/predict/imdb.py:embeddings and :published read the file that it writes. GPT2 is the folder of the public model as its publisher distributes it. ":sst2" embeds the phrases
 of SST-2 instead. The tokenizer needs `pip install ".[text]"`.
 
 As in the paper's public code, a text is cut at 60 tokens, and its vector is the last hidden state
