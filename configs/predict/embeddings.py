@@ -4,8 +4,9 @@ r"""GPT-2 embeddings of IMDB reviews, the inputs of the paper's text task.
         --workdir workdir/imdb_embeddings --config.data.data_dir=/path/to/tfds \
         --config.model.checkpoint=GPT2/model.safetensors --config.data.tokenizer=GPT2/tokenizer.json
 
-configs/predict/imdb.py:embeddings and :published read the file that it writes. GPT2 is the folder of the public model as its publisher distributes it. ":sst2" embeds the phrases
-of SST-2 instead. The tokenizer needs `pip install ".[text]"`.
+configs/predict/imdb.py:embeddings and :published read the file that it writes. GPT2 is the folder
+of the public model as its publisher distributes it. ":sst2" embeds the phrases of SST-2 instead.
+The tokenizer needs `pip install ".[text]"`.
 
 As in the paper's public code, a text is cut at 60 tokens, and its vector is the last hidden state
 at its last token, 768 numbers. That code first trains GPT-2 on some of the private reviews. Here
