@@ -19,11 +19,11 @@ def result_of(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
     for row in tuning:
         tried += [_name(row) | candidate for candidate in row["tried"]]
-    parts = [
+    streams = [
         {"images": images, "cells": _summaries(results.select(rows, part=part), chosen, work)}
         for part, images in lengths(config).items()
     ]
-    whole, *shorter = parts
+    whole, *shorter = streams
     return {
         "cells": whole["cells"],
         "shorter": shorter,

@@ -28,7 +28,7 @@ import numpy as np
 
 from jaxdp.data import record_digests
 from jaxdp.files import read_json, shown
-from jaxdp.privacy import CountedElsewhere, Ledger, Registry
+from jaxdp.privacy import Claim, CountedElsewhere, Ledger, Registry
 
 from ..study import PrivateSet
 from .workdir import file_name
@@ -190,7 +190,9 @@ def _known(
     Raises:
       ValueError: The ledger is gone.
     """
-    claims = [claim for records in digests.values() for claim in registry.claims(records)]
+    claims: list[Claim] = []
+    for records in digests.values():
+        claims += registry.claims(records)
     if not claims or choice.count_anew:
         return None
     path = pathlib.Path(claims[0].ledger)
