@@ -22,8 +22,8 @@ frozen statistics. The fourth runs ":group_norm", the same network with GroupNor
 The command makes it. launch.adapt alone would train it from random parameters. The fifth,
 ":group_norm_episodic", resets to the source model before each corruption.
 ":group_norm_episodic_filters" (the study cifar10_filters) keeps the filter of private EATA, the
-method that gains most there, under five of the corruptions. Not run by us: the third
-as a whole and ":group_norm_episodic_filters". Results and times: docs/results/tta.md. """
+method that gains most there, under five of the corruptions. Not run by us: the third as a
+whole. Results and times: docs/results/tta.md. """
 
 from ml_collections import ConfigDict
 
