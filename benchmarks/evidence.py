@@ -222,6 +222,11 @@ EVIDENCE = [
     ),
     Evidence(
         "results/dpadapter.md",
+        ("dpadapter_table_cifar10.json",),
+        evidence_dpadapter.table_again,
+    ),
+    Evidence(
+        "results/dpadapter.md",
         ("dpadapter_theory.json",),
         dpadapter_theory.tables,
         {

@@ -158,6 +158,16 @@ def earlier_tables(ours: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[st
     return {name: _markdown(ours[name]) for name in names} | {"paper": _markdown(paper["table1"])}
 
 
+def table_again(report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the tables of the run with an upstream of CIFAR-10."""
+    markdown = {}
+    for name in ("order", "order_4"):
+        grid = report["grids"][name]
+        markdown[f"again: {name}"] = _markdown(_without_method(grid["table"]))
+        markdown[f"again: {name}: differences"] = _markdown(map(_difference, grid["differences"]))
+    return markdown
+
+
 def _without_method(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if key != "method"} for row in rows]
 

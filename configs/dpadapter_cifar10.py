@@ -5,8 +5,8 @@ r"""Table 1 and Figures 1, 3, 5 and 7 of Wang et al. 2024 (DPAdapter) on natural
 
 Upstream models see 40,000 images of CIFAR-10 four times, at 16x16. The private sets are 1500 other
 images of CIFAR-10, which have the upstream distribution (the paper's Figure 1 holds out a tenth of
-CIFAR-100), and 1500 images each of Fashion-MNIST and USPS. Not run by us. `--dry_run` estimates the
-time, which is minutes on two cores.
+CIFAR-100), and 1500 images each of Fashion-MNIST and USPS. docs/results/dpadapter.md has the
+results of ":table". Not run by us: ":figures".
 
 The grids "order" and "order_4" have Table 1, from three seeds. The others have one seed and models
 that are "short": they see the images twice. "gamma" and "gamma_4" have Figures 5 and 7, "amp"

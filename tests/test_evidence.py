@@ -2,10 +2,10 @@
 
 `benchmarks.evidence` writes the tables. Every number with a decimal point in the prose of a page of
 results must be in one of its tables, or in one of the files of PROSE, rounded to the digits that
-the page shows. A share may be shown in percent, and a sign is not compared. Numbers of a paper
-belong into a file too. Blocks of code, inline code and the targets of links are not read. A number
-of one or two digits may be found by chance, more often in a large file. So the files of PROSE are
-small, and a page with a large file has a table of what it states."""
+the page shows. A share may be shown in percent. A sign is compared where it is written. Numbers of
+a paper belong into a file too. Blocks of code, inline code and the targets of links are not read. A
+number of one or two digits may be found by chance, more often in a large file. So the files of
+PROSE are small, and a page with a large file has a table of what it states."""
 
 import functools
 import json
@@ -30,6 +30,7 @@ PROSE = {
 }
 _SKIPPED = re.compile(r"```.*?```|`[^`]*`|\]\([^)]*\)", flags=re.DOTALL)
 _NUMBER = re.compile(r"(?<![\w.:/])\d*\.\d+(?![\w.]\d)")
+_SIGNED = re.compile(r"(?<![\w.:/])([-+]?)(\d*\.\d+)(?![\w.]\d)")
 
 
 def text_of(page):
@@ -82,32 +83,37 @@ def test_every_marked_table_has_a_file():
 
 
 def numbers(document):
-    """Yields the numbers of a JSON document. Texts such as "0.63 ± 0.01" have numbers too."""
+    """Yields the signs and sizes of the numbers of a JSON document. Texts such as "+0.63 ± 0.01"
+    have numbers too, with a sign where one is written."""
     if isinstance(document, dict | list):
         for part in document.values() if isinstance(document, dict) else document:
             yield from numbers(part)
     elif isinstance(document, str):
-        yield from map(float, _NUMBER.findall(document))
+        yield from ((sign, float(size)) for sign, size in _SIGNED.findall(document))
     elif isinstance(document, int | float):
-        yield abs(float(document))
+        yield "-" if document < 0 else "+", abs(float(document))
 
 
 def shown(text):
-    """Returns the numbers with a decimal point in a page, outside of the written tables."""
-    return _NUMBER.findall(_SKIPPED.sub("", MARK.sub("", text)))
+    """Returns signs and sizes of the numbers with a decimal point in a page, outside of the written
+    tables."""
+    return _SIGNED.findall(_SKIPPED.sub("", MARK.sub("", text)))
 
 
 def untied(text, documents):
     """Returns the numbers of a page that no document has, in order."""
-    known = {
-        value * scale for document in documents for value in numbers(document) for scale in (1, 100)
-    }
+    known = [pair for document in documents for pair in numbers(document)]
 
-    def found(number):
-        half = 0.5 * 10.0 ** -len(number.partition(".")[2])
-        return any(abs(float(number) - value) <= half + 1e-9 for value in known)
+    def found(sign, size):
+        half = 0.5 * 10.0 ** -len(size.partition(".")[2])
+        return any(
+            abs(float(size) - value * scale) <= half + 1e-9
+            for of_value, value in known
+            if sign in ("", of_value)
+            for scale in (1, 100)
+        )
 
-    return [number for number in shown(text) if not found(number)]
+    return [size for sign, size in shown(text) if not found(sign, size)]
 
 
 @pytest.mark.parametrize("page", PROSE)
@@ -140,6 +146,10 @@ def test_a_number_is_compared_at_the_digits_that_are_shown():
     assert untied(text, documents) == []
     for wrong in (".634", "63.6", "63.48", ".0351", "3.6", ".713"):
         assert untied(f"{text} {wrong}", documents) == [wrong]
+    assert untied("-3.5 +.635", documents) == [] and untied("+3.5 -.635", documents) == [
+        "3.5",
+        ".635",
+    ]
 
 
 def test_all_bounds_of_programs_are_sound():
