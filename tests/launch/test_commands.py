@@ -84,11 +84,20 @@ LAUNCHERS = sorted({module_of(line) for line in COMMANDS})
 
 @contextlib.contextmanager
 def flags_of_links(module):
-    """Gives a party the flags of `launch.links`. Python runs that module once in this process."""
+    """Gives a party the flags of `launch.links`, and no other program. Python runs that module once
+    in this process, perhaps for an earlier test."""
+    is_party = module.endswith(("_server", "_client"))
+    others = {}
+    if not is_party:
+        for flag in flags.FLAGS.flags_by_module_dict().get("launch.links", ()):
+            others[flag.name] = flag
+            delattr(flags.FLAGS, flag.name)
     with flagsaver.flagsaver():
-        if module.endswith(("_server", "_client")) and "exchange" not in flags.FLAGS:
+        if is_party and "exchange" not in flags.FLAGS:
             importlib.reload(importlib.import_module("launch.links"))
         yield
+    for name, flag in others.items():
+        flags.FLAGS[name] = flag
 
 
 def zeros(network, seed):
