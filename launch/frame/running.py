@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import pathlib
 import shutil
 import tempfile
@@ -207,7 +208,7 @@ def compute(
     bound = hosts.together(lambda: _checked(study, config, root, choice))
     hosts.agree(lambda: {"config": config.to_json()})
     # Before data is read. The ledger is a file of process 0.
-    hosts.first(lambda: ledgers.chosen(choice, config, root))
+    hosts.first(lambda: os.fspath(ledgers.chosen(choice, config, root) or ""))
     result = hosts.first(lambda: _finished(study, root))
     if result is not None:
         return result
@@ -215,7 +216,8 @@ def compute(
         hosts.together(check_figures)  # before anything is computed or paid
     cells = distinct(study.cells(config))
     shared = hosts.together(lambda: study.open(config, root))
-    ledger = hosts.first(lambda: _ledger(study, config, root, shared, choice))
+    path = hosts.first(lambda: _ledger(study, config, root, shared, choice))
+    ledger = pathlib.Path(path) if path else None
     work = Work(study, config, root, shared, hosts, ledger)
     with contextlib.ExitStack() as opened:
         hosts.first(lambda: opened.enter_context(bind(study.name, bound, root, ledger)))
@@ -236,11 +238,11 @@ def _finished(study: Study, root: pathlib.Path) -> Any:
 
 def _ledger(
     study: Study, config: Any, root: pathlib.Path, shared: Any, choice: ledgers.Choice
-) -> pathlib.Path | None:
-    """Returns the ledger of the private sets of a study, or None if each cell has its own."""
+) -> str:
+    """Returns the path of the ledger of a study's private sets, or "" if each cell has its own."""
     if study.private is None:
-        return None
-    return ledgers.settled(choice, config, root, study.private(shared))
+        return ""
+    return os.fspath(ledgers.settled(choice, config, root, study.private(shared)))
 
 
 def _checked(study: Study, config: Any, root: pathlib.Path | None, choice: ledgers.Choice) -> Any:
