@@ -59,13 +59,12 @@ class Opened:
         """Trains in full batches, and bounds training on changed records."""
         training = dict(self.config.training)
         training["batch_size"] = training.pop("records")
-        threat = {"remove": "remove", "replace": "replace_one"}.get(kind, "poison")
+        training["threat"] = {"remove": "remove", "replace": "replace_one"}.get(kind, "poison")
         return prediction.train_with_bounds(
             self.model.loss,
             self.model.init(),
             examples,
             ks=ks,
-            threat=threat,
             public=public,
             poisoning=self.poisoning(kind),
             **training,

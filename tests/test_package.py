@@ -374,13 +374,13 @@ for name in jaxdp.__all__:
 out = jaxdp.clipped_grad(jnp.vdot, clip_norm=1.0)(jnp.zeros(3), 5 * jnp.eye(3))
 assert abs(float(out.grads.sum()) - 3) < 1e-5
 list(jaxdp.report.progress_bar(range(3), label="steps", unit="step"))
-from launch import command
+from launch import command, usage
 from jaxdp.data.images import resize
 asked = {
     "bundled": lambda: jaxdp.data.bundled("digits"),
     "report": lambda: jaxdp.report.render_page("page.html.jinja"),
     "images": lambda: resize(numpy.zeros((4, 4, 1), numpy.uint8), (2, 2)),
-    "launch": lambda: __import__("launch.frame.launcher"),
+    "launch": usage.define,
 }
 for extra, ask in asked.items():
     try:

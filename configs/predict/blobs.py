@@ -45,6 +45,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "epochs": 4 if mlp else 1,
                 "momentum": 0.0,
                 "nesterov": False,
+                "dampening": 0.0,
                 "weight_decay": 0.0,
                 "lr_decay": 0.6,
                 "lr_min": 1e-3,

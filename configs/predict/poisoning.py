@@ -27,8 +27,8 @@ def get_config(variant: str = "blobs") -> ConfigDict:
     base, changes = _VARIANTS[variant]
     config = base()
     training = config.training.to_dict()
-    # Further options of `jaxdp.prediction.Training`.
-    training |= {"nesterov": False, "dampening": 0.0, "l1": 0.0}
+    # A further option of `jaxdp.prediction.Training`.
+    training["l1"] = 0.0
     return ConfigDict(
         {
             "public_benchmark": True,

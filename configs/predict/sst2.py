@@ -49,6 +49,7 @@ def get_config() -> ConfigDict:
                 "epochs": 1,
                 "momentum": 0.0,
                 "nesterov": False,
+                "dampening": 0.0,
                 "weight_decay": 0.0,
                 "lr_decay": 0.0,
                 "lr_min": 0.0,

@@ -42,7 +42,7 @@ def main(
                 f"unexpected arguments {argv[1:]}. Set config fields with --config.x.y=value."
             )
         if command.config.value is None:
-            raise ValueError("--config must be command. --help lists the configs.")
+            raise ValueError("--config must be given. --help lists the configs.")
         if command.workdir.value is None and not command.dry_run.value:
             raise ValueError(
                 "--workdir must be given: the directory of the run. Or give --dry_run."

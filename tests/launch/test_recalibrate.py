@@ -381,9 +381,11 @@ def test_configs_are_consistent_and_have_the_fields_of_the_first(config):
     json.loads(config.to_json())
 
 
-def test_images_at_the_size_of_the_paper_are_read_when_they_are_classified():
+def test_images_at_the_size_of_the_paper_are_read_when_they_are_classified(monkeypatch):
     config = imagenet.get_config()
     data = recalibrate.data
+    # It would read which photographs a split has, and they are not here.
+    monkeypatch.setattr(data, "check_records_apart", lambda specs: None)
     shift, parts = data.shift(config.data, "fog"), data.specs(config.data, "test")
     assert not shift.in_memory and not parts["test"].in_memory
     assert data.shift(cifar10.get_config().data, "fog").in_memory  # CIFAR-10-C takes 30 MB
