@@ -227,6 +227,11 @@ EVIDENCE = [
     ),
     Evidence(
         "results/dpadapter.md",
+        ("dpadapter_digits.json",),
+        evidence_dpadapter.figures_again,
+    ),
+    Evidence(
+        "results/dpadapter.md",
         ("dpadapter_theory.json",),
         dpadapter_theory.tables,
         {

@@ -168,6 +168,12 @@ def table_again(report: Mapping[str, Any]) -> dict[str, str]:
     return markdown
 
 
+def figures_again(report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the tables of Figures 1, 3, 5 and 7 from digits."""
+    grids = ("amp", "batches", "gamma", "gamma_4")
+    return {f"again: {name}": _beside_upstream(report, name) for name in grids}
+
+
 def _without_method(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if key != "method"} for row in rows]
 

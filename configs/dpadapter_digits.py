@@ -5,8 +5,7 @@ r"""Figures 1, 3, 5 and 7 of Wang et al. 2024 (DPAdapter) from scikit-learn's di
 
 Upstream models see 808 digits of 8x8 pixels a hundred times. The private sets are 450 other digits,
 which have the upstream distribution as in Figure 1, and 1500 images of USPS. Upstream models and
-grids are those of configs/dpadapter_cifar10.py:figures. Not run by us. `--dry_run` estimates the
-time.
+grids are those of configs/dpadapter_cifar10.py:figures. docs/results/dpadapter.md has the results.
 """
 
 from ml_collections import ConfigDict
