@@ -1,7 +1,7 @@
 """Further claims of Wicker et al. 2025: how tight certificates are, batches, steps, replaced
 records, clients, the published image network, and embeddings of texts.
 
-    python -m benchmarks run agt_claims --data_dir DIR --word_vectors FILE.npz
+    python -m benchmarks run agt_claims --update --data_dir DIR --word_vectors FILE.npz
     python -m benchmarks.evidence results/agt.md
 
 Draws, accuracies and the two files are those of `benchmarks.evidence_agt`. Reads private labels

@@ -1,6 +1,6 @@
 """Lemma A.1 and Theorem 1 of Wang et al. 2024 beside what training does, on bundled digits.
 
-    python -m benchmarks run dpadapter_theory
+    python -m benchmarks run dpadapter_theory --update
 
 The lemma stands beside four pre-trained networks (configs/pretrain/digits.py). The theorem stands
 beside softmax regression with weight decay, whose constants are known: the features x of an image

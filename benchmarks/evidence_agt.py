@@ -1,7 +1,7 @@
 """The claims of Wicker et al. 2025 on small data: certificates, mechanisms, students, DP-SGD, PATE,
 ensembles.
 
-    python -m benchmarks run evidence_agt --data_dir DIR --word_vectors FILE.npz
+    python -m benchmarks run evidence_agt --update --data_dir DIR --word_vectors FILE.npz
     python -m benchmarks.evidence results/agt.md
 
 A draw is a set of private records: new points for Blobs, a new division of the digits, and a random

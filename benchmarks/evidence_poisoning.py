@@ -1,6 +1,7 @@
-"""Certificates against poisoned records and for unlearning, on three data sets.
+r"""Certificates against poisoned records and for unlearning, on three data sets.
 
-    python -m benchmarks run evidence_poisoning --data_dir DIR --workdir workdir/evidence_poisoning
+    python -m benchmarks run evidence_poisoning --update --data_dir DIR \
+        --workdir workdir/evidence_poisoning
 
 It runs `launch.poisoning` with the variants of configs/predict/poisoning.py. Numbers are shares of
 test inputs whose right label no k changes of the training records alter. Each kind of change has

@@ -7,7 +7,8 @@ further comparisons.
         --workdir W/resnet56 ...
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:cifar100 \
         --workdir W/cifar100 ...
-    python -m benchmarks run evidence_recalibration --workdirs W/resnet20,W/resnet56,W/cifar100
+    python -m benchmarks run evidence_recalibration --update \
+        --workdirs W/resnet20,W/resnet56,W/cifar100
     python -m benchmarks.evidence results/recalibration.md
 
 The docstring of the config has the whole commands. The further comparisons are at the centre (50

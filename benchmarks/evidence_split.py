@@ -2,7 +2,7 @@
 of CIFAR-100.
 
     python -m launch.split --config configs/split/cifar100.py --workdir W --config.attack.lpips ...
-    python -m benchmarks run evidence_split --workdir W
+    python -m benchmarks run evidence_split --update --workdir W
     python -m benchmarks.evidence results/split_adaptation.md
 
 The docstring of the config has the whole first command. The second one keeps the rows of the

@@ -1,11 +1,12 @@
 r"""The claims of arXiv:2606.01908 on USPS and CIFAR-10 under shift: clipping, conversion cost, and
 budgets.
 
-    python -m benchmarks run evidence_tta \
+    python -m benchmarks run evidence_tta --update \
         --data_dir DIR [--study continual] [--workdir workdir/evidence_tta]
-    python -m benchmarks run evidence_tta --data_dir DIR --study cifar10 --study cifar10_episodic \
+    python -m benchmarks run evidence_tta --update --data_dir DIR --study cifar10 \
+        --study cifar10_episodic \
         --checkpoint resnet20_cifar10.npz
-    python -m benchmarks run evidence_tta --data_dir DIR --study cifar10_filters \
+    python -m benchmarks run evidence_tta --update --data_dir DIR --study cifar10_filters \
         --checkpoint resnet20_cifar10.npz
     python -m benchmarks.evidence results/tta.md
 

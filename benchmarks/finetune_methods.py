@@ -1,7 +1,7 @@
 """Methods of private training on the features of a public network, each against DP-SGD on the same
 private images.
 
-    python -m benchmarks run finetune_methods --checkpoint FILE --data_dir DIR
+    python -m benchmarks run finetune_methods --update --checkpoint FILE --data_dir DIR
 
 The data and the network are those of `configs/finetune/cifar10_squeezenet.py`. Each of five
 disjoint sets of 2000 training images of CIFAR-10 is a private set. Learning rates are chosen on

@@ -1,7 +1,7 @@
 """The utility of every private stage beside the success of attacks on membership, on the digits of
 scikit-learn.
 
-    python -m benchmarks run membership
+    python -m benchmarks run membership --update
 
 Fine-tuning is attacked through its final model only, by LiRA (Carlini et al. 2022,
 arXiv:2112.03570) with shadow models and with wrongly labelled records as canaries. The other stages

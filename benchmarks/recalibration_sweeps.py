@@ -2,7 +2,7 @@ r"""What Table 2 and section D.1 of Luo et al. 2020 say in words: more data, ite
 
     python -m launch.recalibrate --config configs/recalibration/digits.py:sweeps --workdir W/digits
     python -m launch.recalibrate --config configs/recalibration/cifar10.py:wrn --workdir W/wrn ...
-    python -m benchmarks run recalibration_sweeps --workdirs W/digits --recipe W/wrn
+    python -m benchmarks run recalibration_sweeps --update --workdirs W/digits --recipe W/wrn
     python -m benchmarks.evidence results/recalibration.md
 
 docs/results/recalibration.md has the whole second command. It trains a small network by the paper's

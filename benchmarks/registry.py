@@ -4,6 +4,7 @@ A benchmark is a module of this folder. `measure(flags)` returns its report, and
 `add_arguments(parser)` declares its flags, where it has any."""
 
 import importlib
+import pathlib
 from types import ModuleType
 from typing import NamedTuple
 
@@ -17,6 +18,12 @@ class Benchmark(NamedTuple):
     takes: str = ""  # the time on two CPU cores, where it was measured
     # A page's table of studies is keyed by study, so the machine has no place in it.
     with_machine: bool = True
+
+    def place(self, *, update: bool) -> str:
+        """Returns where a run writes: a file of its own, so that a reader who repeats a table does
+        not overwrite what the pages are made of.
+        """
+        return self.output if update else f".bench/{pathlib.PurePath(self.output).name}"
 
     def load(self) -> ModuleType:
         """Returns the module. Some need extras, so only the one that runs is imported."""

@@ -2,7 +2,7 @@
 and 10 on the paper's grids, and training until the loss does not decrease.
 
     python -m launch.split --config configs/split/digits.py:appendix --workdir W
-    python -m benchmarks run split_appendix --workdir W
+    python -m benchmarks run split_appendix --update --workdir W
     python -m benchmarks.evidence results/split_adaptation.md
 
 The second command keeps the rows of the finished workdir, and the third one writes the page. The

@@ -3,7 +3,7 @@ Adaptation.
 
     python -m launch.split --config configs/split/backends.py --workdir A ...
     python -m launch.split --config configs/split/backends.py:digits --workdir B
-    python -m benchmarks run split_backends --workdir A --digits B
+    python -m benchmarks run split_backends --update --workdir A --digits B
 
 The docstring of the config has the whole commands. The last one keeps the rows of both finished
 workdirs. All images are public benchmarks."""

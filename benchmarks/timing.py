@@ -86,7 +86,7 @@ def page_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def arguments(doc: str | None, *, output: str) -> argparse.ArgumentParser:
+def arguments(doc: str | None, *, output: str | None) -> argparse.ArgumentParser:
     """Returns a parser with `--output`, and the module's docstring as its help."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -111,6 +111,7 @@ def run(benchmark: Benchmark, given: Sequence[str]) -> None:
     module = benchmark.load()
     parser = parser_of(benchmark)
     flags = parser.parse_args(given)
+    flags.output = flags.output or benchmark.place(update=flags.update)
     report = module.measure(flags)
     if report is None:  # a process that measures one point for another one
         return
@@ -122,7 +123,12 @@ def run(benchmark: Benchmark, given: Sequence[str]) -> None:
 def parser_of(benchmark: Benchmark) -> argparse.ArgumentParser:
     """Returns the parser of a benchmark's flags."""
     module = benchmark.load()
-    parser = arguments(module.__doc__, output=benchmark.output)
+    parser = arguments(module.__doc__, output=None)
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help=f"write {benchmark.output}, from which pages are made, and not a copy in .bench",
+    )
     if hasattr(module, "add_arguments"):
         module.add_arguments(parser)
     return parser

@@ -3,15 +3,17 @@
 import contextlib
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
 from benchmarks import __main__ as runner
 from benchmarks import device, hospitals, suites, timing
-from benchmarks.registry import BENCHMARKS, COMMANDS
+from benchmarks.registry import BENCHMARKS, COMMANDS, Benchmark
 
 # The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of
 # them.
@@ -159,8 +161,21 @@ def test_the_table_has_every_benchmark_and_each_has_one_form(capsys):
     for name, benchmark in BENCHMARKS.items():
         assert re.search(rf"^  {name} +{re.escape(benchmark.measures)}", listed, re.MULTILINE)
         assert callable(benchmark.load().measure), name
-        assert timing.parser_of(benchmark).get_default("output") == benchmark.output
+        assert benchmark.place(update=True) == benchmark.output
+        assert timing.parser_of(benchmark).get_default("output") is None
     assert all(command in listed for command in COMMANDS)
+
+
+def test_a_reader_does_not_overwrite_what_pages_are_made_of(tmp_path, monkeypatch):
+    module = types.SimpleNamespace(__doc__="toy", measure=lambda flags: {"number": 1})
+    monkeypatch.setattr(Benchmark, "load", lambda self: module)
+    monkeypatch.chdir(tmp_path)
+    toy = Benchmark("toy", "nothing", "benchmarks/results/toy.json", with_machine=False)
+    timing.run(toy, [])
+    assert [path.name for path in tmp_path.iterdir()] == [".bench"]
+    timing.run(toy, ["--update"])
+    for path in (".bench/toy.json", toy.output):
+        assert json.loads(pathlib.Path(path).read_text()) == {"number": 1}
 
 
 def test_commands_name_a_benchmark_and_flags_that_it_has():
