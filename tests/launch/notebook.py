@@ -69,9 +69,9 @@ def runtime(folder):
             if parts[0] not in ("..", "__pycache__") and not link.exists():
                 link.parent.mkdir(exist_ok=True)
                 link.symlink_to(place.joinpath(*parts))
-    (site / "jaxdp.dist-info").mkdir()
-    (site / "jaxdp.dist-info" / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: jaxdp\nVersion: {__version__}\n"
+    (site / "jaxdp_ledger.dist-info").mkdir()
+    (site / "jaxdp_ledger.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {colab.NAME}\nVersion: {__version__}\n"
     )
     return folder / "bin" / "python"
 

@@ -84,12 +84,12 @@ LAUNCHERS = sorted({module_of(line) for line in COMMANDS})
 
 @contextlib.contextmanager
 def flags_of_links(module):
-    """Gives a party the flags of `launch.links`, and no other program. Python runs that module once
-    in this process, perhaps for an earlier test."""
+    """Gives a program its own flags, and a party those of `launch.links`. Earlier tests of this
+    process may have imported either module, and Python runs a module once."""
     is_party = module.endswith(("_server", "_client"))
     others = {}
-    if not is_party:
-        for flag in flags.FLAGS.flags_by_module_dict().get("launch.links", ()):
+    for imported in (module, *(() if is_party else ("launch.links",))):
+        for flag in flags.FLAGS.flags_by_module_dict().get(imported, ()):
             others[flag.name] = flag
             delattr(flags.FLAGS, flag.name)
     with flagsaver.flagsaver():
