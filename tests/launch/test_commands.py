@@ -89,7 +89,7 @@ def flags_of_links(module):
     is_party = module.endswith(("_server", "_client"))
     others = {}
     for imported in (module, *(() if is_party else ("launch.links",))):
-        for flag in flags.FLAGS.flags_by_module_dict().get(imported, ()):
+        for flag in tuple(flags.FLAGS.flags_by_module_dict().get(imported, ())):
             others[flag.name] = flag
             delattr(flags.FLAGS, flag.name)
     with flagsaver.flagsaver():
