@@ -108,11 +108,17 @@ class Work:
         try:
             return self.study.run(cell, self)
         except BudgetExceeded as error:
-            error.add_note(
-                f"If {folder} was interrupted and another machine or version cannot continue it, "
-                "nothing of it was released. Then delete the folder and the ledger that only this "
-                "cell uses, and run the cell again."
-            )
+            if self.ledger is not None and not self.ledger.is_relative_to(self.root):
+                error.add_note(
+                    f"{self.ledger} counts for all runs about these records. `jaxdp ledger show` "
+                    "says which ones have spent."
+                )
+            else:
+                error.add_note(
+                    f"If {folder} was interrupted and another machine or version cannot continue "
+                    "it, nothing of it was released. Then delete the folder and the ledger that "
+                    "only this cell uses, and run the cell again."
+                )
             raise
 
     def kept(self, name: str, make: Callable[[], Any]) -> Any:

@@ -102,8 +102,10 @@ def spends(path):
 def test_a_second_workdir_spends_from_the_same_budget(files, home):
     """The promise of README: epsilon is that of all runs, and the second run has no room."""
     frame.run(QUERIES, queries(files), files / "a")
-    with pytest.raises(BudgetExceeded):
+    with pytest.raises(BudgetExceeded) as error:
         frame.run(QUERIES, queries(files), files / "b")
+    (note,) = error.value.__notes__
+    assert "counts for all runs" in note and "delete" not in note
     frame.run(QUERIES, queries(files, 0.3), files / "c")
     assert spends(home / "patients.sqlite") == 2
     assert not (files / "b" / "result.json").exists()
