@@ -231,6 +231,28 @@ class Features:
         return {name: jnp.asarray(value, jnp.float32) for name, value in folded.items()}
 
 
+def _calls(
+    pretrained: Pretrained, inputs: jax.Array, is_watched: Callable[[tuple[str, ...]], bool]
+) -> list[tuple[Any, Any]]:
+    """Returns arguments and output of each call of the modules whose path is watched."""
+    calls: list[tuple[Any, Any]] = []
+
+    def keep(
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: Any,
+    ) -> Any:
+        output = call(*args, **kwargs)
+        if is_watched(context.module.path):
+            calls.append((args, output))
+        return output
+
+    with nn.intercept_methods(keep):
+        pretrained.apply_fn(pretrained.params, inputs)
+    return calls
+
+
 def head_inputs(pretrained: Pretrained, images: jax.Array) -> jax.Array:
     """Returns the inputs of the model's last layer, float32 [B, d].
 
@@ -239,21 +261,8 @@ def head_inputs(pretrained: Pretrained, images: jax.Array) -> jax.Array:
     Raises:
       ValueError: The model has not one linear head on one vector per image.
     """
-    inputs: list[jax.Array] = []
-
-    def keep(
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        context: Any,
-    ) -> Any:
-        path = context.module.path
-        if len(path) == 1 and path[0] in HEADS:
-            inputs.append(args[0])
-        return call(*args, **kwargs)
-
-    with nn.intercept_methods(keep):
-        pretrained.apply_fn(pretrained.params, images)
+    heads = _calls(pretrained, images, lambda path: len(path) == 1 and path[0] in HEADS)
+    inputs = [args[0] for args, _ in heads]
     if len(inputs) != 1 or inputs[0].ndim != 2:
         raise ValueError(
             "the model must have one linear head on one vector per image to keep its inputs, got "
@@ -285,22 +294,8 @@ def text_embeddings(
         raise ValueError(f"pretrained must be a language model, got {name}. See head_inputs.")
     if pooling not in ("last", "mean"):
         raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}.")
-    states: list[jax.Array] = []
-
-    def keep(
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        context: Any,
-    ) -> Any:
-        output = call(*args, **kwargs)
-        if context.module.path == ("norm",):
-            states.append(output)
-        return output
-
-    with nn.intercept_methods(keep):
-        pretrained.apply_fn(pretrained.params, tokens)
-    hidden = states[0].astype(jnp.float32)
+    (_, states), *_ = _calls(pretrained, tokens, lambda path: path == ("norm",))
+    hidden = states.astype(jnp.float32)
     is_token = tokens >= 0
     lengths = is_token.sum(axis=1)
     if pooling == "mean":
