@@ -27,11 +27,11 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data import record_digests
-from jaxdp.files import read_json, shown
+from jaxdp.files import shown
 from jaxdp.privacy import Claim, CountedElsewhere, Ledger, Registry
 
 from ..study import PrivateSet
-from .workdir import file_name
+from .workdir import bound_to, file_name
 
 NAME = "ledger.sqlite"
 _REGISTRY = "registry.sqlite"
@@ -67,11 +67,9 @@ def home() -> pathlib.Path:
 
 def of_workdir(root: pathlib.Path) -> pathlib.Path | None:
     """Returns the ledger that a workdir has used, or None."""
-    path = root / "config.json"
-    if path.exists():
-        stored = read_json(path, remedy="Restore it from a copy, or use a new workdir.")
-        if stored.get("ledger"):
-            return pathlib.Path(stored["ledger"])
+    stored = bound_to(root) or {}
+    if stored.get("ledger"):
+        return pathlib.Path(stored["ledger"])
     inside = root / NAME
     return inside if inside.exists() else None
 

@@ -34,6 +34,16 @@ def cell_folder(root: pathlib.Path, cell: Any) -> pathlib.Path:
     return root.joinpath("cells", *map(file_name, cell))
 
 
+def bound_to(root: pathlib.Path) -> dict[str, Any] | None:
+    """Returns what config.json says of a workdir, None if the workdir is not bound.
+
+    Raises:
+      ValueError: The file is damaged.
+    """
+    path = root / "config.json"
+    return read_json(path, remedy=_REMEDY) if path.exists() else None
+
+
 def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
     """Refuses to mix two experiments in one workdir.
 
@@ -41,10 +51,9 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
       ValueError: The workdir is of another study, config or release, which the message names. Or
         its config.json is damaged.
     """
-    path = root / "config.json"
-    if not path.exists():
+    stored = bound_to(root)
+    if stored is None:
         return
-    stored = read_json(path, remedy=_REMEDY)
     if stored.get("format") != FORMAT:
         raise ValueError(
             f"{shown(root)} was made by another release of jaxdp with another layout. Use a new "
@@ -104,8 +113,8 @@ def bind(
 
 def run_of(root: pathlib.Path) -> str:
     """Returns the word by which ledgers know the runs of a workdir, or "" for an older workdir."""
-    path = root / "config.json"
-    return read_json(path, remedy=_REMEDY).get("run", "") if path.exists() else ""
+    stored = bound_to(root) or {}
+    return str(stored.get("run", ""))
 
 
 def _has_results(root: pathlib.Path) -> bool:
