@@ -18,12 +18,14 @@
     jaxdp ledger show PATH --html page.html       the same as a page, with how accounts grew
     jaxdp ledger history PATH --csv               every spend
     jaxdp ledger history PATH --by-day            how epsilon grew
+    jaxdp ledger describe PATH DATASET --owner "Cardiology" --contact data@clinic.org
+                                                  whom to ask, with --purpose and --approver
     jaxdp ledger verify PATH                      whether the file holds everything that was spent
     jaxdp ledger backup PATH COPY                 a copy, which appears whole
     jaxdp ledger accept PATH                      makes an older copy valid, if no newer one is left
 
-Of the ledger commands only `accept` writes to the ledger. `python -m jaxdp.command` is the same
-command.
+Of the ledger commands only `describe` and `accept` write to the ledger. `python -m jaxdp.command`
+is the same command.
 """
 
 import argparse

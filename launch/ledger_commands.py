@@ -1,6 +1,6 @@
 """The commands `jaxdp ledger`: questions to a ledger, which is opened for reading only.
 
-`accept` alone writes to it.
+`describe` and `accept` alone write to it.
 """
 
 import argparse
@@ -15,6 +15,8 @@ from typing import Any
 
 from jaxdp.files import shown, write_durably
 from jaxdp.privacy import BudgetExceeded, Ledger, report_text
+from jaxdp.privacy.contacts import FIELDS
+from jaxdp.privacy.database import existing
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.reports import finite
@@ -51,7 +53,7 @@ _OF_A_DAY = ("day", "dataset", "spends", "epsilon", "delta")
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the commands to the parser of `jaxdp ledger`."""
     commands = parser.add_subparsers(
-        required=True, metavar="show | history | verify | backup | accept"
+        required=True, metavar="show | history | describe | verify | backup | accept"
     )
     show = _command(commands, "show", _show)
     show.add_argument(
@@ -91,6 +93,10 @@ def add(parser: argparse.ArgumentParser) -> None:
             "--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin"
         )
 
+    describe = _command(commands, "describe", _describe)
+    describe.add_argument("dataset", help="the dataset")
+    for field in FIELDS:
+        describe.add_argument(f"--{field}", help="a text, or '' if it is not known")
     _command(commands, "verify", _verify)
     _command(commands, "backup", _backup).add_argument("copy", help="the new file")
     _command(commands, "accept", _accept)
@@ -252,6 +258,21 @@ def _cell(value: Any) -> str:
     text = shown(str(value))
     is_formula = isinstance(value, str) and text[:1] in ("=", "+", "-", "@")
     return f"'{text}" if is_formula else text
+
+
+def _describe(options: argparse.Namespace) -> None:
+    """Sets or corrects whom to ask about a dataset, or lists the changes until now."""
+    changes = {field: getattr(options, field) for field in FIELDS}
+    is_change = any(text is not None for text in changes.values())
+    existing(options.path)  # A mistyped path must not become a new ledger.
+    with Ledger(options.path, read_only=not is_change) as ledger:
+        if is_change:
+            ledger.describe(options.dataset, **changes)
+        history = ledger.contact_history(options.dataset)
+    columns = ("at", "who", "host", *FIELDS)
+    lines = [[_cell(row[column]) or "-" for column in columns] for row in history]
+    for line in aligned([columns, *lines]):
+        print(line)
 
 
 # --- The file -----------------------------------------------------------------------------------

@@ -1,14 +1,31 @@
 """Writes the report of a run, from its workdir alone: python -m launch.report WORKDIR.
 
-The workdir is of a lifecycle or of one launcher. Every launcher writes its report at its end.
+The workdir is of a lifecycle, of one launcher, or of `jaxdp.finetune.fit`. A ledger's file is
+reported too. Every launcher writes its report at its end.
 """
 
+import os
+import pathlib
 from collections.abc import Sequence
+from typing import Any
 
-from . import frame
-from .run_report import write
+from jaxdp.report import runs
+
+from . import frame, run_report
 
 __all__ = ["main", "write"]
+
+
+def write(workdir: str | os.PathLike[str], **options: Any) -> pathlib.Path:
+    """Writes the report of a launcher's run, of a run of `fit`, or of a ledger.
+
+    Args:
+      workdir: The workdir, or the ledger's file.
+      **options: As `jaxdp.report.write` or `launch.run_report.write` takes them.
+    """
+    if (pathlib.Path(workdir) / "run.json").exists() or pathlib.Path(workdir).is_file():
+        return runs.write(workdir, **options)
+    return run_report.write(workdir, **options)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -113,27 +113,6 @@ def paired_difference(
     return Difference(mean, error, sum(row["gap"] > 0 for row in gaps), len(gaps))
 
 
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Returns Wilson's 95 % interval of the probability behind a share of `count` independent
-    cases.
-    """
-    z = statistics.NormalDist().inv_cdf(0.975)
-    scale = 1 + z * z / count
-    middle = (share + z * z / (2 * count)) / scale
-    variance = share * (1 - share) / count + z * z / (4 * count * count)
-    half = z / scale * math.sqrt(variance)
-    return max(middle - half, 0.0), min(middle + half, 1.0)
-
-
-def mcnemar(gained: int, lost: int) -> float:
-    """Returns the two-sided p of McNemar's exact test: that so unequal numbers of changed answers
-    arise by chance.
-    """
-    changed = gained + lost
-    tail = sum(math.comb(changed, k) for k in range(min(gained, lost) + 1))
-    return min(1.0, 2 * tail / 2**changed)
-
-
 def changes(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
     """Returns how many answers were right before and after, for the report.
 

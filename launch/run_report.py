@@ -20,16 +20,20 @@ _BOUND = {"study": str, "config": dict, "versions": {str: str}}  # the types of 
 def write(
     workdir: str | os.PathLike[str],
     *,
+    output: str | os.PathLike[str] | None = None,
     ledger: str | os.PathLike[str] | None = None,
     report: Report | None = None,
+    books: document.Books | None = None,
 ) -> pathlib.Path:
-    """Writes report.html in the workdir of a finished run.
+    """Writes the report of a finished run.
 
     Args:
       workdir: The workdir.
+      output: The HTML file, by default report.html in the workdir.
       ledger: The ledger, if the run was told to use another one than its workdir's.
       report: What the report tells about runs of this study. By default it is that of the study
           which config.json names.
+      books: The accounts, by default those of the ledger.
 
     Raises:
       FileNotFoundError: The workdir has no run that is finished.
@@ -44,8 +48,9 @@ def write(
             )
     bound = document.checked(root / "config.json", _BOUND, "config", remedy=_REMEDY)
     report = report or _report(bound["study"])
+    place = None if output is None else pathlib.Path(output)
     if report.write is not None:
-        return report.write(root)
+        return report.write(root, place, books)
     config = bound["config"]
     with understood(root, _REMEDY):
         result = {}
@@ -55,8 +60,9 @@ def write(
         return document.write(
             root,
             report.page,
+            output=place,
             title=f"Privacy report: {report.title}",
-            books=_books(root, report, ledger or bound.get("ledger"), bound.get("run", "")),
+            books=books or _books(root, report, ledger or bound.get("ledger"), bound),
             released=_released(root, report),
             config=config,
             versions=bound["versions"],
@@ -84,17 +90,21 @@ def _released(root: pathlib.Path, report: Report) -> dict[pathlib.Path, str]:
 
 
 def _books(
-    root: pathlib.Path, report: Report, ledger: str | os.PathLike[str] | None, run: str
+    root: pathlib.Path,
+    report: Report,
+    ledger: str | os.PathLike[str] | None,
+    bound: Mapping[str, Any],
 ) -> document.Books:
     """Returns the accounts of a workdir.
 
     Args:
       ledger: The ledger outside of the workdir that pays, or None.
-      run: The word for the runs of this workdir in it.
+      bound: The content of config.json, with the word for the runs of this workdir in that ledger.
     """
     if ledger is None:
-        return document.Books(root, _ledgers(root, report), remedy=_REMEDY)
-    return document.Books(root, {"": pathlib.Path(ledger)}, remedy=_REMEDY, run=run)
+        return document.Books.read(root, _ledgers(root, report), remedy=_REMEDY)
+    runs = [bound["run"]] if bound.get("run") else []
+    return document.Books.read(root, {"": pathlib.Path(ledger)}, remedy=_REMEDY, runs=runs)
 
 
 def _ledgers(root: pathlib.Path, report: Report) -> dict[str, pathlib.Path]:

@@ -46,7 +46,8 @@ class Report:
       ledgers: The patterns of the ledgers in the workdir.
       references: Whether config.references adds models that no ledger counts.
       no_account: The verdict on a run that charged no ledger.
-      write: `write(workdir)` writes a report of another form and returns its path.
+      write: `write(workdir, output, books)` writes a report of another form and returns its path.
+          Without a path or accounts, None, they are those of the workdir.
     """
 
     title: str
@@ -56,7 +57,7 @@ class Report:
     ledgers: Sequence[str] = ("ledger.sqlite",)
     references: bool = False
     no_account: str = "No ledger was charged."
-    write: Callable[[pathlib.Path], pathlib.Path] | None = None
+    write: Callable[..., pathlib.Path] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -62,7 +62,7 @@ def test_the_account_is_shown(path, capsys):
     text = said(capsys, "show", path)
     assert "3 datasets with equal accounts: hospital 0, hospital 1, hospital 2" in text
     assert text.count("Pure(0.5)") == 1
-    assert "records      50000 as declared" in text and "records      not declared" in text
+    assert "examples     50000 as declared" in text and "images       not declared" in text
     assert "run 1" in text and "who " in text and "version" in text
     assert "\x1b" not in text and r"\x1b[31mred" in text
     report = json.loads(said(capsys, "show", path, "--json"))

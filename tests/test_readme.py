@@ -22,6 +22,8 @@ def test_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert float(accuracy) > 0.7 and 0 < float(epsilon) <= 3
     assert int(names["state"].step) == 30
     assert (tmp_path / "run" / "checkpoints" / "30").is_dir()
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "DP-SGD" in page and "test accuracy" in page and "The unit is one patient." in page
 
 
 def test_the_readme_is_one_page_whose_links_exist():

@@ -28,6 +28,7 @@ import numpy as np
 from jaxdp import memory
 from jaxdp.data import Source, check_source
 from jaxdp.data.physical import FIRST_STEPS
+from jaxdp.finetune import run_notes
 from jaxdp.finetune.programs import Programs
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
@@ -209,11 +210,13 @@ def _check_account(trainer: PrivateTrainer, account: Account | None, delta: floa
         delta=account.delta if delta is None else delta,
         records=trainer.sampler.num_examples,
         sampling_probability=trainer.sampler.sampling_probability,
+        unit=trainer.unit,
     )
     warn_of_another_number(
         account.name,
         registered=account.ledger.records(account.name),
         present=trainer.sampler.num_examples,
+        unit=trainer.unit,
     )
     account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
 
@@ -323,6 +326,8 @@ class _Run:
                 "workdir."
             )
         self.till.settle([self.pays])
+        if self.till.workdir is not None:
+            run_notes.write(self.till.workdir, self.trainer, self.steps, self.pays)
 
     def _hold(self, first: int, token: str, room: contextlib.ExitStack) -> None:
         """Holds the budget of all steps that are not yet charged, until `room` is closed."""

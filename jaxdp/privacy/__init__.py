@@ -6,10 +6,10 @@ The modules:
 * Epsilon of events: `loss_distribution`, `loss_densities`, `losses`, `convolution` and `gaussian`
   for PLD, `renyi` for RDP, `rules`, `tally`, `accounting`. `calibration` and `planning` invert it.
 * The ledger's file: `chain`, `schema`, `integrity`, `database`, `store`, with `damage` and `times`.
-* Its rows: `terms`, `datasets`, `spends`, `holds`.
+* Its rows: `terms`, `datasets`, `spends`, `holds`, `contacts`.
 * Its decisions: `compositions`, `spent_epsilon`, `budget`, `admission`.
 * What users call: `accounts`, `ledger_reader`, `ledger`, and what they read: `reports`,
-  `report_text`.
+  `report_text`, in the words of `units`.
 * Which ledger counts which records: `registry`.
 """
 
@@ -48,6 +48,7 @@ from jaxdp.privacy.ledger import (
 from jaxdp.privacy.planning import TrainingPlan, plan_training
 from jaxdp.privacy.privacy_warnings import PrivacyWarning
 from jaxdp.privacy.registry import Claim, CountedElsewhere, Registry
+from jaxdp.privacy.units import UnitWords, unit_words
 
 __all__ = [
     "Account",
@@ -78,11 +79,13 @@ __all__ = [
     "Spend",
     "TrainingPlan",
     "TruncatedSubsampledGaussianDpEvent",
+    "UnitWords",
     "UnprovenDpEvent",
     "ZCDpEvent",
     "calibrate_noise",
     "delta",
     "epsilon",
     "plan_training",
+    "unit_words",
     "unproven",
 ]

@@ -2,7 +2,7 @@
 
 import sqlite3
 
-from jaxdp.privacy import chain
+from jaxdp.privacy import chain, contacts
 from jaxdp.privacy.events import from_json
 
 _TOTALS = (
@@ -41,7 +41,11 @@ def find_problem(db: sqlite3.Connection) -> str | None:
         # No link covers the holds, which change no number. Their events must at least parse.
         for row in db.execute("SELECT json FROM holds"):
             from_json(row["json"])
-        return chain.find_broken_link(db, meta["id"]) or find_unequal_total(db)
+        return (
+            chain.find_broken_link(db, meta["id"])
+            or contacts.find_broken_link(db, meta["id"])
+            or find_unequal_total(db)
+        )
     except (TypeError, ValueError, KeyError, OverflowError) as error:  # a value of the wrong type
         return f"is damaged: {type(error).__name__}, {error}"
 

@@ -53,7 +53,7 @@ import sqlite3
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from jaxdp.privacy import holds
+from jaxdp.privacy import contacts, holds
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.accounts import (
     DAY,
@@ -69,7 +69,7 @@ from jaxdp.privacy.budget import BudgetExceeded
 from jaxdp.privacy.datasets import dataset_of, find_dataset, insert_dataset, paid_for
 from jaxdp.privacy.events import Counts, DpEvent, compose, composition, describe, from_json, to_json
 from jaxdp.privacy.ledger_reader import LedgerReader, check_text
-from jaxdp.privacy.privacy_warnings import warn_if_weak
+from jaxdp.privacy.privacy_warnings import warn_if_weak, warn_of_another_contact
 from jaxdp.privacy.store import Head, LedgerDamaged
 from jaxdp.privacy.terms import Accounting, Terms
 from jaxdp.privacy.times import now
@@ -113,6 +113,11 @@ class Ledger(LedgerReader):
         self._run = run or secrets.token_hex(8)
         self._admission = Admission(self._store, self._spends)
 
+    @property
+    def run(self) -> str:
+        """The identifier of this run, which is stored with every spend."""
+        return self._run
+
     @classmethod
     def in_memory(cls, *, run: str | None = None) -> "Ledger":
         """Returns a ledger that exists only in this process, for notebooks and tests."""
@@ -130,6 +135,10 @@ class Ledger(LedgerReader):
         accounting: Accounting = "pld",
         renyi_order: float | None = None,
         allow_unproven: bool = False,
+        owner: str | None = None,
+        purpose: str | None = None,
+        contact: str | None = None,
+        approver: str | None = None,
     ) -> None:
         """Registers a private dataset. Registering it again with the same terms does nothing.
 
@@ -153,6 +162,10 @@ class Ledger(LedgerReader):
                 Gaussian's.
             allow_unproven: Whether a budget allows `privacy.unproven(...)` releases. The headline
                 epsilon is then infinite, and the budget limits the proven part.
+            owner, purpose, contact, approver: Whom to ask about the data, and what they may be used
+                for, for reports. They are no terms: a field that the ledger lacks is filled in.
+                One that differs stays as it is and gives a `PrivacyWarning`. `describe` corrects
+                it.
 
         Raises:
             ValueError: An argument is impossible, or the dataset is registered with other terms.
@@ -169,17 +182,56 @@ class Ledger(LedgerReader):
             allow_unproven=allow_unproven,
             records=records,
         ).checked()
-        warn_if_weak(epsilon=epsilon, delta=delta, records=records)
+        people = contacts.checked(
+            {"owner": owner, "purpose": purpose, "contact": contact, "approver": approver}
+        )
+        warn_if_weak(epsilon=epsilon, delta=delta, records=records, unit=unit)
         with self._transaction() as db:
             dataset = find_dataset(db, name)
             if dataset is None:
                 insert_dataset(db, name, terms)
                 self._store.seal(name)
+                self._fill_in(db, name, people)
                 return
             dataset.check_unchanged(terms)
+            self._fill_in(db, name, people)
             if records is not None and dataset.records is None:
                 db.execute("UPDATE datasets SET records = ? WHERE id = ?", (records, dataset.id))
                 self._store.seal(name)
+
+    def describe(
+        self,
+        name: str,
+        *,
+        owner: str | None = None,
+        purpose: str | None = None,
+        contact: str | None = None,
+        approver: str | None = None,
+    ) -> None:
+        """Sets or corrects whom to ask about a dataset. The history of all changes stays.
+
+        `contacts` returns the fields, and `contact_history` the changes.
+
+        Args:
+            name: A registered dataset.
+            owner: Who is responsible for the data. None leaves this field and each other as it is,
+                and "" says that it is not known.
+            purpose: What the data may be used for.
+            contact: Where to ask, for example an address.
+            approver: Who allowed the use.
+
+        Raises:
+            TypeError, ValueError: A field is no text, or is longer than a line of 500 characters.
+                The dataset is not registered.
+        """
+        people = contacts.checked(
+            {"owner": owner, "purpose": purpose, "contact": contact, "approver": approver}
+        )
+        with self._transaction() as db:
+            dataset_of(db, name)
+            before = contacts.current(contacts.rows(db), name)
+            if before | people != before:
+                self._store.describe(name, people)
 
     def account(self, name: str, *, label: str = "") -> Account:
         """Returns an account of a dataset, with the arguments and errors of `Account`."""
@@ -313,6 +365,18 @@ class Ledger(LedgerReader):
         )
 
     # --- Inside ----------------------------------------------------------------------------------
+
+    def _fill_in(self, db: sqlite3.Connection, name: str, people: Mapping[str, str]) -> None:
+        """Notes the fields that the ledger lacks. Warns of those that differ."""
+        known = contacts.current(contacts.rows(db), name)
+        missing = {}
+        for field, text in people.items():
+            if text and not known[field]:
+                missing[field] = text
+            elif text != known[field]:
+                warn_of_another_contact(name, field, registered=known[field], present=text)
+        if missing:
+            self._store.describe(name, missing)
 
     def _request(self, account: str | Account, event: DpEvent, label: str) -> Request:
         check_label(label)

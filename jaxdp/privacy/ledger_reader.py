@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Self
 
-from jaxdp.privacy import report_text, reports
+from jaxdp.privacy import contacts, report_text, reports
 from jaxdp.privacy.accounting import Adjacency, check_rules
 from jaxdp.privacy.compositions import proven
 from jaxdp.privacy.datasets import dataset_of, datasets, paid_for
@@ -26,6 +26,11 @@ class LedgerReader:
         self._path = self._store.path
         self._transaction = self._store.transaction
         self._spends = Spends()
+
+    @property
+    def path(self) -> str:
+        """The path of the file, or ":memory:"."""
+        return self._path
 
     def close(self) -> None:
         """Closes the file. The ledger cannot be used afterwards."""
@@ -55,6 +60,24 @@ class LedgerReader:
     def records(self, name: str) -> int | None:
         """Returns a dataset's declared number of units, or None."""
         return self._dataset(name).records
+
+    def contacts(self, name: str) -> dict[str, str]:
+        """Returns "owner", "purpose", "contact" and "approver" of a dataset, "" where unknown."""
+        with self._transaction("DEFERRED") as db:
+            dataset_of(db, name)
+            return contacts.current(contacts.rows(db), name)
+
+    def contact_history(self, name: str | None = None) -> list[dict[str, Any]]:
+        """Returns every change of `contacts` of one dataset or of all, the oldest first.
+
+        Returns:
+            Rows with "number", "dataset", the four fields from then on, "at" (UTC), "who", "host",
+            "spend" and "after" (number and link of the last spend before), and "link".
+        """
+        with self._transaction("DEFERRED") as db:
+            name = None if name is None else dataset_of(db, name).name
+            history = contacts.rows(db)
+        return [row for row in history if name in (None, row["dataset"])]
 
     def _dataset(self, name: str) -> Dataset:
         with self._transaction("DEFERRED") as db:
@@ -203,7 +226,8 @@ class LedgerReader:
             delta: The delta for datasets that have none registered.
 
         Returns:
-            {"path", "schema_version", "head", "datasets": [...]}. Each dataset has its terms, its
+            {"path", "schema_version", "head", "contacts", "datasets": [...]}. "contacts" is the
+            number of rows of `contact_history`. Each dataset has its terms, its `contacts`, its
             `delta`, the declared number of `records` or None, and the number of `partitions`. At
             its `delta` it has the `headline` (text), `proven_epsilon` and `remaining` (None for
             infinity). `spends` has one row per partition and event, at most 1000 of `rows`. `runs`
@@ -213,9 +237,11 @@ class LedgerReader:
         """
         with self._transaction("DEFERRED") as db:
             entries = [reports.entry(db, dataset, delta) for dataset in datasets(db)]
+            history = contacts.rows(db)
         # Outside the transaction, because PLDs are slow.
         for entry in entries:
             name = entry["name"]
+            entry |= contacts.current(history, name)
             epsilon = self.epsilon(name, delta=entry["delta"])
             if entry.pop("unproven"):
                 entry["headline"] = "inf (empirical only)"
@@ -228,6 +254,7 @@ class LedgerReader:
             "path": self._path,
             "schema_version": SCHEMA_VERSION,
             "head": dataclasses.asdict(self.head),
+            "contacts": len(history),
             "datasets": entries,
         }
 

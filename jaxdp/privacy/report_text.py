@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import shown
+from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.times import local
+from jaxdp.privacy.units import unit_words
 
 # The runs and the spends that did not commit, of which the text shows at most so many.
 _MOST_LINES = 20
@@ -65,10 +67,13 @@ def _terms(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> lis
         names,
         f"  adjacency    {first['adjacency']}, unit {shown(first['unit'])}, accounting "
         f"{first['accounting']}{order}",
-        f"  records      {records}",
+        f"  {unit_words(shown(first['unit'])).many:<12} {records}",
         f"  budget       {budget}",
         f"  epsilon      {first['headline']} at delta {first['delta']:g}",
     ]
+    for field in FIELDS:
+        if first[field]:
+            lines.append(f"  {field:<12} {shown(first[field])}")
     if first["headline"] == "inf (empirical only)":
         proven = "inf" if first["proven_epsilon"] is None else f"{first['proven_epsilon']:.6g}"
         lines.append(f"  proven part  {proven} at delta {first['delta']:g}")

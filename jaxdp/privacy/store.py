@@ -31,11 +31,11 @@ import sqlite3
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from jaxdp.files import shown, write_durably
-from jaxdp.privacy import chain, database, schema
+from jaxdp.privacy import chain, contacts, database, schema
 from jaxdp.privacy.chain import Head
 from jaxdp.privacy.damage import LedgerDamaged, damaged, is_damage
 from jaxdp.privacy.integrity import find_problem
@@ -405,6 +405,13 @@ class Store:
         row = self.db.execute("SELECT * FROM datasets WHERE name = ?", (name,)).fetchone()
         seal = chain.seal_of(row, self.identity)
         self.db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (seal, row["id"]))
+
+    def describe(self, name: str, changes: Mapping[str, str]) -> None:
+        """Notes whom to ask about a dataset from now on, in the caller's transaction."""
+        last = self.last()
+        who, host = _author()
+        about = {"at": now(), "who": who, "host": host, "spend": last.spend, "after": last.link}
+        contacts.append(self.db, self.identity, name, changes, **about)
 
     def append(
         self, dataset: int, partition: str, json: str, label: str, token: str | None, run: str

@@ -13,6 +13,7 @@ from jaxdp.report.plots import (
     plot_training,
 )
 from jaxdp.report.progress import counting, progress_bar
+from jaxdp.report.runs import write
 from jaxdp.report.tables import format_table
 from jaxdp.report.verdicts import Verdict, grade, guess_rate, verdict
 from jaxdp.report.writers import Callback, TensorBoardWriter, WandbWriter
@@ -41,5 +42,6 @@ __all__ = [
     "round_down",
     "round_up",
     "verdict",
+    "write",
     "write_ledger_page",
 ]

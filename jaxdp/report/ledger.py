@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import write_durably
-from jaxdp.privacy import Ledger, LedgerDamaged
+from jaxdp.privacy import Ledger, LedgerDamaged, unit_words
+from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.report_text import grouped
 from jaxdp.privacy.times import local
 from jaxdp.report.html import Chart, render_page
@@ -88,6 +89,7 @@ def ledger_page(
         return render_page(_PAGES / "damaged.html.jinja", **damaged, **common), error
     groups = facts["groups"]
     facts["charts"] = [_chart(facts, group, timezone) for group in groups]
+    facts["units"] = list(dict.fromkeys(group["words"] for group in groups))
     facts["verdicts"] = [verdict(group["account"]) for group in groups]
     # About 300 rows in all tables together, so that the page of many accounts can be read.
     facts["limit"] = max(3, min(ROWS, 300 // max(len(groups), 1)))
@@ -100,7 +102,8 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
     Returns:
         `report` as `Ledger.report` returns it, and `has_head`. `groups` are the data sets with
         equal accounts, those with the least left first. Each has the `names`, the `account` of the
-        first one, the `share` of its budget that is spent (None without a budget), and `growth` as
+        first one, the `words` for its unit, its `people`, the `share` of its budget that is spent
+        (None without a budget), and `growth` as
         `Ledger.growth` returns it, which is empty if there is no figure. `newest` are the last
         spends, the newest first.
 
@@ -132,7 +135,14 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
 def _group(accounts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     first = accounts[0]
     names = [account["name"] for account in accounts]
-    return {"names": names, "account": first, "share": _share(first)}
+    people = {field: first[field] for field in FIELDS if first[field]}
+    return {
+        "names": names,
+        "account": first,
+        "share": _share(first),
+        "words": unit_words(first["unit"]),
+        "people": people,
+    }
 
 
 def _spent(group: Mapping[str, Any]) -> float:

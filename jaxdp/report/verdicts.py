@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxdp.privacy.units import unit_words
 from jaxdp.report.html import round_down, round_up
 
 # A word holds while a coin toss becomes a guess that is right in at most this share of cases.
@@ -16,7 +17,7 @@ EXPOSED = {0.1: "weak", 1.0: "practically none"}
 # The difference between neighbouring data sets, and the question of an attacker, by adjacency.
 _NEIGHBOURS = {
     "add_remove": ("adding or removing one {}", "whether a certain {} was in it"),
-    "replace_one": ("replacing one {} by another", "which of two possible {}s was in it"),
+    "replace_one": ("replacing one {0} by another", "which of two possible {1} was in it"),
     "zero_out": ("blanking out one {}", "whether a certain {} was blank"),
 }
 
@@ -104,7 +105,8 @@ def verdict(account: Mapping[str, Any]) -> Verdict:
     delta = account["delta"]
     records = account["records"]
     budget = account["budget"]
-    change, question = (text.format(unit) for text in _NEIGHBOURS[account["adjacency"]])
+    texts = _NEIGHBOURS[account["adjacency"]]
+    change, question = (text.format(unit, unit_words(unit).many) for text in texts)
     proven = account["proven_epsilon"]
     unproven = "inf" in account["headline"] or proven is None
     epsilon = math.inf if unproven else proven

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import understood, write_durably
+from jaxdp.privacy import unit_words
 from jaxdp.report import Chart, format_table, render_page, verdict
 
 from .. import document, frame
@@ -25,14 +26,21 @@ _RESULT = {
 _BOUND = {"versions": {str: str}}
 
 
-def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
-    """Writes report.html. Writes certificates.html if the config asks for it, and removes it
-    otherwise.
+def write(
+    workdir: str | os.PathLike[str],
+    output: pathlib.Path | None = None,
+    books: document.Books | None = None,
+) -> pathlib.Path:
+    """Writes report.html, or `output`. Writes certificates.html if the config asks for it, and
+    removes it otherwise.
 
     certificates.html is NOT private.
 
     Args:
       workdir: The workdir of `launch.lifecycle.run`.
+      output: The HTML file, by default report.html in the workdir.
+      books: The accounts, by default those of the ledger. With them certificates.html stays as it
+        is.
 
     Returns:
       The path of the report.
@@ -43,13 +51,15 @@ def write(workdir: str | os.PathLike[str]) -> pathlib.Path:
     """
     root = pathlib.Path(workdir)
     with understood(root, _REMEDY):
-        life = Life(root)
+        life = Life(root, books=books)
         name = life.config["data"]["name"]
-        _write_certificates(life, name)
+        if books is None:
+            _write_certificates(life, name)
         bound = document.checked(root / "config.json", _BOUND, "config", remedy=_REMEDY)
         return document.write(
             root,
             "lifecycle.html.jinja",
+            output=output,
             title=f"Privacy report: a model's life on {name}",
             books=life.books,
             released=life.released,
@@ -70,9 +80,10 @@ def _write_certificates(life: "Life", name: str) -> None:
         page.unlink(missing_ok=True)
         return
     shares = certificates["shares"]
+    units = unit_words(life.config["data"].get("unit") or "image").many
     chart = Chart(
         curves={"certified": shares},
-        xlabel=f"training {life.config['data'].get('unit') or 'image'}s added or removed, k",
+        xlabel=f"training {units} added or removed, k",
         ylabel="share of answers that no such change alters",
         top=1.0,
         percent=True,
@@ -120,12 +131,19 @@ class Life:
       books: The accounts.
     """
 
-    def __init__(self, root: pathlib.Path, result: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        root: pathlib.Path,
+        result: Mapping[str, Any] | None = None,
+        *,
+        books: document.Books | None = None,
+    ):
         """Reads a workdir.
 
         Args:
           root: The workdir.
           result: The content of result.json, if it is not written yet.
+          books: The accounts, by default those of the ledger.
         """
         path = root / "result.json"
         if result is None and not path.exists():
@@ -139,7 +157,9 @@ class Life:
         ledger = pathlib.Path(
             self.config["ledger"] or frame.of_workdir(root) or root / frame.LEDGER
         )
-        self.books = document.Books(root, {"": ledger}, remedy=_REMEDY, names=result["accounts"])
+        self.books = books or document.Books.read(
+            root, {"": ledger}, remedy=_REMEDY, names=result["accounts"]
+        )
 
     def is_done(self, stage: str) -> bool:
         """Returns whether a stage is done."""

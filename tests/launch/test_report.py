@@ -11,8 +11,8 @@ import pytest
 
 from jaxdp.files import write_json
 from jaxdp.privacy import GaussianDpEvent, Ledger, unproven
-from jaxdp.report import guess_rate, round_down, verdicts
-from launch import document, report, results
+from jaxdp.report import guess_rate, intervals, round_down, verdicts
+from launch import document, report
 
 FORGED = """"'><script>alert(1)</script>"""
 CURVE = [[2, 0.5], [4, 0.75]]
@@ -218,10 +218,10 @@ def test_a_change_inside_the_noise_is_called_so(tmp_path):
         "This change is inside the noise: 15 answers became right and 10 became wrong"
         in html.unescape(text)
     )
-    assert results.mcnemar(24, 5) < 0.001 and results.mcnemar(0, 0) == 1.0
-    low, high = results.wilson(0.5, 100)
+    assert intervals.mcnemar(24, 5) < 0.001 and intervals.mcnemar(0, 0) == 1.0
+    low, high = intervals.wilson(0.5, 100)
     assert (low, high) == pytest.approx((0.4038, 0.5962), abs=1e-4)
-    assert results.wilson(0.0, 10)[0] == pytest.approx(0.0) and results.wilson(1.0, 10)[
+    assert intervals.wilson(0.0, 10)[0] == pytest.approx(0.0) and intervals.wilson(1.0, 10)[
         1
     ] == pytest.approx(1.0)
 

@@ -124,7 +124,7 @@ def disagreements(page, path):
             ("budget", entry["budget"], 1),
             ("left", None if entry["budget"] is None else entry["remaining"], -1),
             ("delta", entry["delta"], 1),
-            ("delta times records", times, 1),
+            ("delta times units", times, 1),
         ):
             text, numbers = row[heading]
             shown = [float(text)] if numbers else []
@@ -149,7 +149,7 @@ def test_the_numbers_are_the_ledgers_and_on_the_safe_side(path):
     assert rows["idle"]["epsilon spent"][0] == "0" and rows["idle"]["left"][0] == "0.3"
     assert (
         rows["free"]["left"][0] == "no budget"
-        and rows["free"]["delta times records"][0] == "records not declared"
+        and rows["free"]["delta times units"][0] == "not declared"
     )
     (sites,) = (row for name, row in rows.items() if name.startswith("site 1, site 2 (2 data sets"))
     assert sites["epsilon spent"][0] == "0.3" and sites["left"][0] == "2.7"
@@ -162,7 +162,7 @@ def test_the_check_of_numbers_can_fail(path, monkeypatch):
     monkeypatch.setattr(decimal, "ROUND_CEILING", down)
     wrong = disagreements(Page(ledger_page(path)[0]), path)
     assert {(name, heading) for name, heading, _ in wrong} == {
-        *(("train", heading) for heading in ("epsilon spent", "delta times records")),
+        *(("train", heading) for heading in ("epsilon spent", "delta times units")),
         ("free", "epsilon spent"),
     }
     monkeypatch.setattr(decimal, "ROUND_CEILING", up)

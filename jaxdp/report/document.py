@@ -1,0 +1,88 @@
+"""The page of every report: accounts and their verdicts, released files, and what was bought.
+
+A report is one HTML file without scripts or requests. The same workdir gives the same bytes. It
+shows nothing that is computed from private records without a charge to the ledger.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxdp.privacy.units import unit_words
+from jaxdp.report.books import Books, spends_of
+from jaxdp.report.html import Chart, render_page
+from jaxdp.report.intervals import chance, interval
+from jaxdp.report.verdicts import verdict
+
+
+def page(
+    template: str | os.PathLike[str],
+    *,
+    books: Books,
+    released: Sequence[Sequence[str]],
+    config: Any,
+    versions: Mapping[str, str],
+    audits: Sequence[Mapping[str, Any]] = (),
+    **facts: Any,
+) -> bytes:
+    """Returns the page of a template that extends report.html.jinja.
+
+    Args:
+      template: The file.
+      books: The accounts.
+      released: The path, the meaning and the SHA-256 of each released file, of `file_row`.
+      config: The settings of the run.
+      versions: The versions of the libraries that ran last.
+      audits: The attacks on releases, as the lifecycle keeps them.
+      **facts: What the template shows besides.
+    """
+    accounts = []
+    spends: list[list[str]] = []
+    for names, group in books.groups:
+        entry = group[0]
+        account = {
+            "names": names,
+            "entry": entry,
+            "verdict": verdict(entry),
+            "audited": audited(audits, entry["name"]),
+        }
+        accounts.append(account)
+        spends += spends_of(names, group)
+    units = {entry["unit"] for entry in books.entries}
+    words = unit_words(units.pop() if len(units) == 1 else "record")
+    facts["books"] = books
+    facts["accounts"] = accounts
+    facts["audits"] = audits
+    facts["spends"] = spends
+    facts["unfinished"] = sum(len(entry["open"]) for entry in books.entries)
+    facts["words"] = words
+    facts["unit"] = words.one
+    facts["units"] = words.many
+    facts["released"] = released
+    facts["config"] = json.dumps(config, indent=1)
+    facts["versions"] = [f"{name} {version}" for name, version in versions.items()]
+    facts["interval"] = interval
+    facts["chance"] = chance
+    facts["Chart"] = Chart
+    return render_page(template, **facts)
+
+
+def audited(audits: Sequence[Mapping[str, Any]], account: str) -> str:
+    """Returns the worst verdict on a release about a data set. Bounds of several releases are not
+    compared.
+    """
+    verdicts = {audit["verdict"] for audit in audits if account in audit["accounts"]}
+    for word in ("VIOLATED", "cannot tell", "consistent"):
+        if word in verdicts:
+            return word
+    return "none"
+
+
+def file_row(root: pathlib.Path, path: pathlib.Path, what: str) -> list[str]:
+    """Returns the path of a released file in its workdir, what it is, and its SHA-256."""
+    with open(path, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return [str(path.relative_to(root)), what, digest]

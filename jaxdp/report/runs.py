@@ -1,0 +1,166 @@
+"""The report of a run of `jaxdp.finetune.fit`, or of a ledger alone."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from jaxdp.files import read_json, shown, understood, write_durably
+from jaxdp.privacy import Ledger
+from jaxdp.report.books import Books, accounts_of, check
+from jaxdp.report.document import page
+from jaxdp.report.intervals import interval
+from jaxdp.report.metrics import read_metrics
+
+_TEMPLATE = pathlib.Path(__file__).parent / "pages" / "fit.html.jinja"
+_RUN = "run.json"
+_REMEDY = "Restore it from a copy, or call `fit` with this workdir again, which pays nothing twice."
+_SHAPE = {
+    "ledger": (str, type(None)),
+    "dataset": str,
+    "runs": [str],
+    "settings": dict,
+    "versions": {str: str},
+}
+_NOT_SHOWN = {"step", "time", "seconds"}  # how long a step takes tells about its batch
+
+
+def write(
+    workdir: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    ledger: Ledger | str | os.PathLike[str] | None = None,
+    metrics: Mapping[str, float | tuple[float, int]] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> pathlib.Path:
+    """Writes the privacy report of a run of `jaxdp.finetune.fit`, one HTML file without scripts.
+
+        jaxdp.report.write("run", metrics={"test accuracy": (0.96, 114)})
+
+    `jaxdp report RUN` writes the same without `metrics` and `facts`, and the reports of launchers.
+
+    Args:
+      workdir: The workdir of `fit`, or the file of a ledger, whose data sets are then all shown.
+      output: The HTML file, by default report.html in the workdir or beside the ledger. An older
+        one is replaced.
+      ledger: The ledger, if it is in memory or is not where the run left it.
+      metrics: Numbers that were measured on public or held-out data, by name. A pair of a share and
+        the number of cases, such as (0.96, 114), gets its 95 % interval. They are shown as they
+        are, because a page cannot know from which data they come.
+      facts: What else the page shall say, as text by name. Never put private data in it.
+
+    Returns:
+      The path of the page.
+
+    Raises:
+      FileNotFoundError: There is no such workdir or ledger, or the ledger of the run is gone and
+        left no copy.
+      ValueError: The workdir is of a launcher, or a file is damaged.
+    """
+    root = pathlib.Path(workdir)
+    if not root.exists():
+        raise FileNotFoundError(f"workdir {shown(root)} does not exist. Give that of a run.")
+    if root.is_file():
+        return _write(root.parent, output, Books(accounts_of({"": root})), {}, metrics, facts)
+    path = root / _RUN
+    if not path.exists():
+        raise _not_a_run(root)
+    run = read_json(path, remedy=_REMEDY)
+    with understood(path, _REMEDY):
+        check(run, _SHAPE, "run")
+    books = _books(root, run, ledger)
+    return _write(root, output, books, run, metrics, facts)
+
+
+def _not_a_run(root: pathlib.Path) -> Exception:
+    if (root / "config.json").exists():
+        return ValueError(
+            f"workdir {shown(root)} is of a launcher, whose report `jaxdp report {shown(root)}` "
+            "writes."
+        )
+    return FileNotFoundError(
+        f"{shown(root / _RUN)} does not exist. Give the workdir of `fit`, which writes it, or the "
+        "file of a ledger."
+    )
+
+
+def _books(
+    root: pathlib.Path, run: Mapping[str, Any], ledger: Ledger | str | os.PathLike[str] | None
+) -> Books:
+    """Returns the account of a run. Its ledger may be gone if ledger.json has a copy."""
+    names = [run["dataset"]]
+    if isinstance(ledger, Ledger):
+        content = accounts_of({"": ledger}, names)
+        return Books(content | {"shared": ledger.path, "runs": run["runs"]})
+    place = ledger
+    if place is None and run["ledger"] is not None:
+        place = os.path.normpath(root / run["ledger"])
+    ledgers = {} if place is None else {"": pathlib.Path(place)}
+    is_there = any(path.exists() for path in ledgers.values())
+    if not is_there and not (root / "ledger.json").exists():
+        raise FileNotFoundError(
+            f"the ledger of the run, {shown(place or 'in memory')}, is gone. Name it with ledger= "
+            "or --ledger, or restore it from a copy."
+        )
+    return Books.read(root, ledgers, remedy=_REMEDY, names=names, runs=run["runs"])
+
+
+def _write(
+    root: pathlib.Path,
+    output: str | os.PathLike[str] | None,
+    books: Books,
+    run: Mapping[str, Any],
+    metrics: Mapping[str, Any] | None,
+    facts: Mapping[str, Any] | None,
+) -> pathlib.Path:
+    settings = run.get("settings", {})
+    rows = _history(root) if run else []
+    headings: dict[str, None] = {}
+    for row in rows:
+        headings |= dict.fromkeys(row)
+    title = "Privacy report: private training" if run else "Privacy report of a ledger"
+    measured = {name: _measured(value) for name, value in (metrics or {}).items()}
+    shown_facts: dict[str, Any] = {}
+    shown_facts["title"] = title
+    shown_facts["nothing"] = "No data set was charged."
+    shown_facts["settings"] = _rows(settings)
+    shown_facts["history"] = rows
+    shown_facts["headings"] = list(headings)
+    shown_facts["measured"] = _rows(measured)
+    shown_facts["told"] = _rows(facts or {})
+    versions = run.get("versions", {})
+    content = page(
+        _TEMPLATE, books=books, released=[], config=settings, versions=versions, **shown_facts
+    )
+    path = root / "report.html" if output is None else pathlib.Path(output)
+    write_durably(path, content)
+    return path
+
+
+def _history(root: pathlib.Path) -> list[dict[str, str]]:
+    """Returns the metrics of the last step of each chunk, which has a checkpoint."""
+    path = root / "metrics.jsonl"
+    if not path.exists():
+        return []
+    rows = []
+    for row in read_metrics(path):
+        if "epsilon" not in row:
+            continue
+        numbers = {name: _text(row[name]) for name in row if name not in _NOT_SHOWN}
+        rows.append({"step": str(row["step"]), **numbers})
+    return rows
+
+
+def _rows(values: Mapping[str, Any]) -> list[list[str]]:
+    return [[name, _text(value)] for name, value in values.items()]
+
+
+def _text(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _measured(value: Any) -> str:
+    if not isinstance(value, tuple | list):
+        return _text(value)
+    share, cases = value
+    return f"{interval(share, cases)}, {cases} cases"
