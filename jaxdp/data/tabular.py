@@ -124,7 +124,7 @@ def from_csv(
     """
     columns = _Columns(
         label=label,
-        classes=None if classes is None else tuple(classes),
+        classes=classes,
         group=group,
         texts=tuple(texts),
         drop=tuple(drop),
@@ -169,7 +169,7 @@ class _Columns:
     """What is declared about the columns. The fields are the arguments of `from_csv`."""
 
     label: str
-    classes: tuple[str, ...] | None
+    classes: Sequence[str] | None
     group: str
     texts: tuple[str, ...]
     drop: tuple[str, ...]
