@@ -20,6 +20,7 @@ import dataclasses
 import datetime
 import math
 import os
+import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,13 @@ from jaxdp.data.tables import (
 )
 from jaxdp.files import shown
 
+Texts = Sequence[str]
+Ranges = Mapping[str, tuple[float, float]]
+Categories = Mapping[str, Texts]
+Dates = Mapping[str, tuple[str, str]]
+Constants = Mapping[str, float | str]
+
+_NOTHING: Any = types.MappingProxyType({})
 _COMMA_AND_POINT = str.maketrans(",.", ".,")
 _DAY = datetime.timedelta(days=1)
 _MOST_NAMES = 5  # of columns in an error
@@ -48,17 +56,17 @@ def from_csv(
     path: str | os.PathLike[str],
     *,
     label: str = "",
-    classes: Sequence[str] | None = None,
+    classes: Texts | None = None,
     num_classes: int = 0,
     group: str = "",
-    texts: Sequence[str] = (),
-    drop: Sequence[str] = (),
-    ranges: Mapping[str, tuple[float, float]] | None = None,
-    categories: Mapping[str, Sequence[str]] | None = None,
-    dates: Mapping[str, tuple[str, str]] | None = None,
-    missing: Mapping[str, float | str] | None = None,
-    indicators: Sequence[str] = (),
-    missing_marks: Sequence[str] = (),
+    texts: Texts = (),
+    drop: Texts = (),
+    ranges: Ranges = _NOTHING,
+    categories: Categories = _NOTHING,
+    dates: Dates = _NOTHING,
+    missing: Constants = _NOTHING,
+    indicators: Texts = (),
+    missing_marks: Texts = (),
     delimiter: str = ",",
     encoding: str = "utf-8",
     decimal: str = ".",
@@ -126,13 +134,13 @@ def from_csv(
         label=label,
         classes=classes,
         group=group,
-        texts=tuple(texts),
-        drop=tuple(drop),
-        ranges=dict(ranges or {}),
-        categories=dict(categories or {}),
-        dates=dict(dates or {}),
-        missing=dict(missing or {}),
-        indicators=tuple(indicators),
+        texts=texts,
+        drop=drop,
+        ranges=dict(ranges),
+        categories=dict(categories),
+        dates=dict(dates),
+        missing=dict(missing),
+        indicators=indicators,
         marks=frozenset({"", *missing_marks}),
         decimal=decimal,
     )
@@ -144,22 +152,23 @@ def from_csv(
     features: dict[str, np.ndarray] = {}
     for column in columns.features(table):
         features |= columns.features_of(table, column, cells[column])
-    arrays: dict[str, Any] = {"features": np.stack(list(features.values()), axis=1)}
+    every = list(features.values())
+    arrays: dict[str, Any] = {"features": np.stack(every, axis=1)}
     if label:
         arrays["label"] = columns.label_of(table, cells[label])
-    source = from_arrays(
-        **arrays,
-        num_classes=num_classes if classes is None else len(classes),
-        name=name or table.path.stem,
-    )
-    kept = {column: table.columns[column] for column in columns.all_texts}
-    return dataclasses.replace(source, texts=kept, feature_names=tuple(features))
+    if classes is not None:
+        num_classes = len(classes)
+    title = name or table.path.stem
+    source = from_arrays(**arrays, num_classes=num_classes, name=title)
+    cells_of_texts = {column: table.columns[column] for column in columns.all_texts}
+    names = tuple(features)
+    return dataclasses.replace(source, texts=cells_of_texts, feature_names=names)
 
 
 class _Cells(NamedTuple):
     """The cells of a column, without outer blanks, and with the constants of missing ones."""
 
-    texts: Sequence[str]
+    texts: Texts
     missing: Sequence[int]  # rows
     filled: bool
 
@@ -169,15 +178,15 @@ class _Columns:
     """What is declared about the columns. The fields are the arguments of `from_csv`."""
 
     label: str
-    classes: Sequence[str] | None
+    classes: Texts | None
     group: str
-    texts: tuple[str, ...]
-    drop: tuple[str, ...]
-    ranges: Mapping[str, tuple[float, float]]
-    categories: Mapping[str, Sequence[str]]
-    dates: Mapping[str, tuple[str, str]]
-    missing: Mapping[str, float | str]
-    indicators: tuple[str, ...]
+    texts: Texts
+    drop: Texts
+    ranges: Ranges
+    categories: Categories
+    dates: Dates
+    missing: Constants
+    indicators: Texts
     marks: frozenset[str]
     decimal: str
 
@@ -186,7 +195,9 @@ class _Columns:
             raise ValueError(f"decimal must be '.' or ',', got {self.decimal!r}.")
         numbers = {*self.dates, *self.ranges} - {self.label}
         declared = [*self.all_texts, *self.drop, *self.categories, *numbers]
-        uses = collections.Counter([*declared, *([self.label] if self.label else [])])
+        if self.label:
+            declared.append(self.label)
+        uses = collections.Counter(declared)
         if several := [column for column, count in uses.items() if count > 1]:
             raise ValueError(
                 f"column {several[0]!r} is declared twice. A column has one of label=, group=, "
@@ -197,12 +208,15 @@ class _Columns:
                 f"texts= and group= must not have {min(reserved)!r}, the name of a column of "
                 "numbers. Rename it in the file."
             )
-        for argument, values in {"classes": self.classes or (), **self._categories}.items():
+        categories = self._categories
+        categories["classes"] = self.classes or ()
+        for argument, values in categories.items():
             if isinstance(values, str) or len(set(values)) < len(values):
                 raise ValueError(f"{argument} must be different texts, got {values!r}.")
         for column, limits in self.ranges.items():
             low, high = limits
-            if not (math.isfinite(low) and math.isfinite(high) and low < high):
+            are_finite = math.isfinite(low) and math.isfinite(high)
+            if not are_finite or low >= high:
                 raise ValueError(f"ranges must have low < high for {column!r}, got {limits!r}.")
         if unfilled := set(self.indicators) - set(self.missing):
             raise ValueError(
@@ -210,14 +224,17 @@ class _Columns:
             )
 
     @property
-    def _categories(self) -> Mapping[str, Sequence[str]]:
+    def _categories(self) -> dict[str, Texts]:
         """The categories by what an error calls them."""
         return {f"categories of {column!r}": values for column, values in self.categories.items()}
 
     @property
     def all_texts(self) -> list[str]:
         """The columns that are kept as text."""
-        return [*self.texts, *([self.group] if self.group not in ("", *self.texts) else [])]
+        texts = [*self.texts]
+        if self.group and self.group not in texts:
+            texts.append(self.group)
+        return texts
 
     def features(self, table: Table) -> list[str]:
         """Returns the columns that become features, in the order of the file."""
@@ -301,26 +318,26 @@ class _Columns:
         if column in self.dates:
             days = _days(table, column, cells.texts, *self.dates[column])
             return self._scaled(column, days)
-        _check_numbers(
-            table,
-            column,
-            cells,
-            f"Declare it: categories={{{column!r}: (...)}}, dates={{{column!r}: (format, since)}}, "
-            f"texts=({column!r},) or drop=({column!r},).",
+        remedy = (
+            f"Declare it for {column!r}: categories={{name: (...)}}, dates={{name: (format, "
+            "since)}, texts=(name,) or drop=(name,)."
         )
+        _check_numbers(table, column, cells, remedy)
         if column in self.ranges:
             return self._scaled(column, real(table, column, cells.texts))
         numbers = number_column(table, column, cells.texts)
         assert numbers is not None
         # int32 has more digits than float32.
-        check_digits(numbers.astype(np.float64), _place(table, column))
+        digits = numbers.astype(np.float64)
+        check_digits(digits, _place(table, column))
         return numbers.astype(np.float32)
 
     def _scaled(self, column: str, numbers: np.ndarray) -> np.ndarray:
         """Returns numbers from their public range to [0, 1], float32."""
         if column in self.ranges:
             low, high = self.ranges[column]
-            numbers = (np.clip(numbers, low, high) - low) / (high - low)
+            inside = np.clip(numbers, low, high)
+            numbers = (inside - low) / (high - low)
         return numbers.astype(np.float32)
 
 
@@ -330,24 +347,27 @@ def _place(table: Table, column: str) -> str:
 
 def _refuse_missing(table: Table, cells: Mapping[str, _Cells]) -> None:
     """Raises ValueError if a cell is missing in a column without a constant."""
-    missing = {
-        column: read.missing for column, read in cells.items() if read.missing and not read.filled
-    }
-    if not missing:
+    counts = []
+    lacking = []
+    for column, read in cells.items():
+        if read.filled or not read.missing:
+            continue
+        line = table.lines[read.missing[0]]
+        lacking.append(column)
+        counts.append(f"{len(read.missing)} in {column!r} (the first in line {line})")
+    if not counts:
         return
-    counts = [
-        f"{len(rows)} in {column!r} (the first in line {table.lines[rows[0]]})"
-        for column, rows in missing.items()
-    ]
+    where = shown(os.fspath(table.path))
+    first = lacking[0]
+    named = ", ".join(counts[:_MOST_NAMES])
     others = len(counts) - _MOST_NAMES
-    and_others = f" and {others} more columns" if others > 0 else ""
-    first = next(iter(missing))
+    if others > 0:
+        named += f" and in {others} more columns"
     raise ValueError(
-        f"{shown(os.fspath(table.path))} has {len(table)} rows and missing cells: "
-        f"{', '.join(counts[:_MOST_NAMES])}{and_others}. Declare a public constant, such as "
-        f"missing={{{first!r}: 0}}, and indicators=({first!r},) for a feature that says where it "
-        f"was put. Or leave the column out: drop=({first!r},). Or complete the rows in the file, "
-        "or declare the mark as a category of its own. A mean of the rows is no public constant. "
+        f"{where} has {len(table)} rows and missing cells: {named}. Declare a public constant, "
+        f"such as missing={{{first!r}: 0}}, and indicators=({first!r},) for a feature that says "
+        f"where it was put. Or leave the column out: drop=({first!r},). Or complete the rows in the "
+        "file, or declare the mark as a category of its own. A mean of the rows is no public constant. "
         "Keep this message to yourself: it counts private cells."
     )
 
@@ -365,17 +385,17 @@ def _check_numbers(table: Table, column: str, cells: _Cells, remedy: str) -> Non
             f"{remedy}",
             others[0],
         )
-    zeros = [row for row, text in enumerate(cells.texts) if has_leading_zero(text)]
-    if zeros:
-        raise table.error(
-            f"has a number with a leading zero in the column {column!r}. If it is an identifier, "
-            f"give group={column!r} or texts=({column!r},), or drop the column. Otherwise remove "
-            "the zero.",
-            zeros[0],
-        )
+    for row, text in enumerate(cells.texts):
+        if has_leading_zero(text):
+            raise table.error(
+                f"has a number with a leading zero in the column {column!r}. If it is an "
+                f"identifier, give texts=({column!r},) or group=, or drop the column. Otherwise "
+                "remove the zero.",
+                row,
+            )
 
 
-def _days(table: Table, column: str, texts: Sequence[str], form: str, since: str) -> np.ndarray:
+def _days(table: Table, column: str, texts: Texts, form: str, since: str) -> np.ndarray:
     """Returns the days from a date to the dates of a column, float64 [n]."""
     try:
         start = datetime.datetime.fromisoformat(since)

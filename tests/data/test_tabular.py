@@ -100,7 +100,11 @@ REFUSED = [
     (HEAD + '0,4711,f\n1,"1,500.0",f\n', {}, r"line 3 of .* has text .*thousands"),
     (HEAD + "0,4711,f\n1,0012,f\n", {}, r"line 3 of .* leading zero in the column 'age'.*texts="),
     (HEAD + "0,4711000000000,f\n1,2,f\n", {}, r"'age' of .* whole numbers outside of"),
-    (HEAD + "0,4711,f\n1,2,f\n", {"categories": {}}, r"column 'sex' of .* is text\. Declare it: "),
+    (
+        HEAD + "0,4711,f\n1,2,f\n",
+        {"categories": {}},
+        r"column 'sex' of .* is text\. Declare it for 'sex': ",
+    ),
     (HEAD + "0,true,4711\n1,false,4711\n", {"categories": {}}, r"column 'age' of .* is text"),
     (HEAD + "0,4711,f\n1,2\n", {}, r"line 3 of .* has 2 cells, and the header 3"),
     (HEAD + '0,4711,f\n1,2,"f\n', {}, r"line 3 of .* is no line of a CSV file"),

@@ -171,14 +171,14 @@ def test_unit_and_adjacency_of_the_config_reach_the_ledger(tmp_path):
 
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
-    """Writes the bundled table as a clinic exports it, two rows of each patient, and its columns."""
+    """Writes the bundled table as a clinic exports it, two rows of a patient, and its columns."""
     root = tmp_path_factory.mktemp("table")
     rows = bundled("breast_cancer").gather(np.arange(300))
     with (root / "patients.csv").open("w", newline="") as file:
         writer = csv.writer(file, delimiter=";")
         writer.writerow(["patient", "outcome", *(f"mean.{k}" for k in range(4))])
         for k, (features, label) in enumerate(zip(rows["features"], rows["label"], strict=True)):
-            writer.writerow([f"{k // 2:03}", ("ill", "well")[label], *features[:4]])
+            writer.writerow([f"P{k // 2:03}", ("ill", "well")[label], *features[:4]])
     ranges = {f"mean.{k}": (-1, 1) for k in range(4)}
     (root / "columns.json").write_text(json.dumps({"ranges": ranges, "delimiter": ";"}))
     return root
@@ -202,7 +202,8 @@ def test_the_parts_of_a_table_share_no_patient(table):
     owners = {role: set(read_column(source, "patient")) for role, source in sources.items()}
     assert (len(owners["private"]), len(owners["test"])) == (120, 30)
     assert not owners["private"] & owners["test"]
-    rows = data.specs(table_config(table).data, "private", "test")
+    alone = {"data.options.drop": ("patient",)}
+    rows = data.specs(table_config(table, **alone).data, "private", "test")
     assert [len(open_spec(spec)) for spec in rows.values()] == [240, 60]
 
 
@@ -212,8 +213,12 @@ def test_the_parts_of_a_table_share_no_patient(table):
         ({"data.path": "nowhere.csv"}, FileNotFoundError, "--config.data.path="),
         ({"data.parts.private": 0.9}, ValueError, "config.data.parts must be shares of the file"),
         ({"data.label": "result"}, ValueError, "header with 'result'"),
-        ({"data.class_names": ()}, ValueError, "'outcome' of .* is text"),
-        ({"data.label": "mean.0", "data.class_names": ()}, ValueError, "'outcome' of .* is text"),
+        ({"data.class_names": (), **GROUP}, ValueError, "'outcome' of .* is text"),
+        (
+            {"data.label": "mean.0", "data.class_names": ()},
+            ValueError,
+            "'mean.0' is declared twice|'patient' of .* is text",
+        ),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused_before_a_workdir_is_bound(
