@@ -366,8 +366,9 @@ def _refuse_missing(table: Table, cells: Mapping[str, _Cells]) -> None:
     raise ValueError(
         f"{where} has {len(table)} rows and missing cells: {named}. Declare a public constant, "
         f"such as missing={{{first!r}: 0}}, and indicators=({first!r},) for a feature that says "
-        f"where it was put. Or leave the column out: drop=({first!r},). Or complete the rows in the "
-        "file, or declare the mark as a category of its own. A mean of the rows is no public constant. "
+        f"where it was put. Or leave the column out: drop=({first!r},). Or complete the rows in "
+        "the file, or declare the mark as a category of its own. A mean of the rows is no public "
+        "constant. "
         "Keep this message to yourself: it counts private cells."
     )
 
