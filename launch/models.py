@@ -5,7 +5,7 @@ A *model* has the fields
     name, options  as in `jaxdp.models.create`
     num_classes    only where the data does not say it
     preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel;
-                   () for tokens, and for the features of tables
+                   () or {} for tokens, and for the features of tables
     checkpoint     a public file in one of the namings of `jaxdp.models.load_checkpoint`; "" or
                    left out for none
     naming         of the checkpoint, "auto" by default

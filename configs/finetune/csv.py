@@ -1,11 +1,11 @@
 r"""DP-SGD on a table: a small network on the features of a CSV file.
 
-    python -m launch.finetune --config configs/finetune/csv.py:columns.json \
+    python -m launch.finetune --config configs/finetune/csv.py:/my/columns.json \
         --workdir workdir/table --config.data.path=patients.csv --config.data.label=outcome \
         --config.data.class_names="('well', 'ill')"
 
-`:columns.json` is a file with further arguments of `jaxdp.data.from_csv`: what the columns mean, in
-public numbers and texts. Without it, all other columns are numbers and keep their values:
+The file after the colon has further arguments of `jaxdp.data.from_csv`: what the columns
+mean, in public numbers and texts. Without it, all other columns are numbers and keep their values:
 
     {"ranges": {"age": [0, 120]}, "categories": {"sex": ["f", "m"]}, "delimiter": ";"}
 
@@ -26,8 +26,14 @@ from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
 def get_config(columns: str = "") -> ConfigDict:
     options = {"delimiter": ",", "encoding": "utf-8", "decimal": "."}
     if columns:
+        path = pathlib.Path(columns)
+        if not path.is_file():
+            raise ValueError(
+                f"configs/finetune/csv.py has no file {columns!r}. Give a JSON file after "
+                "the colon."
+            )
         # Pairs, since names of columns may have dots, which no field of a config has.
-        for name, value in json.loads(pathlib.Path(columns).read_text("utf-8")).items():
+        for name, value in json.loads(path.read_text("utf-8")).items():
             options[name] = tuple(value.items()) if isinstance(value, dict) else value
     return ConfigDict(
         {
@@ -56,7 +62,7 @@ def get_config(columns: str = "") -> ConfigDict:
                 **TUNING,
                 "name": "mlp",
                 "options": {"hidden": (32,)},
-                "preprocessing": (),
+                "preprocessing": {},  # features have none
             },
             "pretrain": {
                 "weights": "",

@@ -19,6 +19,7 @@ import collections
 import dataclasses
 import datetime
 import math
+import numbers
 import os
 import types
 from collections.abc import Mapping, Sequence
@@ -193,8 +194,8 @@ class _Columns:
     def __post_init__(self) -> None:
         if self.decimal not in (".", ","):
             raise ValueError(f"decimal must be '.' or ',', got {self.decimal!r}.")
-        numbers = {*self.dates, *self.ranges} - {self.label}
-        declared = [*self.all_texts, *self.drop, *self.categories, *numbers]
+        of_numbers = {*self.dates, *self.ranges} - {self.label}
+        declared = [*self.all_texts, *self.drop, *self.categories, *of_numbers]
         if self.label:
             declared.append(self.label)
         uses = collections.Counter(declared)
@@ -214,10 +215,14 @@ class _Columns:
             if isinstance(values, str) or len(set(values)) < len(values):
                 raise ValueError(f"{argument} must be different texts, got {values!r}.")
         for column, limits in self.ranges.items():
-            low, high = limits
-            are_finite = math.isfinite(low) and math.isfinite(high)
-            if not are_finite or low >= high:
+            if not _is_range(limits):
                 raise ValueError(f"ranges must have low < high for {column!r}, got {limits!r}.")
+        for column, date in self.dates.items():
+            if isinstance(date, str) or len(date) != 2:
+                raise ValueError(
+                    f"dates must have a format and a day for {column!r}, such as ('%d.%m.%Y', "
+                    f"'2020-01-01'), got {date!r}."
+                )
         if unfilled := set(self.indicators) - set(self.missing):
             raise ValueError(
                 f"indicators must be columns of missing=, which has no {min(unfilled)!r}."
@@ -282,6 +287,12 @@ class _Columns:
         filled = column in self.missing
         if filled:
             constant = str(self.missing[column])
+            if declared and constant not in declared:
+                raise ValueError(
+                    f"missing must be one of the categories of {column!r}, got {constant!r}."
+                )
+            if is_number and other_than_numbers([constant]):
+                raise ValueError(f"missing must be a number for {column!r}, got {constant!r}.")
             for row in missing:
                 texts[row] = constant
         return _Cells(texts, missing, filled)
@@ -339,6 +350,15 @@ class _Columns:
             inside = np.clip(numbers, low, high)
             numbers = (inside - low) / (high - low)
         return numbers.astype(np.float32)
+
+
+def _is_range(limits: Any) -> bool:
+    """Returns whether an object is two finite numbers, the first below the second."""
+    if not isinstance(limits, Sequence) or len(limits) != 2:
+        return False
+    low, high = limits
+    are_numbers = isinstance(low, numbers.Real) and isinstance(high, numbers.Real)
+    return are_numbers and -math.inf < low < high < math.inf
 
 
 def _place(table: Table, column: str) -> str:

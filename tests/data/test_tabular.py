@@ -123,6 +123,8 @@ REFUSED = [
     (b"", {}, "must have rows, and a header with 'y'"),
     (HEAD.encode(), {}, "must have rows, and a header with 'y'"),
     (HEAD.encode() + b"0,4711,f\n", {"encoding": "utf9"}, "encoding must be a codec of Python"),
+    (HEAD + "0,4711,f\n1,,f\n", {"missing": {"age": "none"}}, "missing must be a number for 'age'"),
+    (HEAD + "0,4711,f\n", {"missing": {"sex": "x"}}, "one of the categories of 'sex', got 'x'"),
     (HEAD.encode() + b"0,4711,f\n", {"drop": ("age",), "categories": {}}, "'sex' of .* is text"),
 ]
 
@@ -150,6 +152,9 @@ def test_what_would_be_read_wrongly_is_refused(tmp_path, content, options, messa
         ({"classes": "01"}, "classes must be different texts"),
         ({"categories": {"sex": ("f", "f")}}, "categories of 'sex' must be different"),
         ({"decimal": "'"}, "decimal must be"),
+        ({"ranges": {"age": 5}}, "ranges must have low < high for 'age'"),
+        ({"ranges": {"age": ("a", "b")}}, "ranges must have low < high for 'age'"),
+        ({"dates": {"age": "%Y"}}, "dates must have a format and a day for 'age'"),
     ],
 )
 def test_declarations_that_contradict_are_refused_before_the_file_is_read(options, message):
