@@ -331,7 +331,7 @@ class _Columns:
             return self._scaled(column, days)
         remedy = (
             f"Declare it for {column!r}: categories={{name: (...)}}, dates={{name: (format, "
-            "since)}, texts=(name,) or drop=(name,)."
+            "since)}, texts=(name,), drop=(name,), or group= if it says whose row it is."
         )
         _check_numbers(table, column, cells, remedy)
         if column in self.ranges:
