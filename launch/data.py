@@ -9,6 +9,8 @@ A *set of images* has the fields of `DataSpec`, with these differences:
                    tfds     a split of `name`, or of another set as "cifar100/train[:8000]";
                             "" for none
                    npz      a part of the file, a file of the folder, or a split of TFDS as above
+                   csv      a file of the folder, or a share of the rows (or with a group, of the
+                            owners) of one file
                    hf, folder, function   `part` of the spec
     split      in place of parts, for one whole set: `part` of the spec
     limits     the fields of `jaxdp.files.Limits`
@@ -27,6 +29,7 @@ Errors name the field of the config. Sources come from specs by `jaxdp.data.open
 """
 
 import functools
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -62,7 +65,7 @@ __all__ = [
 ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test", "tuning")
 # Fields that a config and a spec share, by name and meaning.
 _SHARED = (
-    *("name", "path", "data_dir", "num_classes", "in_memory", "prepare", "split_seed"),
+    *("name", "path", "label", "data_dir", "num_classes", "in_memory", "prepare", "split_seed"),
     *("group", "max_records", "crop_padding", "flip"),
 )
 _NOT_OWNERS = ("example", "image", "record")
@@ -98,6 +101,8 @@ def specs(
     shared = _shared_fields(config) | terms(config, unit=unit) | {"source": source}
     if source == "bundled":
         places = _bundled_places(config, part_by_role)
+    elif source == "csv" and not os.path.isdir(config.path):
+        places = _shares_of_file(config, part_by_role)
     else:
         places = {role: _place(config, source, role, part) for role, part in part_by_role.items()}
     every = {
@@ -250,6 +255,27 @@ def _bundled_places(config: Any, parts: Mapping[str, Any]) -> dict[str, dict[str
         last = min(records, round(records * end))
         places[role] = {"part": role, "rows": (first, last)}
         first = last
+    return places
+
+
+def _shares_of_file(config: Any, parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the fields of a spec with the share of each part of one CSV file."""
+    if not os.path.exists(config.path):
+        raise FileNotFoundError(
+            f"File {config.path!r} does not exist. Give a CSV file, or a folder of them, with "
+            "--config.data.path=..."
+        )
+    shares = list(parts.values())
+    numbers = [share for share in shares if isinstance(share, int | float) and 0 < share < 1]
+    if numbers != shares or not shares or sum(shares) > 1 + 1e-9:
+        raise ValueError(
+            "config.data.parts must be shares of the file config.data.path that add up to at most "
+            f"1, such as private=0.8 and test=0.2, got {dict(parts)}."
+        )
+    ends = [0.0, *np.cumsum(shares).tolist()]
+    places = {}
+    for role, share in zip(parts, itertools.pairwise(ends), strict=True):
+        places[role] = {"part": role, "share": share}
     return places
 
 

@@ -5,7 +5,7 @@ A *model* has the fields
     name, options  as in `jaxdp.models.create`
     num_classes    only where the data does not say it
     preprocessing  fields of a `Preprocessing`: side of the images, mean and std of each channel;
-                   () for tokens
+                   () or {} for tokens, and for the features of tables
     checkpoint     a public file in one of the namings of `jaxdp.models.load_checkpoint`; "" or
                    left out for none
     naming         of the checkpoint, "auto" by default
@@ -47,6 +47,7 @@ from jaxdp.models import (
     with_lora,
 )
 from jaxdp.models.checkpoints import blank_inputs
+from jaxdp.models.preprocessing import Vectors
 from jaxdp.models.training import fit_public
 from jaxdp.release import locked
 from jaxdp.report import progress_bar
@@ -59,7 +60,13 @@ Params = Any
 _FIXED = ("scattering",)  # networks whose only parameters are those of the head
 
 
-def network(config: Any, num_classes: int | None = None, *, new_head: bool = False) -> Pretrained:
+def network(
+    config: Any,
+    num_classes: int | None = None,
+    *,
+    new_head: bool = False,
+    width: int = 0,
+) -> Pretrained:
     """Returns the network of a config, on images in [0, 1]. It has no parameters if its backbone is
     untrained.
 
@@ -67,6 +74,7 @@ def network(config: Any, num_classes: int | None = None, *, new_head: bool = Fal
       config: The `model` part of a study's config, see above.
       num_classes: The number of logits. The default is config.num_classes.
       new_head: Whether a checkpoint has other classes, see `jaxdp.models.load_checkpoint`.
+      width: The number of features of a table, which takes the place of images. 0 for none.
 
     Raises:
       ValueError: The parts do not fit each other.
@@ -75,7 +83,9 @@ def network(config: Any, num_classes: int | None = None, *, new_head: bool = Fal
     classes = config.num_classes if num_classes is None else num_classes
     with named("model", config), named("model.preprocessing", config.preprocessing or ()):
         model = create(config.name, num_classes=classes, **dict(config.options))
-        preprocessing = Preprocessing(**config.preprocessing) if config.preprocessing else None
+        preprocessing: Any = Vectors(width) if width else None
+        if config.preprocessing:
+            preprocessing = Preprocessing(**config.preprocessing)
     if config.get("checkpoint", ""):
         return load_checkpoint(
             config.checkpoint,
@@ -130,7 +140,11 @@ def adapted(
 
 
 def resize(network: Pretrained, source: Examples) -> Examples:
-    """Returns a source whose images have the side and channels that the network takes."""
+    """Returns a source whose images have the side and channels that the network takes. Features of
+    tables stay as they are.
+    """
+    if isinstance(network.preprocessing, Vectors):
+        return source
     return data.resize_images(source, network.preprocessing.size, len(network.preprocessing.mean))
 
 

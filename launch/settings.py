@@ -57,7 +57,8 @@ _NAMES: Mapping[_Rule, str] = {
         "length lengths positions"
     ),
     _COUNT_OR_NONE: (
-        "data.tuning.images pretrain.steps physical_batch_size truncated_batch_size augmult "
+        "data.num_classes data.tuning.images pretrain.steps physical_batch_size "
+        "truncated_batch_size augmult "
         "copies n_patches directions microbatch_size warmup_steps evaluate_every crop_padding "
         "images server_images frontends size channels dimensions cut dense head_hidden seed seeds "
         "init_seed split_seed data_seed query_seed stable.steps"

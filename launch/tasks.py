@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data import DataSpec, Examples, Groups, by_group, from_arrays
+from jaxdp.data.protocol import check_source
 from jaxdp.data.selection import units
 from jaxdp.data.spec import open_parts
 from jaxdp.models import Pretrained, load_params, merge_lora
@@ -99,11 +100,15 @@ class Task:
 def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
     specs = data.specs(config.data, "public", "private", "test", grouped=True)
-    sources = open_parts(specs, images=True)
+    has_images = bool(config.model.preprocessing)
+    sources = open_parts(specs, images=has_images)
     spec = specs["private"]
     frozen.check(config.model, config.private, spec)
     network = models.network(
-        config.model, sources["private"].num_classes, new_head=config.pretrain.new_head
+        config.model,
+        sources["private"].num_classes,
+        new_head=config.pretrain.new_head,
+        width=0 if has_images else _width(sources),
     )
     sources = {role: models.resize(network, source) for role, source in sources.items()}
     _check_start(config, sources)
@@ -138,6 +143,30 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
         chosen=chosen,
         head=None,
     )
+
+
+def _width(sources: Mapping[str, Examples]) -> int:
+    """Returns the number of features of tables, which all parts share.
+
+    Raises:
+      ValueError: The parts differ, have no features, or declare no classes.
+    """
+    widths = set()
+    for source in sources.values():
+        example = check_source(source, "features", "label", argument=f"config.data: {source.name}")
+        widths.add(example["features"].shape)
+    private = sources["private"]
+    if len(widths) > 1:
+        raise ValueError(
+            f"config.data.parts must have the same features, got {sorted(widths)} in shapes. "
+            "Give all files the same columns."
+        )
+    if not private.num_classes:
+        raise ValueError(
+            "config.data.num_classes must be the number of classes of the label, or "
+            "config.data.class_names their texts, got none."
+        )
+    return int(*widths.pop())
 
 
 def _check_start(config: Any, sources: Mapping[str, Examples]) -> None:

@@ -27,6 +27,7 @@ from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler
 from jaxdp.data.sources import Examples, read_column, read_ids, take
 from jaxdp.data.spec import DataSpec, open
 from jaxdp.data.storage import ExampleReader
+from jaxdp.data.tabular import from_csv
 from jaxdp.data.tfds import check_disjoint, from_tfds
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "corrupt",
     "corrupted_tfds",
     "from_arrays",
+    "from_csv",
     "from_folder",
     "from_grain",
     "from_hf",

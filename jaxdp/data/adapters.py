@@ -16,7 +16,7 @@ from jaxdp.data.ids import identifiers
 from jaxdp.data.pictures import ImageFiles, check_range, path_inside
 from jaxdp.data.sources import Examples
 from jaxdp.data.storage import ExampleReader
-from jaxdp.data.tables import Table, numbers, read_table
+from jaxdp.data.tables import Table, numbers, places, read_table
 from jaxdp.files import Limits, optional, read_npz, shown
 
 Prepare = Callable[[Any], Any]
@@ -315,8 +315,8 @@ def from_folder(
     # Names of classes become numbers in the column of the examples, and stay text in `cells`.
     cells_or_numbers = dict(cells)
     if classes is not None and "label" in cells:
-        labels = [_class_of(rows, row, label, classes) for row, label in enumerate(cells["label"])]
-        cells_or_numbers["label"] = tuple(labels)
+        labels = places(rows, "label", cells["label"], classes, kind="classes")
+        cells_or_numbers["label"] = tuple(map(str, labels))
         num_classes = len(classes)
     coded = dataclasses.replace(rows, columns=cells_or_numbers)
     columns: dict[str, Any] = numbers(coded, texts=texts)
@@ -355,20 +355,6 @@ def _read_image_table(
             "Rename it."
         )
     return rows
-
-
-def _class_of(
-    table: Table,
-    row: int,
-    label: str,
-    classes: Sequence[str],
-) -> str:
-    """Returns the number of a label among the classes, as a cell."""
-    if label not in classes:
-        raise table.error(
-            f"must have one of the classes {shown(', '.join(classes))} in the column 'label'.", row
-        )
-    return str(list(classes).index(label))
 
 
 def _check_random_access(records: Any) -> None:

@@ -53,6 +53,7 @@ class Examples:
         content instead, see `fingerprint`.
       texts: {name: n texts} of columns that are text, such as identifiers. They are no part of an
         example. `by_group`, `read_ids` and `read_column` read them.
+      feature_names: The names of the numbers in the column "features" of a table, or ().
 
     Raises:
       ValueError: There is no array, two columns differ in their first axes, or whole numbers do not
@@ -66,6 +67,7 @@ class Examples:
     rows: np.ndarray | None = dataclasses.field(default=None, repr=False)
     declared: str = dataclasses.field(default="", repr=False)
     texts: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict, repr=False)
+    feature_names: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     # The columns that are read. `arrays` has the same columns in other dicts and lists, so that no
     # caller can exchange what is read.
     _columns: Any = dataclasses.field(init=False, repr=False)

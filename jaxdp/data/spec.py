@@ -20,10 +20,12 @@ from jaxdp.data.adapters import from_folder, from_hf, from_npz
 from jaxdp.data.apart import check_owners_apart
 from jaxdp.data.arrays import from_arrays
 from jaxdp.data.bundled_sets import bundled
+from jaxdp.data.ids import owners_of
 from jaxdp.data.order import shuffled
 from jaxdp.data.selection import image_shape
-from jaxdp.data.sources import Examples
+from jaxdp.data.sources import Examples, read_ids
 from jaxdp.data.tables import read_table
+from jaxdp.data.tabular import from_csv
 from jaxdp.data.tfds import from_tfds
 from jaxdp.files import Limits, npz_names, read_npz, shown
 
@@ -43,6 +45,7 @@ class DataSpec:
             "npz"      .npz files
             "hf"       a data set of the library `datasets` (Hugging Face)
             "folder"   a folder of images with CSV files, see `from_folder`
+            "csv"      a table, see `from_csv`
 
       name: The name of the set, also in messages and the ledger.
       part: What is read of the set.
@@ -51,22 +54,27 @@ class DataSpec:
             tfds, hf  a split; hf takes a whole one
             npz       a file of the folder `path`, such as "train.npz", or a part of the file `path`
             folder    a CSV file in the folder `path`
+            csv       a file of the folder `path`, or a word for a `share` of the file `path`
             function  its first argument
 
       rows: bundled: The first and the last row of the part (excluded) in the order of
         `split_seed`. None takes the whole set as it is.
-      split_seed: bundled: The seed of the order.
+      split_seed: bundled, csv: The seed of the order.
+      share: csv: The part of the file `path`, from and to numbers in [0, 1], in the order of
+        `split_seed`. With a group it is a share of the owners. None takes the whole file.
       path: npz: The path of a file as MedMNIST distributes it, with the arrays {part}_images and
         {part}_labels, or of a folder of .npz files. hf: A folder of `save_to_disk`, or "" to load
-        `name`. folder: The folder.
+        `name`. folder: The folder. csv: The file, or a folder of files.
+      label: csv: The column with the class.
       data_dir: tfds: The folder of the data. "" is the default folder of TFDS.
       columns: npz, hf: {column: name in the file}. None takes all by their own names.
-      num_classes: npz, hf, folder: The number of classes.
-      class_names: folder: The names of the classes in the CSV files, if they are not numbers.
+      num_classes: npz, hf, folder, csv: The number of classes.
+      class_names: folder, csv: The names of the classes in the CSV files, if they are not numbers.
       classes: The labels to keep, which become 0, 1, ... in this order. () keeps all.
       in_memory: tfds, hf, folder, function: Whether all examples are kept in memory, or read on
         demand.
-      options: function: Its keyword arguments.
+      options: function: Its keyword arguments. csv: The further arguments of `from_csv`. A mapping
+        of columns may be pairs (column, value).
       limits: npz, folder: The limits on what is read. None is `Limits()`.
       prepare: tfds, folder: Whether images differ in size and are resized and cut as the model's
         preprocessing says.
@@ -89,7 +97,9 @@ class DataSpec:
     part: str = ""
     rows: tuple[int, int] | None = None
     split_seed: int = 0
+    share: tuple[float, float] | None = None
     path: str = ""
+    label: str = ""
     data_dir: str = ""
     columns: Mapping[str, str] | None = None
     num_classes: int = 0
@@ -266,6 +276,34 @@ def _open_folder(spec: DataSpec, prepare: Prepare | None) -> Examples:
     return source.load() if spec.in_memory else source
 
 
+def _open_csv(spec: DataSpec, prepare: Prepare | None) -> Examples:
+    path = spec.path
+    if spec.share is None:
+        path = os.path.join(spec.path, spec.part)
+    try:
+        table = from_csv(
+            path,
+            label=spec.label,
+            classes=spec.class_names or None,
+            num_classes=spec.num_classes,
+            group=spec.group,
+            name=spec.title,
+            **spec.options,
+        )
+    except TypeError as error:
+        raise ValueError(
+            f"{spec.where}.options must be arguments of jaxdp.data.from_csv: {shown(error)}."
+        ) from error
+    if spec.share is None:
+        return table
+    owners = np.arange(len(table))
+    if spec.group:
+        owners = owners_of(read_ids(table, spec.group), len(table))
+    order = shuffled(owners.max(initial=-1) + 1, seed=spec.split_seed)
+    first, last = (round(len(order) * end) for end in spec.share)
+    return table.take(np.flatnonzero(np.isin(owners, order[first:last])))
+
+
 def _open_function(spec: DataSpec, prepare: Prepare | None) -> Examples:
     module, _, function = spec.source.partition(":")
     try:
@@ -292,6 +330,7 @@ FORMATS: Mapping[str, Format] = {
     "npz": _open_npz,
     "hf": _open_hf,
     "folder": _open_folder,
+    "csv": _open_csv,
 }
 
 

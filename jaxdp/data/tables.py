@@ -18,8 +18,19 @@ from jaxdp.data.numbers import check_digits, check_whole
 from jaxdp.files import shown
 
 _SAVE = "Save the table as CSV with commas, in UTF-8."
+# The first bytes of files that are no text, and what to do.
+_NOT_TEXT = {
+    b"\x1f\x8b": "a gzip file. Unpack it.",
+    b"PK\x03\x04": "a zip archive or a workbook of Excel. Unpack it, or save the sheet as CSV.",
+    b"\xd0\xcf\x11\xe0": "a workbook of Excel. Save the sheet as CSV.",
+    b"PAR1": "a Parquet file. Write it as CSV, or give its columns to jaxdp.data.from_arrays.",
+}
 # NUL is a byte of each ASCII letter of UTF-16 and UTF-32.
 _WIDE = (b"\xff\xfe", b"\xfe\xff")
+# Latin-1 has control characters where the cp1252 of Windows has quotation marks and dashes.
+_CONTROL = re.compile("[\x80-\x84\x86-\x9f]")
+_LEADING_ZERO = re.compile(r"[+-]?0[0-9]", re.ASCII)
+_SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
 
@@ -46,8 +57,14 @@ class Table:
         return ValueError(f"line {self.lines[row]} of {shown(os.fspath(self.path))} {what}")
 
 
-def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) -> Table:
-    """Reads a CSV file: UTF-8, commas, a header, and rows of as many cells.
+def read_table(
+    path: str | os.PathLike[str],
+    *,
+    needed: Collection[str] = (),
+    delimiter: str = "",
+    encoding: str = "",
+) -> Table:
+    """Reads a CSV file: a header, and rows of as many cells.
 
     Names and cells lose no character, except that names lose outer blanks. Empty lines are left
     out.
@@ -55,26 +72,55 @@ def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) ->
     Args:
       path: The file.
       needed: The columns that it must have.
+      delimiter, encoding: The separator of the cells, and a codec of Python. "" is a comma, or
+        UTF-8, for a caller whose user cannot give others.
 
     Raises:
       FileNotFoundError: The file does not exist.
       ValueError: The file is not such a table. The message has the file, the line and the remedy,
           and no cell.
     """
-    path = pathlib.Path(path)
     where = shown(os.fspath(path))
-    rows = _rows(path, where)
+    if "://" in os.fspath(path):
+        raise ValueError(f"{where} is an address. Download the file, and give its path.")
+    path = pathlib.Path(path)
+    text = _text(path.read_bytes(), where, encoding)
+    rows = _rows(text, where, delimiter or ",")
     if not rows:
         raise ValueError(
             f"{where} must have rows, and a header with {', '.join(map(repr, needed)) or 'names'}."
         )
     first_line, header = rows.pop(0)
     names = [name.strip() for name in header]
-    for mark, marks in ((";", "semicolons"), ("\t", "tabs")):
-        if mark in "".join(names) and not set(needed) <= set(names):
+    missing = [name for name in needed if name not in names]
+    if missing or len(names) == 1:
+        _check_separator("".join(names), f"line {first_line} of {where}", delimiter)
+    _check_names(names, where)
+    if missing or not rows:
+        has = shown(", ".join(names))
+        with_names = ", ".join(map(repr, needed)) or "names"
+        raise ValueError(f"{where} must have rows, and a header with {with_names}. It has {has}.")
+    for line, row in rows:
+        if len(row) != len(names):
             raise ValueError(
-                f"line {first_line} of {where} has {marks} between its columns. {_SAVE}"
+                f"line {line} of {where} has {len(row)} cells, and the header {len(names)}. Put a "
+                "cell that has a separator into quotation marks, and give every row all cells."
             )
+    cells = zip(*(row for _, row in rows), strict=True)
+    columns = dict(zip(names, cells, strict=True))
+    return Table(path, columns, lines=tuple(line for line, _ in rows))
+
+
+def _check_separator(header: str, where: str, delimiter: str) -> None:
+    """Raises ValueError if a header has another separator. It lacks a name that it must have."""
+    for mark, marks in _SEPARATORS.items():
+        if mark in header and mark != (delimiter or ","):
+            remedy = f"Give delimiter={mark!r}." if delimiter else _SAVE
+            raise ValueError(f"{where} has {marks} between its columns. {remedy}")
+
+
+def _check_names(names: Sequence[str], where: str) -> None:
+    """Raises ValueError unless each column has a name of its own."""
     for number, name in enumerate(names, 1):
         if not name:
             raise ValueError(
@@ -83,37 +129,67 @@ def read_table(path: str | os.PathLike[str], *, needed: Collection[str] = ()) ->
             )
         if names.count(name) > 1:
             raise ValueError(f"{where} has two columns {name!r}. Rename or remove one of them.")
-    missing = [name for name in needed if name not in names]
-    if missing or not rows:
-        has = shown(", ".join(names))
-        raise ValueError(
-            f"{where} must have rows, and a header with {', '.join(map(repr, needed))}. It has "
-            f"{has}."
-        )
-    for line, row in rows:
-        if len(row) != len(names):
-            raise ValueError(
-                f"line {line} of {where} has {len(row)} cells, and the header {len(names)}. Put a "
-                "cell that has a comma into quotation marks, and give every row all cells."
-            )
-    cells = zip(*(row for _, row in rows), strict=True)
-    columns = dict(zip(names, cells, strict=True))
-    return Table(path, columns, lines=tuple(line for line, _ in rows))
 
 
-def _rows(path: pathlib.Path, where: str) -> list[tuple[int, list[str]]]:
-    """Returns the rows of a file that are not empty, each with the number of its last line."""
-    content = path.read_bytes()
-    if content.startswith(_WIDE) or b"\0" in content[:1000]:
-        raise ValueError(f"{where} is not UTF-8, but UTF-16, UTF-32 or no text at all. {_SAVE}")
+def _text(content: bytes, where: str, encoding: str) -> str:
+    """Returns the text of a file, without a byte order mark.
+
+    Raises:
+      ValueError: The file is no text, or has another encoding.
+    """
+    for start, kind in _NOT_TEXT.items():
+        if content.startswith(start):
+            raise ValueError(f"{where} is {kind}")
+    own = _decoded(content, "utf-8-sig")
+    if encoding.lower().replace("_", "-") in ("", "utf-8", "utf8", "utf-8-sig"):
+        return _utf8(content, own, where, encoding)
     try:
-        text = content.decode("utf-8-sig")  # drops a byte order mark
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
+        text = content.decode(encoding)
+    except LookupError as error:
         raise ValueError(
-            f"line {line} of {where} is not UTF-8, but perhaps Latin-1. {_SAVE}"
+            f"encoding must be a codec of Python, such as 'utf-8', 'cp1252' or 'utf-16', got "
+            f"{encoding!r}."
         ) from error
-    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{where} is not {encoding}. Give the encoding= with which it was saved."
+        ) from error
+    if own is not None and own != text and "\0" not in own:
+        raise ValueError(f"{where} is UTF-8, which {encoding} would garble. Leave out encoding=.")
+    text = text.removeprefix("\ufeff")
+    if _CONTROL.search(text):
+        raise ValueError(
+            f"{where} has control characters as {encoding}. Perhaps it is of Windows: "
+            "encoding='cp1252'."
+        )
+    return text
+
+
+def _utf8(content: bytes, text: str | None, where: str, encoding: str) -> str:
+    """Returns the text of a file, None if it is no UTF-8. The errors say what it may be."""
+    if content.startswith(_WIDE) or b"\0" in content[:1000]:
+        remedy = "Give encoding='utf-16'." if encoding else _SAVE
+        raise ValueError(f"{where} is not UTF-8, but UTF-16, UTF-32 or no text at all. {remedy}")
+    if text is None:
+        # No sequence of UTF-8 has a line break in it.
+        lines = enumerate(content.split(b"\n"), 1)
+        line = next(number for number, part in lines if _decoded(part, "utf-8") is None)
+        remedy = "Give encoding='cp1252' (Windows) or 'latin-1'." if encoding else _SAVE
+        raise ValueError(f"line {line} of {where} is not UTF-8, but perhaps Latin-1. {remedy}")
+    return text
+
+
+def _decoded(content: bytes, encoding: str) -> str | None:
+    """Returns the text of bytes, or None."""
+    try:
+        return content.decode(encoding)
+    except UnicodeDecodeError:
+        return None
+
+
+def _rows(text: str, where: str, delimiter: str) -> list[tuple[int, list[str]]]:
+    """Returns the rows of a file that are not empty, each with the number of its last line."""
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows = []
     try:
         for row in reader:
@@ -121,7 +197,8 @@ def _rows(path: pathlib.Path, where: str) -> list[tuple[int, list[str]]]:
                 rows.append((reader.line_num, row))
     except csv.Error as error:
         raise ValueError(
-            f"line {reader.line_num} of {where} is no line of a CSV file: {error}. {_SAVE}"
+            f"line {reader.line_num} of {where} is no line of a CSV file: {error}. Close each "
+            f"quotation mark. {_SAVE}"
         ) from error
     return rows
 
@@ -144,15 +221,57 @@ def numbers(table: Table, *, texts: Collection[str] = ()) -> dict[str, np.ndarra
     for name, cells in table.columns.items():
         if name in texts:
             continue
-        column = _numbers(table, name, [cell.strip() for cell in cells])
+        column = number_column(table, name, [cell.strip() for cell in cells])
         if column is not None:
             features[name] = column
     return features
 
 
-def _numbers(table: Table, name: str, cells: Sequence[str]) -> np.ndarray | None:
-    """Returns the numbers of a column, or None if no cell is a number."""
-    not_numbers = [row for row, cell in enumerate(cells) if not _DECIMAL.fullmatch(cell)]
+def has_leading_zero(cell: str) -> bool:
+    """Returns whether a number is written as 007."""
+    return bool(_LEADING_ZERO.match(cell))
+
+
+def places(
+    table: Table,
+    name: str,
+    cells: Sequence[str],
+    values: Sequence[str],
+    *,
+    kind: str,
+) -> np.ndarray:
+    """Returns the position of each cell in public values, int32 [n].
+
+    Args:
+      table: The table, for messages.
+      name: The column.
+      cells: Its cells.
+      values: The values that are declared.
+      kind: What the values are, in messages: "classes".
+
+    Raises:
+      ValueError: A cell is none of the values. The message has the line and no cell.
+    """
+    place_of = {value: place for place, value in enumerate(values)}
+    for row, cell in enumerate(cells):
+        if cell not in place_of:
+            raise table.error(
+                f"must have one of the {kind} {shown(', '.join(values))} in the column {name!r}.",
+                row,
+            )
+    return np.array([place_of[cell] for cell in cells], np.int32)
+
+
+def other_than_numbers(cells: Sequence[str]) -> list[int]:
+    """Returns the rows whose cells are no numbers."""
+    return [row for row, cell in enumerate(cells) if not _DECIMAL.fullmatch(cell)]
+
+
+def number_column(table: Table, name: str, cells: Sequence[str]) -> np.ndarray | None:
+    """Returns the numbers of a column, or None if no cell is a number. The errors are those of
+    `numbers`.
+    """
+    not_numbers = other_than_numbers(cells)
     if len(not_numbers) == len(cells):
         return None
     if not_numbers:
@@ -177,6 +296,21 @@ def _numbers(table: Table, name: str, cells: Sequence[str]) -> np.ndarray | None
         check_whole(array, f"{where} (texts=({name!r},) keeps identifiers)")
         fits_32_bits = not array.size or np.abs(array).max() < 2**31
         return array.astype(np.int32) if fits_32_bits else array
-    array = np.array([float(cell) for cell in cells])
+    array = real(table, name, cells)
     check_digits(array, where)
     return array.astype(np.float32)
+
+
+def real(table: Table, name: str, cells: Sequence[str]) -> np.ndarray:
+    """Returns the numbers of a column whose cells are all numbers, float64 [n].
+
+    Raises:
+      ValueError: A number is infinite in float64.
+    """
+    array = np.array([float(cell) for cell in cells])
+    if infinite := np.flatnonzero(np.isinf(array)).tolist():
+        raise table.error(
+            f"has a number in the column {name!r} that is infinite in float64. Correct it.",
+            infinite[0],
+        )
+    return array

@@ -24,6 +24,7 @@ from jaxdp.models.preprocessing import (
     IMAGENET_MEAN,
     IMAGENET_STD,
     Preprocessing,
+    Vectors,
     from_hugging_face,
     from_timm,
 )
@@ -42,8 +43,8 @@ class Pretrained:
     Attributes:
       model: The Linen module. It sees normalised images only.
       params: Nested dicts of float32 arrays, all parameters that are trained or adapted.
-      preprocessing: The preprocessing that the checkpoint expects, a `Preprocessing`. None for a
-          language model.
+      preprocessing: The preprocessing that the checkpoint expects, a `Preprocessing`. `Vectors` for
+          a model of tables, None for a language model.
       constants: The other collections by name, such as "batch_stats" with the mean and variance of
         every `FrozenBatchNorm`. They never change.
     """
@@ -59,7 +60,7 @@ class Pretrained:
         Args:
           params: Parameters with the structure of `self.params`.
           inputs: Images, floating point [B, S, S, C] in [0, 1] as `preprocessing.prepare` returns,
-              or tokens [B, T].
+              vectors [B, d], or tokens [B, T].
 
         Returns:
           [B, num_classes], or for tokens [B, T, num_classes].
@@ -75,10 +76,12 @@ class Pretrained:
         return logits
 
 
-def blank_inputs(preprocessing: Preprocessing | None) -> jax.Array:
+def blank_inputs(preprocessing: Preprocessing | Vectors | None) -> jax.Array:
     """Returns the inputs of one record, zeros [1, ...], with which a model makes its parameters."""
     if preprocessing is None:
         return jnp.zeros((1, 1), jnp.int32)
+    if isinstance(preprocessing, Vectors):
+        return jnp.zeros((1, preprocessing.width))
     return jnp.zeros((1, preprocessing.size, preprocessing.size, len(preprocessing.mean)))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,16 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 # Pillow's numbers of its filters, which Hugging Face's files hold, and their names.
 FILTERS = {0: "nearest", 4: "box", 2: "bilinear", 5: "hamming", 3: "bicubic", 1: "lanczos"}
+
+
+class Vectors(NamedTuple):
+    """The inputs of a model of tables: vectors of `width` numbers, which are taken as they are."""
+
+    width: int
+
+    def normalise(self, features: jax.Array) -> jax.Array:
+        """Returns the features."""
+        return features
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -120,6 +120,12 @@ def npz(tmp_path):
     return data.from_npz(tmp_path / "x.npz"), lambda: np.savez(tmp_path / "x.npz", x=values(9.0))
 
 
+def table(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("a,b\n" + N * "1,2\n")
+    return data.from_csv(path), lambda: path.write_text("a,b\n9,9\n" + (N - 1) * "1,2\n")
+
+
 def records(tmp_path):
     listed = [{"x": row} for row in values()]
     return data.from_grain(listed), lambda: listed[0]["x"].fill(9.0)
@@ -176,6 +182,7 @@ IN_MEMORY = (
     a_list_of_arrays,
     a_dict_inside,
     npz,
+    table,
 )
 ON_DEMAND = (mapped, declared, folder, records, torch, column)
 OWNERS = ["a", "b", "a", "c", "b", "d"]

@@ -1,6 +1,8 @@
 """Studies on a user's own data: each kind of `data.source`, unit and adjacency in the ledger."""
 
 import csv
+import importlib
+import json
 import sys
 import types
 
@@ -9,7 +11,8 @@ import PIL.Image
 import pytest
 from ml_collections import ConfigDict
 
-from jaxdp.data import bundled
+from jaxdp.data import bundled, read_column
+from jaxdp.data import open as open_spec
 from jaxdp.privacy import Ledger
 from launch import data, finetune, frame
 from tests.launch import tiny
@@ -161,3 +164,75 @@ def test_unit_and_adjacency_of_the_config_reach_the_ledger(tmp_path):
         assert (entry["unit"], entry["adjacency"]) == ("scan", "replace_one")
     assert 0.9 * study.private.epsilon < result["epsilon"] <= study.private.epsilon
     assert finetune.STUDY.summary(result).count("(replacing one scan)") == 1
+
+
+# --- A table ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory):
+    """Writes the bundled table as a clinic exports it, two rows of a patient, and its columns."""
+    root = tmp_path_factory.mktemp("table")
+    rows = bundled("breast_cancer").gather(np.arange(300))
+    with (root / "patients.csv").open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=";")
+        writer.writerow(["patient", "outcome", *(f"mean.{k}" for k in range(4))])
+        for k, (features, label) in enumerate(zip(rows["features"], rows["label"], strict=True)):
+            writer.writerow([f"P{k // 2:03}", ("ill", "well")[label], *features[:4]])
+    ranges = {f"mean.{k}": (-1, 1) for k in range(4)}
+    (root / "columns.json").write_text(json.dumps({"ranges": ranges, "delimiter": ";"}))
+    return root
+
+
+def table_config(table, **fields):
+    config = importlib.import_module("configs.finetune.csv").get_config(str(table / "columns.json"))
+    changes = {"data.path": str(table / "patients.csv"), "data.label": "outcome"}
+    changes |= {"data.class_names": ("ill", "well"), "private.steps": 20}
+    changes |= {"private.checkpoint_every": 20, "model.options.hidden": ()}
+    config.update_from_flattened_dict(changes | fields)
+    return config
+
+
+GROUP = {"data.group": "patient", "data.unit": "patient", "data.max_records": 2}
+
+
+def test_the_parts_of_a_table_share_no_patient(table):
+    parts = data.specs(table_config(table, **GROUP).data, "private", "test", grouped=True)
+    sources = {role: open_spec(spec) for role, spec in parts.items()}
+    owners = {role: set(read_column(source, "patient")) for role, source in sources.items()}
+    assert (len(owners["private"]), len(owners["test"])) == (120, 30)
+    assert not owners["private"] & owners["test"]
+    alone = {"data.options.drop": ("patient",)}
+    rows = data.specs(table_config(table, **alone).data, "private", "test")
+    assert [len(open_spec(spec)) for spec in rows.values()] == [240, 60]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"data.path": "nowhere.csv"}, FileNotFoundError, "--config.data.path="),
+        ({"data.parts.private": 0.9}, ValueError, "config.data.parts must be shares of the file"),
+        ({"data.label": "result"}, ValueError, "header with 'result'"),
+        ({"data.class_names": (), **GROUP}, ValueError, "'outcome' of .* is text"),
+        (
+            {"data.label": "mean.0", "data.class_names": ()},
+            ValueError,
+            "'mean.0' is declared twice|'patient' of .* is text",
+        ),
+    ],
+)
+def test_a_table_that_does_not_fit_is_refused_before_a_workdir_is_bound(
+    table, tmp_path, fields, error, message
+):
+    with pytest.raises(error, match=message):
+        finetune.experiment(table_config(table, **fields), str(tmp_path / "run"))
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.slow
+def test_a_table_is_fine_tuned_under_a_budget_of_patients(table, tmp_path):
+    given = table_config(table, **GROUP)
+    finetune.experiment(given, None, dry_run=True)
+    result = finetune.experiment(given, str(tmp_path / "run"))
+    assert (result["unit"], result["dataset"]) == ("patient", "table/private")
+    assert result["private"] > 0.75 and 2.9 < result["epsilon"] <= 3
