@@ -128,7 +128,7 @@ def test_masked_rows_and_empty_batches_do_not_move_the_count():
     out = trainer.query.sums(params_of(), jnp.float32(1.5), batch, np.zeros(PHYSICAL, bool), None)
     assert not flat(out).any()
     assert not flat(trainer.zeros(params_of())).any()
-    assert jax.tree.map(jnp.shape, out) == jax.tree.map(jnp.shape, trainer.zeros(params_of()))
+    assert jax.tree.map(jnp.shape, out.total) == jax.tree.map(jnp.shape, trainer.zeros(params_of()))
 
 
 # --- Steps --------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_gradient_and_count_together_are_charged_the_multiplier_that_was_asked_f
     }
     # What one example moves, in the units in which it is released, over the noise there.
     batch = {"features": np.full((1, FEATURES), 9, np.float32)}
-    out = query.sums(params_of(), jnp.float32(clip_norm), batch, jnp.array([True]), None)
+    out = query.sums(params_of(), jnp.float32(clip_norm), batch, jnp.array([True]), None).total
     gradient, count = np.linalg.norm(flat(out.grads)), abs(float(out.below))
     released, fraction = (
         clip_norm * gradient / query.gradient_weight,
