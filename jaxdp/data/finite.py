@@ -9,13 +9,13 @@ import numpy as np
 from jaxdp.transforms.not_finite import NotFinite
 
 FIRST_EXAMPLES = 1000
-_MOST_BYTES = 2**26  # examples that are read on demand, such as volumes, may be large
+_MOST_BYTES = 2**24  # examples that are read on demand, such as volumes, may be large
 
 
 def count_not_finite(source: Any, *, examples: int = FIRST_EXAMPLES) -> NotFinite:
     """Counts the first examples of a source that hold NaN or an infinity, by column.
 
-    At most 64 MiB are read, but at least one example. `Examples` read only their columns of
+    At most 16 MiB are read, but at least one example. `Examples` read only their columns of
     floating point, so images of integers are not decoded.
 
     Args:

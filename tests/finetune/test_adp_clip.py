@@ -114,7 +114,7 @@ def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
             mask = np.append(rng.random(PHYSICAL - 1) < 0.6, True)
             neighbour = np.append(mask[:-1], False)
             one, other = (
-                flat(sums(params_of(), jnp.float32(clip_norm), {"features": batch}, m, None))
+                flat(sums(params_of(), jnp.float32(clip_norm), {"features": batch}, m, None).total)
                 for m in (mask, neighbour)
             )
             moved.append(np.linalg.norm(one - other))

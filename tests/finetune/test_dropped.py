@@ -22,7 +22,7 @@ def fit(bad, loss=linear, steps=2, rate=0.1, **options):
     x[:bad, 1] = np.nan
     source = data.from_arrays(x=x, y=np.zeros(N, np.int32))
     ledger = Ledger.in_memory()
-    ledger.register("a", adjacency="add_remove", delta=1e-5)
+    ledger.register("a", adjacency="add_remove", unit="example", delta=1e-5)
     trainer = finetune.dp_sgd(
         loss,
         optax.sgd(rate),
