@@ -46,6 +46,7 @@ def check_dropped(
     count = min(len(source), FIRST_EXAMPLES, looked_at)
     if not count:
         return
+    state = trainer.refreshed(state)
     dropped = 0
     for physical in trainer.load(state, source, np.arange(count), step=0):
         sums: Any = trainer.part_sum(state, *physical)
