@@ -92,7 +92,7 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one(count_noise):
             )
             batch[number % PHYSICAL] = example
             mask = np.arange(PHYSICAL) == number % PHYSICAL
-            out = sums(params_of(), jnp.float32(clip_norm), {"features": batch}, mask, None)
+            out = sums(params_of(), jnp.float32(clip_norm), {"features": batch}, mask, None).total
             norm = np.linalg.norm(flat(out))
             assert norm <= 1 + 1e-5, (clip_norm, example)
             norms.append(norm)
