@@ -166,7 +166,7 @@ def private_step(trainer: finetune.PrivateTrainer, params: Any, batch: Any) -> t
     compiled = trainer.part_sum.lower(state, *rows).compile()
 
     def call() -> Any:
-        return trainer.update(state, trainer.part_sum(state, *rows))
+        return trainer.update(state, trainer.part_sum(state, *rows).total)
 
     return Step(call, {"memory_mb": timing.allocated_mb(compiled)}), state
 

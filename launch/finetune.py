@@ -118,6 +118,7 @@ def _private(cell: Model, work: frame.Work, start: Params) -> dict[str, Any]:
             checkpoint_every=private.checkpoint_every,
             evaluate=lambda params: {"accuracy": judge(jax.device_get(params), task.test)},
             evaluate_every=private.get("evaluate_every") or None,
+            allow_nonfinite=private.get("allow_nonfinite", False),
             callbacks=writers,
         )
         params = jax.device_get(trainers.released(state))

@@ -248,6 +248,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             checkpoint_every=private.checkpoint_every,
             evaluate=lambda params: {"bits": judge(params)},
             evaluate_every=private.get("evaluate_every") or None,
+            allow_nonfinite=private.get("allow_nonfinite", False),
             callbacks=writers,
         )
         spent = account.epsilon(delta=private.delta)

@@ -49,6 +49,8 @@ def make(
                                      `launch/optimizers.py`
         augmult                      augmented views per example; 0 does not augment
         ema_decay, ascent_radius     0 for none
+        allow_nonfinite              True starts although more than a tenth of the first examples
+                                     have no finite gradient; no field is False
       network: The network to train.
       private: The private images, or `Groups` of them.
       public: PUBLIC images, from which GEP takes its anchors.
@@ -160,13 +162,14 @@ def fit(
 
     Args:
       trainer, start, source, account, callbacks: As in `jaxdp.finetune.fit`.
-      private: Has steps, checkpoint_every and delta.
+      private: Has steps, checkpoint_every and delta, and may have allow_nonfinite.
       scratch: The workdir of the run.
     """
     options = {
         "steps": steps(private),
         "checkpoint_every": private.checkpoint_every,
         "callbacks": callbacks,
+        "allow_nonfinite": private.get("allow_nonfinite", False),
     }
     state = finetune.fit(
         trainer, start, source, account=account, workdir=scratch, progress=False, **options

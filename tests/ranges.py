@@ -95,7 +95,7 @@ def query(make, carried, **settings):
 
     def contribution(row):
         batch = {"features": row[None], "label": jnp.zeros(1, jnp.int32)}
-        return flat(sums.sums(PARAMS, carried, batch, jnp.ones(1, bool), None))
+        return flat(sums.sums(PARAMS, carried, batch, jnp.ones(1, bool), None).total)
 
     return one_by_one(contribution), sums.sensitivity("add_remove")
 

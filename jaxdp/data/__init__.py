@@ -17,6 +17,7 @@ from jaxdp.data.corruptions import (
     restrict_classes,
 )
 from jaxdp.data.digests import record_digests
+from jaxdp.data.finite import NotFinite, count_not_finite
 from jaxdp.data.groups import Groups, Records, by_group
 from jaxdp.data.ids import identifiers
 from jaxdp.data.images import resize_images
@@ -38,6 +39,7 @@ __all__ = [
     "Examples",
     "FixedBatchSampler",
     "Groups",
+    "NotFinite",
     "PhysicalSizes",
     "PoissonSampler",
     "Records",
@@ -51,6 +53,7 @@ __all__ = [
     "check_source",
     "corrupt",
     "corrupted_tfds",
+    "count_not_finite",
     "from_arrays",
     "from_csv",
     "from_folder",

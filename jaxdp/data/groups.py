@@ -9,14 +9,16 @@ private.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from jaxdp.data.finite import floats
 from jaxdp.data.ids import owners_of
 from jaxdp.data.protocol import Source
 from jaxdp.data.sources import read_ids
@@ -72,11 +74,18 @@ class Groups:
 
     def gather(self, indices: np.ndarray) -> Records:
         """Returns the records of the users at `indices`, integers [B] in [0, users)."""
+        return self._gathered(self.source.gather, indices)
+
+    def floats(self, indices: np.ndarray) -> Any:
+        """Returns the columns of floating point of the users at `indices`, [B, k, ...] each."""
+        return self._gathered(functools.partial(floats, self.source), indices).records
+
+    def _gathered(self, read: Callable[[np.ndarray], Any], indices: np.ndarray) -> Records:
         rows = self.rows[np.asarray(indices, np.int64)]
         present = rows >= 0
         # Padding repeats the first record of the same user, so that it reveals nobody else's.
         padded = np.where(present, rows, rows[:, :1])
-        records = self.source.gather(padded.reshape(-1))
+        records = read(padded.reshape(-1))
         if isinstance(records, Mapping):
             records = {key: column for key, column in records.items() if key != self.without}
 

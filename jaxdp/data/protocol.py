@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from jaxdp.data.finite import warn_of_not_finite
 from jaxdp.data.numbers import check_batch, check_digits
 from jaxdp.files import shown
 
@@ -77,14 +78,16 @@ def check_source(
     """Checks that an object is a `Source`, and reads its first and last examples.
 
     The fingerprint is not read. Errors show columns, dtypes and shapes, and no value of a record.
-    float64 whose digits float32 loses gives a warning (`jaxdp.data.numbers`).
+    float64 whose digits float32 loses gives a warning (`jaxdp.data.numbers`). NaN and infinities
+    give one too: how many of the first thousand examples hold them, by column
+    (`count_not_finite`). That warning is for the owner of the data.
 
     Args:
       source: The object.
       columns: Columns that its examples must have. Examples are then dicts.
       argument: The name of the object in errors.
       values: Whether numbers that a device would change are an error. False is for a caller that
-          converts them.
+          converts them. It also looks for no NaN and no infinity.
 
     Returns:
       The structure of one example: a pytree of `jax.ShapeDtypeStruct`.
@@ -112,6 +115,7 @@ def check_source(
         for path, leaf in jax.tree_util.tree_flatten_with_path(check_batch(batch, argument))[0]:
             if isinstance(leaf, np.ndarray):
                 check_digits(leaf, f"{_name(path)!r} of {argument}")
+        warn_of_not_finite(source, argument)
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 

@@ -23,7 +23,7 @@ from jaxdp.data.ids import Identifier, identifiers
 from jaxdp.data.order import shuffled
 from jaxdp.data.pictures import scaled
 from jaxdp.data.protocol import Source
-from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
+from jaxdp.data.storage import ExampleReader, Watched, immutable, is_floating, raw, stored
 from jaxdp.files import shown
 
 # How much of a column is read at once to hash or to load it.
@@ -128,6 +128,18 @@ class Examples:
         return tree.map_structure_with_path(
             lambda path, array: scaled(array) if path == ("image",) else array, records
         )
+
+    def floats(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the columns of floating point at `indices`, as `gather` takes them, by path.
+
+        They are as they are stored. A reader whose records have none is not asked.
+        """
+        rows = self._stored_rows(indices)
+        if isinstance(self._columns, ExampleReader):
+            records = self._columns[rows] if self._columns.has_floats else {}
+            return _floating(records)
+        columns = _floating(self._columns)
+        return {path: np.asarray(column[rows]) for path, column in columns.items()}
 
     def column(self, key: str) -> Any:
         """Returns `arrays[key]`.
@@ -354,6 +366,15 @@ class Examples:
             raise IndexError(f"indices must be in [0, {len(self)}) for source {self.name!r}.")
         indices = indices.astype(np.int64)
         return indices if self.rows is None else self.rows[indices]
+
+
+def _floating(columns: Any) -> dict[str, Any]:
+    """Returns the columns of floating point or complex dtype by path."""
+    return {
+        "/".join(map(str, path)): column
+        for path, column in tree.flatten_with_path(columns)
+        if is_floating(column.dtype)
+    }
 
 
 def _little(array: Any) -> np.ndarray:

@@ -49,6 +49,11 @@ def _is_immutable(array: np.ndarray) -> bool:
     return type(array) is np.ndarray and isinstance(base, bytes)
 
 
+def is_floating(dtype: Any) -> bool:
+    """Returns whether numbers of a dtype can be NaN or infinite."""
+    return bool(jax.dtypes.issubdtype(dtype, np.inexact))
+
+
 def on_device(array: Any, dtype: Any = None) -> jax.Array:
     """Returns a JAX array that shares no memory with an array of NumPy.
 
@@ -233,6 +238,11 @@ class ExampleReader:
         for path, array in tree.flatten_with_path(stacked):
             check_whole(array, _column_name(path))
         return stacked, texts
+
+    @property
+    def has_floats(self) -> bool:
+        """Whether a column is of floating point."""
+        return any(is_floating(dtype) for _, _, dtype in _column_types(self._first))
 
     def _check_like_first(self, row: int, record: Any) -> None:
         """Raises ValueError if a record has other columns, shapes or dtypes than record 0."""

@@ -27,7 +27,7 @@ import optax
 
 from jaxdp.data import PoissonSampler
 from jaxdp.finetune.options import CLIP_NORMS, Options, noise_and_options
-from jaxdp.finetune.query import Query, moving_params
+from jaxdp.finetune.query import Query, QuerySums, moving_params
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 
 
@@ -83,7 +83,7 @@ class QuantileClipping(Query):
         batch: Any,
         mask: jax.Array,
         key: jax.Array | None,
-    ) -> _Contribution:
+    ) -> QuerySums:
         """Sums the weighted clipped gradients and the centred indicators."""
         gradient = dataclasses.replace(self.gradient, clip_norm=carried)
         out = gradient(params, batch, mask, key=key)
@@ -92,7 +92,8 @@ class QuantileClipping(Query):
         # b_i - 1/2. A norm that is not finite is not below C_t.
         below = jnp.where(is_example, (out.norms <= carried) - 0.5, 0.0)
         grads = jax.tree.map(lambda g: g * scale, out.grads)
-        return _Contribution(grads, 2 * self.count_weight * below.sum())
+        total = _Contribution(grads, 2 * self.count_weight * below.sum())
+        return QuerySums(total, out.nonfinite)
 
     def read(
         self, params: Any, carried: jax.Array, mean: _Contribution

@@ -19,7 +19,7 @@ import optax
 
 from jaxdp.data import PoissonSampler
 from jaxdp.finetune.options import Options
-from jaxdp.finetune.query import Query, moving_params
+from jaxdp.finetune.query import Query, QuerySums, moving_params
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 
 
@@ -41,9 +41,10 @@ class GradientSum(Query):
         batch: Any,
         mask: jax.Array,
         key: jax.Array | None,
-    ) -> Any:
+    ) -> QuerySums:
         """Sums the clipped gradients."""
-        return self.gradient(params, batch, mask, key=key).grads
+        out = self.gradient(params, batch, mask, key=key)
+        return QuerySums(out.grads, out.nonfinite)
 
     def read(self, params: Any, carried: None, mean: Any) -> tuple[Any, None, dict[str, jax.Array]]:
         """Returns the noisy mean as the gradient."""

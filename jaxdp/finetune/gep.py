@@ -38,7 +38,7 @@ import optax
 from jaxdp.data import PoissonSampler
 from jaxdp.data.storage import on_device
 from jaxdp.finetune.options import Options, check_clip_norm
-from jaxdp.finetune.query import Query, moving_params
+from jaxdp.finetune.query import Query, QuerySums, moving_params
 from jaxdp.finetune.step import repeatable
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 from jaxdp.transforms import forms
@@ -173,23 +173,25 @@ class GradientEmbedding(Query):
         batch: Any,
         mask: jax.Array,
         key: jax.Array | None,
-    ) -> _Contribution:
+    ) -> QuerySums:
         """Sums the weighted clipped embeddings and residuals."""
         layout = self._layout(params)
         a, b = self.weights
-        g = _rows(self.gradient.per_example(params, batch, mask, key=key).grads)
+        of_examples = self.gradient.per_example(params, batch, mask, key=key)
+        g = _rows(of_examples.grads)
         w = layout.embed(g, carried)  # w_i = B^T g_i
         factors = a * self._shares(w, self.gradient.clip_norm)
         embeddings = [_weighted(factors, of_group) for of_group in w]
         if not self.residual_share:
-            return _Contribution(embeddings, None)
+            return QuerySums(_Contribution(embeddings, None), of_examples.nonfinite)
         # The norm of r is taken of r itself. ||g||^2 - ||w||^2 is no substitute: its rounding error
         # can let a large residual pass unclipped.
         bw = layout.lift(w, carried)
         r = [g_leaf - bw_leaf for g_leaf, bw_leaf in zip(g, bw, strict=True)]  # r_i = g_i - B w_i
         factors = b * self._shares(r, self.residual_clip_norm)
         residual = [_weighted(factors, of_leaf) for of_leaf in r]
-        return _Contribution(embeddings, _unflatten(layout, residual))
+        total = _Contribution(embeddings, _unflatten(layout, residual))
+        return QuerySums(total, of_examples.nonfinite)
 
     def read(
         self, params: Any, carried: Any, mean: _Contribution

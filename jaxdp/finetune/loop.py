@@ -29,6 +29,7 @@ from jaxdp import memory
 from jaxdp.data import Source, check_source
 from jaxdp.data.physical import FIRST_STEPS
 from jaxdp.finetune import run_notes
+from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.programs import Programs
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
@@ -41,6 +42,10 @@ from jaxdp.transforms.parameters import check_finite
 
 # The hold of a dead run lapses after this many seconds. Each chunk renews it.
 _HELD_SECONDS = 3600.0
+_DIVERGED = (
+    "nothing more is spent. Begin a new run with a smaller learning rate or clip norm. The steps "
+    "until now are paid."
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,8 @@ class RunOptions:
       seed: 16 secret bytes. The default is OS entropy, fresh for every chunk. Give a seed only to
         reproduce a test.
       progress: Whether to show a progress bar (`jaxdp.report.progress_bar`).
+      allow_nonfinite: Whether a run starts although more than a tenth of its first examples have a
+        loss or gradient that is NaN or infinite. Such an example contributes zero.
     """
 
     workdir: str | os.PathLike[str] | None = None
@@ -80,6 +87,7 @@ class RunOptions:
     delta: float | None = None
     seed: bytes | None = None
     progress: bool = True
+    allow_nonfinite: bool = False
 
 
 class RunKeywords(TypedDict, total=False):
@@ -93,6 +101,7 @@ class RunKeywords(TypedDict, total=False):
     delta: float | None
     seed: bytes | None
     progress: bool
+    allow_nonfinite: bool
 
 
 def fit(
@@ -125,7 +134,7 @@ def fit(
         others give None.
       options: How the run is divided, kept, watched and shown.
       keywords: Fields of `RunOptions`, which replace those of `options`: workdir, checkpoint_every,
-        evaluate, evaluate_every, callbacks, delta, seed and progress.
+        evaluate, evaluate_every, callbacks, delta, seed, progress and allow_nonfinite.
 
     Returns:
       The state after the last step.
@@ -136,8 +145,12 @@ def fit(
       TypeError, ValueError: source is not as `jaxdp.data.check_source` demands.
       HostFailed: Another process of the mesh could not read, evaluate or write. Nothing of the
         chunk is kept. A later call with the same workdir repeats it at no charge.
-      ValueError: A leaf of params holds NaN or an infinity, or of the kept parameters of a resumed
-        run, which are released. Nothing is computed or charged.
+      ValueError: A leaf of params holds NaN or an infinity. Nothing is computed or charged. Or the
+        parameters after a chunk do, which are released. Nothing more is charged.
+      ValueError: Of the first examples, which are at most a thousand, more than a tenth have a NaN
+        or infinite loss or gradient with the first parameters, and `allow_nonfinite` is False. Or
+        all of them have. Nothing is charged. A smaller share is a warning. The message has private
+        counts, for the owner of the data. A resumed run does not look again.
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source
         (`by_group`) is about groups. Trainer and account differ in their unit of privacy. A
         schedule gives a step no positive noise. The workdir has a run with more than `steps` steps,
@@ -150,7 +163,9 @@ def fit(
       on private data. On one device, a run that is killed and resumed repeats the interrupted chunk
       bit for bit. With a given `seed` it ends bit-identical to a run that is not killed. A loss
       that calls back to Python is not repeated: its interrupted chunk is charged again. No secret
-      is left when the call returns, or when it fails between two chunks. The times in the metrics
+      is left when the call returns, or when it fails between two chunks. Whether a run starts may
+      depend on the first examples, before anything is released. It is no part of the guarantee.
+      Nothing later depends on more than released values. The times in the metrics
       are not protected: the time of a step tells about the size of its sampled batch.
     """
     options = dataclasses.replace(options, **keywords)
@@ -191,6 +206,8 @@ def _check_options(steps: int, options: RunOptions) -> None:
             "checkpoint_every must be >= 1 and steps >= 0, got "
             f"{options.checkpoint_every} and {steps}."
         )
+    if not isinstance(options.allow_nonfinite, bool):
+        raise TypeError(f"allow_nonfinite must be True or False, got {options.allow_nonfinite!r}.")
     if options.evaluate_every is not None and options.evaluate_every < 1:
         raise ValueError(
             f"evaluate_every must be at least 1, got {options.evaluate_every}. None evaluates "
@@ -287,17 +304,36 @@ class _Run:
             self.hosts.first(lambda: self._hold(first, token, room))
             if steps:
                 self.hosts.each(lambda: self.programs.wait(first))
+            if steps and not first:
+                self.hosts.each(lambda: self._check_examples(state))
             for start in steps[:: self.options.checkpoint_every]:
+                if start > first:
+                    self._check_params(state, start)
                 state = self.till.release(self._chunk(state, start))
         return state
+
+    def _check_examples(self, state: TrainState) -> None:
+        """Raises or warns before the first release, if the first examples have no gradient.
+
+        Later it would tell about private examples by the number of steps in the ledger.
+        """
+        allow = self.options.allow_nonfinite
+        check_dropped(self.trainer, state, self.source, allow_nonfinite=allow)
+
+    def _check_params(self, state: TrainState, step: int) -> None:
+        """Raises ValueError if the parameters after some steps, which are released, are useless."""
+        argument = f"params after step {step}"
+        self.hosts.each(lambda: check_finite(state.params, argument=argument, remedy=_DIVERGED))
 
     def _restored(self, params: Any) -> tuple[TrainState, int]:
         """Returns the state to start from, on the devices, and the number of finished steps."""
         state, first = self.files.restore(self.trainer.init(params))
         if first < self.steps:
             # The parameters of an earlier chunk are released, so an error may depend on them.
-            argument = "params of the workdir" if first else "params"
-            self.hosts.each(lambda: check_finite(state.params, argument=argument))
+            if first:
+                self._check_params(state, first)
+            else:
+                self.hosts.each(lambda: check_finite(state.params))
         return self.trainer.placed(state), first
 
     def _shared(self, state: TrainState, steps: range) -> dict[str, str]:

@@ -6,7 +6,7 @@ and how it reads the noisy sum. `jaxdp.finetune.step` does everything else for a
 
 import abc
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,24 @@ import jax.numpy as jnp
 from jaxdp.transforms.clipping import ClippedGrad
 
 
+class QuerySums(NamedTuple):
+    """The sum of the contributions of a batch. Private, and without noise.
+
+    Attributes:
+      total: The sum.
+      dropped: int32. The number of unmasked examples that contribute nothing, because their loss or
+        gradient is NaN or infinite.
+    """
+
+    total: Any
+    dropped: jax.Array
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Query(abc.ABC):
     """The sum that a method computes on every batch, and how it reads the noisy sum.
 
-    A method's guarantee rests on `sums` alone. It adds one term of L2 norm at most
+    A method's guarantee rests on the total of `sums` alone. It has one term of L2 norm at most
     `sensitivity("add_remove")` per unmasked example. Each term is a function of that example, the
     parameters and `carried`. Other methods see only released or public values.
 
@@ -65,7 +78,7 @@ class Query(abc.ABC):
         batch: Any,
         mask: jax.Array,
         key: jax.Array | None,
-    ) -> Any:
+    ) -> QuerySums:
         """Returns the sum of the contributions of the unmasked examples of a batch."""
 
     @abc.abstractmethod

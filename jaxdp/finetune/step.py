@@ -3,7 +3,7 @@
 Each physical batch of a step goes through `part_sum`. The sums are added up by `add`. One `update`
 adds the noise and moves the parameters:
 
-    sums = functools.reduce(add, (part_sum(state, *physical) for physical in batch))
+    sums = functools.reduce(add, (part_sum(state, *physical).total for physical in batch))
     state, metrics = update(state, sums)
 
 `jaxdp.finetune.trainer` draws the batch and calls these functions.
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.data import Records
-from jaxdp.finetune.query import Query, is_floating, moving_params
+from jaxdp.finetune.query import Query, QuerySums, is_floating, moving_params
 from jaxdp.transforms.exact_scaling import tree_in_units
 from jaxdp.transforms.meshes import Layout, platform_of
 from jaxdp.transforms.noise import CPU_OPTIONS, Privatizer, PrivatizeState
@@ -78,8 +78,8 @@ class StepFunctions:
 
     Attributes:
       zeros: `zeros(params, layout=None)`, the sum over no examples.
-      part_sum: `part_sum(state, examples, mask, number)`, the sum of the contributions of one
-          physical batch, without noise.
+      part_sum: `part_sum(state, examples, mask, number)`, the `QuerySums` of one physical batch,
+          without noise.
       add: `add(sums, others)`. It writes into the buffers of `sums`.
       update: `update(state, sums) -> (state, metrics)`, the noise and the step of the optimizer.
       update_in_place: `update_in_place(*apart(state), sums)`. It writes into the buffers of the
@@ -148,7 +148,7 @@ class StepFunctions:
         examples: Any,
         mask: jax.Array,
         number: jax.Array,
-    ) -> Any:
+    ) -> QuerySums:
         """Sums the contributions of the physical batch with this number within the step."""
         # The number is folded into the key, so that no two physical batches share random views.
         key = jax.random.fold_in(state.key, state.step)
@@ -179,7 +179,8 @@ class StepFunctions:
             params = self._laid_out(params, whole, params)
             sums = self.query.sums(params, state.carried, examples, mask, loss_key)
             sums = self._laid_out(params, whole, sums)
-        return self._laid_out(state.params, state.layout, sums)
+        result: QuerySums = self._laid_out(state.params, state.layout, sums)
+        return result
 
     def _views(self, key: jax.Array, example: Any) -> Any:
         """Returns the K views of an example, [K, ...], or of a user's k records, [k K, ...]."""

@@ -260,7 +260,7 @@ class PrivateTrainer(StepFunctions):
 
         The sums are private and without noise.
         """
-        sums = (self.part_sum(state, *physical) for physical in batch)
+        sums = (self.part_sum(state, *physical).total for physical in batch)
         return functools.reduce(self.add, sums)
 
     # --- Physical batches -----------------------------------------------------------------------

@@ -18,10 +18,13 @@ def not_finite(params: Any) -> list[str]:
     return [path for path, leaf in paths_of(params) if not all(map(_finite, _parts(leaf)))]
 
 
-def check_finite(params: Any, *, argument: str = "params") -> None:
+_AGAIN = "nothing is spent. Initialise or load them again."
+
+
+def check_finite(params: Any, *, argument: str = "params", remedy: str = _AGAIN) -> None:
     """Raises ValueError that names the leaves with NaN or infinities.
 
-    The parameters must be public or released.
+    The parameters must be public or released. `remedy` ends the message.
     """
     paths = not_finite(params)
     if not paths:
@@ -31,7 +34,7 @@ def check_finite(params: Any, *, argument: str = "params") -> None:
         names += f" and {len(paths) - 3} more"
     raise ValueError(
         f"{argument} has NaN or infinite values in {names}. Nothing can be learned from them, "
-        "and nothing is spent. Initialise or load them again."
+        f"and {remedy}"
     )
 
 

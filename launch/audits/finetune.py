@@ -20,6 +20,7 @@ from jaxdp.data import PoissonSampler, Source, by_group, from_arrays, take
 from jaxdp.finetune.adp_clip import QuantileClipping
 from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.finetune.gep import GradientEmbedding
+from jaxdp.finetune.query import QuerySums
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.release import claim, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
@@ -105,10 +106,10 @@ class UnclippedSum(GradientSum):
 
     def sums(
         self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
-    ) -> Any:
-        return jax.tree.map(
-            lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads
-        )
+    ) -> QuerySums:
+        of_examples = self.gradient.per_example(params, batch, mask)
+        total = jax.tree.map(lambda g: g.sum(0), of_examples.grads)
+        return QuerySums(total, of_examples.nonfinite)
 
 
 class UnclippedQuantile(QuantileClipping):
@@ -118,9 +119,10 @@ class UnclippedQuantile(QuantileClipping):
 
     def sums(
         self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
-    ) -> Any:
-        sums = super().sums(params, FAR * carried, batch, mask, key)
-        return sums._replace(grads=jax.tree.map(lambda g: FAR * g, sums.grads))
+    ) -> QuerySums:
+        total, dropped = super().sums(params, FAR * carried, batch, mask, key)
+        grads = jax.tree.map(lambda g: FAR * g, total.grads)
+        return QuerySums(total._replace(grads=grads), dropped)
 
 
 class UnclippedEmbedding(GradientEmbedding):
@@ -128,14 +130,14 @@ class UnclippedEmbedding(GradientEmbedding):
 
     def sums(
         self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
-    ) -> Any:
+    ) -> QuerySums:
         gradient = dataclasses.replace(self.gradient, clip_norm=FAR * self.gradient.clip_norm)
         fields = _fields(self) | {
             "gradient": gradient,
             "residual_clip_norm": FAR * self.residual_clip_norm,
         }
         sums = GradientEmbedding(**fields).sums(params, carried, batch, mask, key)
-        return jax.tree.map(lambda x: FAR * x, sums)
+        return sums._replace(total=jax.tree.map(lambda x: FAR * x, sums.total))
 
 
 UNCLIPPED: Mapping[type, type] = {
@@ -150,10 +152,11 @@ class ClippedPerRecord(GradientSum):
 
     def sums(
         self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
-    ) -> Any:
+    ) -> QuerySums:
         records = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         by_record = dataclasses.replace(self.gradient, group=False)
-        return by_record(params, records, mask.reshape(-1), key=key).grads
+        out = by_record(params, records, mask.reshape(-1), key=key)
+        return QuerySums(out.grads, out.nonfinite)
 
 
 def unclipped(trainer: PrivateTrainer) -> PrivateTrainer:
@@ -169,7 +172,8 @@ def doubled(trainer: PrivateTrainer) -> PrivateTrainer:
 
     class Doubled(type(trainer.query)):  # type: ignore[misc]
         def sums(self, *args: Any) -> Any:
-            return jax.tree.map(lambda x: 2 * x, super().sums(*args))
+            sums = super().sums(*args)
+            return sums._replace(total=jax.tree.map(lambda x: 2 * x, sums.total))
 
     return dataclasses.replace(trainer, query=Doubled(**_fields(trainer.query)))
 

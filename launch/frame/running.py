@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp import memory
+from jaxdp.data.finite import warn_of_not_finite
 from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded
 from jaxdp.release import Hosts, locked
@@ -285,7 +286,10 @@ def _dry_run(
         ledger = ledgers.chosen(choice, config, root) if study.private else None
         if study.private and opened.cache_info().currsize:
             # A plan that has not opened the records, which may take long, says nothing of others.
-            ledger = ledgers.asked(choice, config, root, study.private(opened()))
+            private = study.private(opened())
+            ledger = ledgers.asked(choice, config, root, private)
+            for name, records, _ in private:
+                warn_of_not_finite(records, name)
         plans.show(items, root, target, ledger=ledger)
     if study.benchmark:
         print(f"\n{study.benchmark}")

@@ -15,6 +15,7 @@ import pytest
 from jaxdp import data, finetune
 from jaxdp.audit import finetune as canaries
 from jaxdp.finetune.dp_sgd import GradientSum
+from jaxdp.finetune.query import QuerySums
 from jaxdp.privacy import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent, epsilon
 from jaxdp.transforms import noise
 
@@ -45,9 +46,9 @@ class Unclipped(GradientSum):
     """Sums raw gradients, but says that they are clipped."""
 
     def sums(self, params, carried, batch, mask, key):
-        return jax.tree.map(
-            lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads
-        )
+        of_examples = self.gradient.per_example(params, batch, mask)
+        total = jax.tree.map(lambda g: g.sum(0), of_examples.grads)
+        return QuerySums(total, of_examples.nonfinite)
 
 
 def without_clip(trainer):

@@ -112,6 +112,7 @@ def test_digits_that_float32_loses_are_said_by_name(tmp_path, make, column):
         check_source(make(tmp_path, column))
 
 
+@pytest.mark.filterwarnings("ignore:.*hold NaN or an infinity")
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("column", KEPT, ids=lambda column: str(column.dtype))
 def test_numbers_that_a_device_has_reach_it(tmp_path, make, column):

@@ -92,7 +92,7 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one(count_noise):
             )
             batch[number % PHYSICAL] = example
             mask = np.arange(PHYSICAL) == number % PHYSICAL
-            out = sums(params_of(), jnp.float32(clip_norm), {"features": batch}, mask, None)
+            out = sums(params_of(), jnp.float32(clip_norm), {"features": batch}, mask, None).total
             norm = np.linalg.norm(flat(out))
             assert norm <= 1 + 1e-5, (clip_norm, example)
             norms.append(norm)
@@ -114,7 +114,7 @@ def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
             mask = np.append(rng.random(PHYSICAL - 1) < 0.6, True)
             neighbour = np.append(mask[:-1], False)
             one, other = (
-                flat(sums(params_of(), jnp.float32(clip_norm), {"features": batch}, m, None))
+                flat(sums(params_of(), jnp.float32(clip_norm), {"features": batch}, m, None).total)
                 for m in (mask, neighbour)
             )
             moved.append(np.linalg.norm(one - other))
@@ -128,7 +128,7 @@ def test_masked_rows_and_empty_batches_do_not_move_the_count():
     out = trainer.query.sums(params_of(), jnp.float32(1.5), batch, np.zeros(PHYSICAL, bool), None)
     assert not flat(out).any()
     assert not flat(trainer.zeros(params_of())).any()
-    assert jax.tree.map(jnp.shape, out) == jax.tree.map(jnp.shape, trainer.zeros(params_of()))
+    assert jax.tree.map(jnp.shape, out.total) == jax.tree.map(jnp.shape, trainer.zeros(params_of()))
 
 
 # --- Steps --------------------------------------------------------------------------------------
@@ -331,7 +331,7 @@ def test_gradient_and_count_together_are_charged_the_multiplier_that_was_asked_f
     }
     # What one example moves, in the units in which it is released, over the noise there.
     batch = {"features": np.full((1, FEATURES), 9, np.float32)}
-    out = query.sums(params_of(), jnp.float32(clip_norm), batch, jnp.array([True]), None)
+    out = query.sums(params_of(), jnp.float32(clip_norm), batch, jnp.array([True]), None).total
     gradient, count = np.linalg.norm(flat(out.grads)), abs(float(out.below))
     released, fraction = (
         clip_norm * gradient / query.gradient_weight,

@@ -233,7 +233,7 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one_whatever_the_basis
             )
             batch[number % PHYSICAL] = example
             mask = np.arange(PHYSICAL) == number % PHYSICAL
-            out = sums(params_of(), basis, {"features": batch}, mask, None)
+            out = sums(params_of(), basis, {"features": batch}, mask, None).total
             norms.setdefault(name, []).append(np.linalg.norm(flat(out)))
             assert norms[name][-1] <= 1 + 1e-5, (name, number)
             if not np.isfinite(example).all() or not example.any():
@@ -249,12 +249,13 @@ def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
         batch = np.concatenate([features_of(PHYSICAL - 1, 7), [example]]).astype(np.float32)
         with_it, without = np.ones(PHYSICAL, bool), np.arange(PHYSICAL) < PHYSICAL - 1
         one, other = (
-            flat(sums(params_of(), basis, {"features": batch}, m, None)) for m in (with_it, without)
+            flat(sums(params_of(), basis, {"features": batch}, m, None).total)
+            for m in (with_it, without)
         )
         moved.append(np.linalg.norm(one - other))
     assert max(moved) <= 1 + 1e-5
     assert max(moved) > 0.999
-    nobody = sums(params_of(), basis, {"features": batch}, np.zeros(PHYSICAL, bool), None)
+    nobody = sums(params_of(), basis, {"features": batch}, np.zeros(PHYSICAL, bool), None).total
     assert not flat(nobody).any()
     assert jax.tree.map(jnp.shape, nobody) == jax.tree.map(jnp.shape, query.zeros(params_of()))
 

@@ -13,6 +13,7 @@ import pytest
 from jaxdp import data, finetune
 from jaxdp.audit import finetune as canaries
 from jaxdp.finetune.dp_sgd import GradientSum
+from jaxdp.finetune.query import QuerySums
 from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent, SelfComposedDpEvent
 
 FEATURES, USERS, K, CLIP, Q = 4, 9, 3, 0.8, 0.5
@@ -145,9 +146,9 @@ class PerRecord(GradientSum):
 
     def sums(self, params, carried, batch, mask, key):
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
-        return dataclasses.replace(self.gradient, group=False)(
-            params, flat, mask.reshape(-1), key=key
-        ).grads
+        by_record = dataclasses.replace(self.gradient, group=False)
+        out = by_record(params, flat, mask.reshape(-1), key=key)
+        return QuerySums(out.grads, out.nonfinite)
 
 
 @pytest.mark.parametrize("name", [*METHODS, "clipped per record"])

@@ -10,6 +10,7 @@ import pytest
 
 from jaxdp import audit, models
 from jaxdp.finetune.dp_sgd import GradientSum
+from jaxdp.finetune.query import QuerySums
 from jaxdp.transforms import noise
 from launch import models as networks
 from launch.lifecycle import finetune, parts, split
@@ -60,9 +61,9 @@ def half_the_noise(monkeypatch):
 @pytest.fixture
 def no_clipping(monkeypatch):
     def sums(self, params, carried, batch, mask, key):
-        return jax.tree.map(
-            lambda g: g.sum(0), self.gradient.per_example(params, batch, mask).grads
-        )
+        of_examples = self.gradient.per_example(params, batch, mask)
+        total = jax.tree.map(lambda g: g.sum(0), of_examples.grads)
+        return QuerySums(total, of_examples.nonfinite)
 
     monkeypatch.setattr(GradientSum, "sums", sums)
 

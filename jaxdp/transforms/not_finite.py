@@ -1,0 +1,46 @@
+"""Examples that hold NaN or an infinity, counted for the person who holds them.
+
+The counts are private. Nothing that is kept or published has them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+
+class NotFinite(NamedTuple):
+    """Examples that hold NaN or an infinity, among the first ones of a source. Private.
+
+    Attributes:
+      read: The number of examples that were read.
+      examples: The number of these with such a number in any column.
+      columns: {path of a column: the number of examples with such a number in it}, without zeros.
+    """
+
+    read: int
+    examples: int
+    columns: dict[str, int]
+
+    @classmethod
+    def among(cls, batch: Any, read: int) -> "NotFinite":
+        """Counts the examples of a batch, a pytree of arrays [read, ...]."""
+        columns = {}
+        examples = np.zeros(read, bool)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if not jax.dtypes.issubdtype(leaf.dtype, np.inexact):
+                continue
+            axes = tuple(range(1, leaf.ndim))
+            bad = ~np.isfinite(np.asarray(leaf)).all(axes)
+            examples |= bad
+            if bad.any():
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                columns[name] = int(bad.sum())
+        return cls(read, int(examples.sum()), columns)
+
+    def __str__(self) -> str:
+        by_column = [f"{count} in {path!r}" for path, count in self.columns.items()]
+        return (
+            f"{self.examples} of the first {self.read} examples hold NaN or an infinity "
+            f"({', '.join(by_column)})"
+        )
