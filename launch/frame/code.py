@@ -336,7 +336,7 @@ def _source(name: str) -> tuple[str, list[str]]:
     if before is not None and before[0] is spec and name in sys.modules:
         return before[1]
     origin = spec.origin if spec else sys.modules[name].__file__
-    source = pathlib.Path(origin).read_text(encoding="utf-8")
+    source = pathlib.Path(origin or "").read_text(encoding="utf-8")
     package = (spec.parent if spec else "") or ""
     known = _digest(source), list(_imported(ast.parse(source), package))
     _LOADED[name] = spec, known
@@ -346,11 +346,9 @@ def _source(name: str) -> tuple[str, list[str]]:
 def _digest(source: str) -> str:
     """Returns the digest of a program, without comments, docstrings and layout."""
     tree = ast.parse(textwrap.dedent(source))
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for node in ast.walk(tree):
-        is_documented = isinstance(
-            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-        )
-        if is_documented and ast.get_docstring(node, clean=False) is not None:
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
             node.body[0] = ast.Pass()
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()[:16]
 
