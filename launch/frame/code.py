@@ -267,7 +267,8 @@ def _unwrapped(one: Any) -> Any:
     while isinstance(one, functools.partial):
         one = one.func
     if inspect.isclass(one) or inspect.isroutine(one) or inspect.ismodule(one):
-        return inspect.unwrap(one)
+        unwrapped: Any = one
+        return inspect.unwrap(unwrapped)
     return type(one)
 
 
