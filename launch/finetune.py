@@ -313,4 +313,4 @@ def experiment(
 
 
 if __name__ == "__main__":
-    frame.main(experiment, divides=True, trains=True, pays=True)
+    frame.main(experiment, divides=True, trains=True, pays=True, has_cells=True)

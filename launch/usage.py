@@ -28,6 +28,11 @@ _NEW_LEDGER = (
     "Count records anew that another ledger counts already. What is known about a record is then "
     "bounded by the sum of the ledgers, which no ledger shows."
 )
+_STALE = (
+    "What to do with finished cells whose code was edited since: keep, redo, or redo_all, which "
+    "also computes those again that another version of jaxdp computed. What is private is paid "
+    "again. Without the flag the run stops and says which code changed."
+)
 _TARGET = (
     "With --dry_run: a TPU or GPU that need not be there. The private steps are compiled for it, "
     "and the compiler's estimates of memory and time are shown. One of v5e, v6e, v5p, h100."
@@ -42,6 +47,7 @@ class Flags(NamedTuple):
     dry_run: Any
     ledger: Any
     new_ledger: Any
+    stale: Any
     devices: Any
     target: Any
 
@@ -64,6 +70,7 @@ def define() -> Flags:
         ),
         ledger=flags.DEFINE_string("ledger", None, _LEDGER),
         new_ledger=flags.DEFINE_bool("new_ledger", False, _NEW_LEDGER),
+        stale=flags.DEFINE_string("stale", "", _STALE),
         devices=flags.DEFINE_string("devices", "one", _DEVICES),
         target=flags.DEFINE_string("target", "", _TARGET),
     )

@@ -5,6 +5,7 @@ A `Study` defines its cells, how one is run, and its tables and figures. `run` d
 
     config.json            the study and its config; another config in the same workdir is refused
     cells/<a>/<b>/row.json the row of the finished cell (a, b)
+    cells/<a>/<b>/code.json the code that made it; an edited method is noticed
     cells/<a>/<b>/...      files of the cell's run; `scratch` is deleted once the row is written
     rows.jsonl             all rows, one per line
     tables.md, tables.tex  the tables
@@ -18,7 +19,7 @@ With `--devices` the processes of `jax.distributed` compute each cell together
 (`jaxdp.release.Hosts`). Process 0 alone writes the files above.
 
     running   a run of a study           workdir   to which config a workdir belongs
-    ledgers   which ledger counts
+    ledgers   which ledger counts    code      which code made a cell
     launcher  the flags of a launcher    accounts  the accounts of the ledgers
     program   errors become sentences    fields    checks of single fields of a config
     guide     --help, and what to say about the config of another launcher

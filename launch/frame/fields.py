@@ -5,6 +5,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from jaxdp.files import optional
 from jaxdp.report import Callback, TensorBoardWriter, WandbWriter
 
 
@@ -33,6 +34,7 @@ def _wandb(folder: pathlib.Path) -> Any:
     return WandbWriter(dir=folder)
 
 
+_LIBRARIES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 _WRITERS: Mapping[str, Callable[[pathlib.Path], Any]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
@@ -47,8 +49,12 @@ def watching(config: Any, folder: pathlib.Path) -> Iterator[list[Callback]]:
 
 
 def check_watch(config: Any) -> None:
-    """Raises ValueError if config.watch names an unknown writer."""
+    """Raises ValueError if config.watch names an unknown writer, and ImportError if the library of
+    one is missing.
+    """
     known("watch", _watch(config), _WRITERS)
+    for name in _watch(config):
+        optional(_LIBRARIES[name], name)
 
 
 def _watch(config: Any) -> list[str]:

@@ -21,17 +21,19 @@ def main(
     divides: bool = False,
     trains: bool = False,
     pays: bool = False,
+    has_cells: bool = False,
 ) -> None:
     """Runs a study, or `experiment(config, workdir, dry_run=)`, with the flags of the command line.
     See `start`.
 
     An experiment that `divides` its work among devices also takes `mesh=`, the mesh of --devices or
     None. One that `trains` takes `target=`, the name of --target or "". One that `pays` takes
-    `choice=`, what the user says about its ledger. A study does both.
+    `choice=`, what the user says about its ledger. One that `has_cells` takes `stale=`, what to do
+    with cells of edited code. A study does all three.
     """
     if isinstance(experiment, Study):
         run: Callable[..., Any] = functools.partial(running.run, experiment)
-        trains = pays = True
+        trains = pays = has_cells = True
     else:
         run = experiment
     command = usage.define()
@@ -65,6 +67,10 @@ def main(
                     "no private records. Leave them out."
                 )
             options["choice"] = choice
+        if command.stale.value:
+            if not has_cells:
+                raise ValueError("--stale is for studies with cells. Leave it out.")
+            options["stale"] = command.stale.value
         if divides:
             options["mesh"] = None if command.dry_run.value else _mesh(command.devices.value)
         if command.target.value:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxdp import memory
 from jaxdp.data.finite import warn_of_not_finite
-from jaxdp.files import read_json, read_npz, understood, write_durably, write_json
+from jaxdp.files import optional, read_json, read_npz, understood, write_durably, write_json
 from jaxdp.privacy import Account, BudgetExceeded
 from jaxdp.release import Hosts, locked
 from jaxdp.report import check_figures, progress_bar
@@ -25,7 +25,7 @@ from jaxdp.report import check_figures, progress_bar
 from .. import plans, results, run_report
 from ..settings import check_numbers
 from ..study import Row, Study, nothing
-from . import fields, ledgers
+from . import code, fields, ledgers
 from .accounts import account
 from .workdir import bind, cell_folder, check_same_config, file_name, run_of
 
@@ -53,6 +53,7 @@ class Work:
       shared: What `Study.open` returned.
       hosts: The processes that run the study together, by default this one alone.
       ledger: The ledger of the private sets, by default ledger.sqlite in the workdir.
+      cells: All cells of the run.
     """
 
     study: Study
@@ -61,6 +62,7 @@ class Work:
     shared: Any
     hosts: Hosts = dataclasses.field(default_factory=Hosts)
     ledger: pathlib.Path | None = None
+    cells: Sequence[Any] = ()
 
     def account(self, name: str, *, label: str, **terms: Any) -> AbstractContextManager[Account]:
         """Returns the account of a private set in the ledger of the run, as a context manager.
@@ -103,8 +105,13 @@ class Work:
                 self.hosts.first(lambda: write_json(path, row))
             return self.hosts.first(end)
 
+    @functools.cached_property
+    def _codes(self) -> Mapping[Any, code.Code]:
+        return code.of(self.study, self.config, self.cells)
+
     def _run(self, cell: Any, folder: pathlib.Path) -> Row:
         folder.mkdir(parents=True, exist_ok=True)
+        self.hosts.first(lambda: code.write(folder, self._codes.get(cell)))
         memory.make_room_for_programs()
         try:
             return self.study.run(cell, self)
@@ -152,7 +159,10 @@ class Work:
             result = self.study.result(rows, self)
             lines = "".join(f"{json.dumps(row)}\n" for row in rows)
             write_durably(self.root / "rows.jsonl", lines.encode())
-            results.write_tables(self.root, self.study.tables(result, self))
+            tables = dict(self.study.tables(result, self))
+            if note := code.mixed(self.root, self.cells):
+                tables["code"] = note
+            results.write_tables(self.root, tables)
             self.study.figures(result, self)
             # It comes last, since a workdir with this file is taken for finished.
             write_json(self.root / "result.json", result)
@@ -168,33 +178,35 @@ def run(
     target: str = "",
     hosts: Hosts | None = None,
     choice: ledgers.Choice = ledgers.DEFAULT,
+    stale: str = "",
 ) -> Any:
     """Runs the unfinished cells of a study, prints its summary and returns its result.
 
     With `dry_run` it prints what the study would charge, take and need, and writes nothing. Then
     workdir may be None. With `target`, an accelerator of `jaxdp.compilers`, it says so for that.
     `hosts` are the processes that run it together, by default this one alone. Process 0 prints.
-    `choice` is what the user says about the ledger of the private sets.
+    `choice` is what the user says about the ledger of the private sets. `stale` is what to do with
+    cells whose code was edited: "keep", "redo", "redo_all" (`launch.frame.code`), or "" to refuse.
 
     Raises:
       ValueError: The config is inconsistent, the workdir belongs to another config, study or
         release, or the data is not declared a public benchmark. Or another ledger counts the
-        same records. Nothing is written.
+        same records. Or the code of finished cells was edited. Nothing is written.
       FileNotFoundError: Data or a checkpoint is missing. The message says how to get it.
       BudgetExceeded: A ledger has no room for what a cell would spend.
     """
     if dry_run:
         root = None if workdir is None else pathlib.Path(workdir)
-        _dry_run(study, config, root, target, choice)
+        _dry_run(study, config, root, target, choice, stale)
         return None
     root = pathlib.Path(workdir)
     hosts = hosts or Hosts()
     if not hosts.leads:
         with contextlib.redirect_stdout(io.StringIO()):
-            return compute(study, config, root, hosts, choice)
-    was_done = (root / "result.json").exists() and study.grows is None
-    result = compute(study, config, root, hosts, choice)
-    if was_done:
+            return compute(study, config, root, hosts, choice, stale)
+    before = _stamp(root)
+    result = compute(study, config, root, hosts, choice, stale)
+    if study.grows is None and before is not None and before == _stamp(root):
         print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
         return result
     run_report.write(root, report=study.report)
@@ -209,27 +221,63 @@ def compute(
     root: pathlib.Path,
     hosts: Hosts | None = None,
     choice: ledgers.Choice = ledgers.DEFAULT,
+    stale: str | None = None,
 ) -> Any:
-    """Returns the result of a study, as `run` does, without its summary."""
+    """Returns the result of a study, as `run` does, without its summary.
+
+    Without `stale` the code of finished cells is not compared.
+    """
     hosts = hosts or Hosts()
-    bound = hosts.together(lambda: _checked(study, config, root, choice))
+    bound = hosts.together(lambda: _checked(study, config, root, choice, stale or ""))
     hosts.agree(lambda: {"config": config.to_json()})
     # Before data is read. The ledger is a file of process 0.
     hosts.first(lambda: os.fspath(ledgers.chosen(choice, config, root) or ""))
+    cells = distinct(study.cells(config))
+    if stale is not None:
+        hosts.first(lambda: _settle(study, config, root, cells, stale))
     result = hosts.first(lambda: _finished(study, root))
     if result is not None:
         return result
-    if study.figures is not nothing:
-        hosts.together(check_figures)  # before anything is computed or paid
-    cells = distinct(study.cells(config))
+    hosts.together(lambda: check_extras(study))  # before anything is computed or paid
     shared = hosts.together(lambda: study.open(config, root))
     path = hosts.first(lambda: _ledger(study, config, root, shared, choice))
     ledger = pathlib.Path(path) if path else None
-    work = Work(study, config, root, shared, hosts, ledger)
+    work = Work(study, config, root, shared, hosts, ledger, cells)
     with contextlib.ExitStack() as opened:
         hosts.first(lambda: opened.enter_context(bind(study.name, bound, root, ledger)))
         rows = (study.rows or _rows)(work, cells)
         return hosts.first(lambda: work.publish(rows))
+
+
+def check_extras(study: Study) -> None:
+    """Raises ImportError if a library is missing that the study needs at its end. The message names
+    the extra.
+    """
+    if study.figures is not nothing:
+        check_figures()
+    optional("jinja2", "report")
+
+
+def _stamp(root: pathlib.Path) -> tuple[int, int] | None:
+    """Returns what tells whether result.json was written again, or None if there is none."""
+    path = root / "result.json"
+    if not path.exists():
+        return None
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
+
+
+def _settle(
+    study: Study,
+    config: Any,
+    root: pathlib.Path,
+    cells: Sequence[Any],
+    stale: str,
+    *,
+    dry: bool = False,
+) -> None:
+    if study.rows is None:  # Otherwise the study knows what its cells build on.
+        code.settle(study, config, root, cells, stale, dry=dry)
 
 
 def _finished(study: Study, root: pathlib.Path) -> Any:
@@ -252,7 +300,13 @@ def _ledger(
     return os.fspath(ledgers.settled(choice, config, root, study.private(shared)))
 
 
-def _checked(study: Study, config: Any, root: pathlib.Path | None, choice: ledgers.Choice) -> Any:
+def _checked(
+    study: Study,
+    config: Any,
+    root: pathlib.Path | None,
+    choice: ledgers.Choice,
+    stale: str = "",
+) -> Any:
     """Returns the part of a config to which a workdir is bound. Raises ValueError for a mistake in
     the config.
     """
@@ -266,6 +320,13 @@ def _checked(study: Study, config: Any, root: pathlib.Path | None, choice: ledge
             f"--ledger and --new_ledger name the one ledger of a private set, and study "
             f"{study.name!r} has ledgers of its own in the workdir. Leave them out."
         )
+    if stale and stale not in code.STALE:
+        raise ValueError(f"--stale must be one of {', '.join(code.STALE)}, got {stale!r}.")
+    if stale and study.rows is not None:
+        raise ValueError(
+            f"--stale is for studies with cells of their own, and those of study {study.name!r} "
+            "build on each other. Leave it out, or use a new workdir."
+        )
     if root is not None:
         check_same_config(study.name, bound, root)
     return bound
@@ -277,9 +338,13 @@ def _dry_run(
     root: pathlib.Path | None,
     target: str,
     choice: ledgers.Choice,
+    stale: str,
 ) -> None:
-    _checked(study, config, root, choice)
-    distinct(study.cells(config))
+    _checked(study, config, root, choice, stale)
+    cells = distinct(study.cells(config))
+    check_extras(study)
+    if root is not None:
+        _settle(study, config, root, cells, stale, dry=True)
     with tempfile.TemporaryDirectory() as nowhere:
         opened = functools.cache(lambda: study.open(config, pathlib.Path(nowhere)))
         items = list(study.plan(config, opened))

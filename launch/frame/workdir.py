@@ -118,9 +118,10 @@ def run_of(root: pathlib.Path) -> str:
 
 
 def _has_results(root: pathlib.Path) -> bool:
-    """Returns whether a workdir has a file besides config.json and locks."""
+    """Returns whether a workdir has a file besides config.json, code.json and locks."""
     files = (path for path in root.rglob("*") if path.is_file())
-    return any(path != root / "config.json" and not path.name.endswith("lock") for path in files)
+    own = (root / "config.json",)
+    return any(path not in own and not path.name.endswith(("code.json", "lock")) for path in files)
 
 
 def versions() -> dict[str, str]:

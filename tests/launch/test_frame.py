@@ -2,12 +2,15 @@
 mistakes."""
 
 import dataclasses
+import importlib
 import json
 import math
 import multiprocessing
 import os
 import pathlib
+import shutil
 import signal
+import sys
 import time
 from typing import NamedTuple
 from unittest import mock
@@ -17,9 +20,9 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from jaxdp import memory
+from jaxdp import memory, tta
 from jaxdp.compilers import targets
-from jaxdp.privacy import BudgetExceeded, GaussianDpEvent
+from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger
 from launch import adapt, dpadapter, finetune, frame, predict, pretrain, recalibrate, split
 from tests import forked
 from tests.launch import program, tiny
@@ -162,6 +165,149 @@ def test_a_study_that_grows_takes_more_cells(tmp_path):
     assert kept.items() <= contents(tmp_path / "cells").items()
     with pytest.raises(ValueError, match=r"another steps\. Use a new workdir"):
         frame.run(growing, config(steps=4), tmp_path)
+
+
+METHOD = """
+from helper import factor
+'''A method.'''
+class Mine:
+    # of two numbers
+    def apply(self, number):
+        '''doubled'''
+        return factor * number
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """Writes the module of a registered method and the module that this one imports, and loads
+    them as a new process would."""
+    folder = tmp_path / "code"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def edit(method=METHOD, helper="factor = 2\n"):
+        (folder / "mine.py").write_text(method)
+        (folder / "helper.py").write_text(helper)
+        for name in ("mine", "helper"):
+            sys.modules.pop(name, None)
+            importlib.invalidate_caches()
+        module = importlib.import_module("mine")
+        monkeypatch.setitem(tta.METHODS, "Mine", module.Mine)
+
+    edit()
+    yield edit
+    for name in ("mine", "helper"):
+        sys.modules.pop(name, None)
+
+
+def _applied(cell, work):
+    work.shared["runs"].append(cell.kind)
+    method = tta.METHODS["Mine"]() if cell.kind == "Mine" else None
+    return {"value": method.apply(cell.number) if method else cell.number}
+
+
+def _of_methods(root, stale="", numbers=(1.0,), **options):
+    """Returns the values of a study of a registered method and a plain one, and what it ran."""
+    runs = []
+    study = dataclasses.replace(
+        STUDY,
+        open=lambda config, root: {"runs": runs},
+        run=_applied,
+        result=lambda rows, work: {row["kind"]: row["value"] for row in rows},
+        summary=str,
+        tables=lambda result, work: {},
+    )
+    terms = config(kinds=("Mine", "plain"), numbers=numbers)
+    return frame.run(study, terms, root, stale=stale, **options), runs
+
+
+def test_an_edited_method_is_not_taken_for_the_one_that_made_the_results(tmp_path, mine, capsys):
+    root = tmp_path / "run"
+    assert _of_methods(root) == ({"Mine": 2.0, "plain": 1.0}, ["Mine", "plain"])
+    mine()  # The same text is the same code.
+    assert _of_methods(root)[1] == []
+    mine(METHOD.replace("# of two numbers", "# of three").replace("doubled", "tripled"))
+    assert _of_methods(root)[1] == []
+    for edited in ({"method": METHOD.replace("factor * n", "3 * n")}, {"helper": "factor = 3\n"}):
+        mine(**edited)
+        name = "mine" if "method" in edited else "helper"
+        before = contents(root)
+        for dry_run in (True, False):
+            with pytest.raises(ValueError, match=rf"1 of 2 cells .* before {name} changed.*redo"):
+                _of_methods(root, dry_run=dry_run)
+        assert _of_methods(root, "keep") == ({"Mine": 2.0, "plain": 1.0}, [])
+        assert contents(root) == before and "1 of 2 cells are of other code" in str(
+            capsys.readouterr()
+        )
+    assert _of_methods(root, "redo") == ({"Mine": 3.0, "plain": 1.0}, ["Mine"])
+    assert json.loads((root / "stale/1/cells/Mine/1/row.json").read_text())["value"] == 2.0
+    assert json.loads((root / "stale/1/result.json").read_text())["Mine"] == 2.0
+    assert _of_methods(root)[1] == []
+
+
+def test_rows_of_different_code_are_named_in_the_tables(tmp_path, mine):
+    root = tmp_path / "run"
+    _of_methods(root, numbers=(1.0, 2.0))
+    shutil.rmtree(root / "cells" / "Mine" / "2")
+    (root / "result.json").unlink()
+    mine(helper="factor = 3\n")
+    assert not (root / "tables.md").exists()
+    assert _of_methods(root, "keep", numbers=(1.0, 2.0))[1] == ["Mine"]
+    assert "of different code: helper changed between them" in (root / "tables.md").read_text()
+
+
+def test_another_source_of_jaxdp_is_told_and_older_cells_say_that_they_do_not_know(
+    tmp_path, mine, capsys, monkeypatch
+):
+    root = tmp_path / "run"
+    _of_methods(root)
+    (root / "cells" / "plain" / "1" / "code.json").unlink()  # as earlier versions left it
+    monkeypatch.setattr(frame.code, "_library", lambda: ["0.0", "of another source"])
+    capsys.readouterr()
+    assert _of_methods(root)[1] == []
+    told = capsys.readouterr().out
+    assert "1 of 2 cells do not say which code computed them" in told
+    assert "1 of 2 cells were computed by another source of jaxdp" in told
+    assert _of_methods(root, "redo_all")[1] == ["Mine", "plain"]
+    assert {path.name for path in (root / "stale" / "1").iterdir()} >= {"cells", "rows.jsonl"}
+    with pytest.raises(ValueError, match="--stale must be one of keep, redo, redo_all, got 'no'"):
+        _of_methods(root, "no")
+
+
+def test_what_is_computed_again_pays_the_ledger_of_the_workdir_again(tmp_path, mine):
+    def pays(cell, work):
+        with (
+            frame.account(work.root / "ledger.sqlite", "toy", epsilon=9.0, delta=1e-5) as account,
+            account.spend(GaussianDpEvent(1.0)),
+        ):
+            return {"value": tta.METHODS["Mine"]().apply(cell.number)}
+
+    study = dataclasses.replace(STUDY, open=lambda config, root: None, run=pays)
+    terms = config(kinds=("Mine",), numbers=(1.0,))
+    frame.run(study, terms, tmp_path / "run")
+    mine(helper="factor = 3\n")
+    with pytest.raises(ValueError, match="which pays again"):
+        frame.run(study, terms, tmp_path / "run")
+    assert frame.run(study, terms, tmp_path / "run", stale="redo") == {"total": 3.0}
+    with Ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
+        (toy,) = ledger.report()["datasets"]
+    assert [row["spends"] for row in toy["spends"]] == [2]
+
+
+@pytest.mark.parametrize(
+    ("library", "extra"),
+    [("matplotlib", "plots"), ("jinja2", "report"), ("tensorboardX", "tensorboard")],
+)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_a_library_that_is_needed_at_the_end_is_missed_at_the_start(
+    tmp_path, monkeypatch, library, extra, dry_run
+):
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(ImportError, match=rf"{library} is needed here .*\[{extra}\]"):
+        frame.run(STUDY, config(watch="tensorboard"), tmp_path / "run", dry_run=dry_run)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
