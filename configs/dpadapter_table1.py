@@ -111,6 +111,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "physical_batch_size": 128,
                 "epochs": 100,
                 "clip_norm": 4.0,
+                "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 0.01,
                 **optimizer(momentum=0.9),
                 "schedule": "constant",

@@ -83,6 +83,7 @@ def get_config(columns: str = "") -> ConfigDict:
                 "physical_batch_size": 0,  # the library chooses
                 "steps": 60,
                 "clip_norm": 1.0,
+                "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 0.5,
                 **optimizer(momentum=0.9),
                 "schedule": "cosine",

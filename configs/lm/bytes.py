@@ -70,6 +70,7 @@ def get_config(texts: str = "sst2") -> ConfigDict:
                 "physical_batch_size": 0,
                 "steps": 250 if whole else 50,
                 "clip_norm": 1.0,
+                "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 3e-3,
                 **optimizer(momentum=0.0),
                 "optimizer": "adam",

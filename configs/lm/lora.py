@@ -72,6 +72,7 @@ def get_config(name: str = "gpt2") -> ConfigDict:
                 "physical_batch_size": 16,
                 "steps": 200,
                 "clip_norm": 1.0,
+                "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 1e-3,
                 **optimizer(momentum=0.0),
                 "optimizer": "adam",

@@ -170,7 +170,7 @@ def test_training_warns_if_the_account_declares_another_number(difference):
             delta=1e-5,
             progress=False,
         )
-    expected = [f"account 'data' declares {len(source) + 1} records"] * difference
+    expected = [f"account 'data' declares {len(source) + 1} examples"] * difference
     assert [text.split(", ")[0] for text in texts(caught)] == expected
 
 

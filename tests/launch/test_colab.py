@@ -116,6 +116,17 @@ def test_the_outputs_of_a_run_on_cpu_are_stored_without_names_of_a_machine():
     assert "://" not in NOTEBOOK.read_text()
 
 
+def test_an_unchanged_notebook_says_in_its_first_cell_what_to_set(tmp_path, monkeypatch):
+    lines = code_cells()[0].source.splitlines()
+    python = "\n".join(line for line in lines if not line.startswith("!"))
+    assert lines[-1].startswith("!")  # nothing is cloned before the check
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match="Set REPOSITORY in this cell to the address"):
+        exec(python, {})
+    (tmp_path / "jaxdp").mkdir()  # a clone is there
+    exec(python, {})
+
+
 def test_the_notebook_is_for_any_device():
     """Colab would start a runtime of the kind that the metadata asks for."""
     assert "accelerator" not in nbformat.read(NOTEBOOK, as_version=4).metadata
