@@ -305,7 +305,10 @@ def _check_sums(root: pathlib.Path) -> None:
     path = root / _SUMS
     if not path.exists():
         raise FileNotFoundError(f"{shown(path)} does not exist. Give a folder of `write_release`.")
-    sums = dict(reversed(line.split("  ", 1)) for line in path.read_text().splitlines())
+    sums = {}
+    for line in path.read_text().splitlines():
+        digest, _, name = line.partition("  ")
+        sums[name] = digest
     for name in _FILES:
         if not (root / name).exists():
             raise FileNotFoundError(f"{shown(root / name)} is missing. {_REMEDY}")
@@ -332,7 +335,8 @@ def check_released(folder: str | os.PathLike[str], *, tolerance: float = 1e-3) -
     path = pathlib.Path(folder) / _PROBE
     probe = read_npz(path, ("inputs", "outputs"), remedy=_REMEDY)
     outputs = model(probe["inputs"])
-    largest = max(float(np.abs(probe["outputs"]).max()), np.finfo(np.float32).tiny)
+    smallest = float(np.finfo(np.float32).tiny)  # for outputs that are all zero
+    largest = max(float(np.abs(probe["outputs"]).max()), smallest)
     difference = float(np.abs(outputs - probe["outputs"]).max()) / largest
     if not difference <= tolerance:
         raise ValueError(
