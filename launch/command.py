@@ -56,6 +56,8 @@ _TOOLS = {
     "certificates": "keys for parties over a network",
     "audit": "attacks on every mechanism and its broken twins",
     "report": "the report of any run, written again from its workdir",
+    "release": "a folder to publish: parameters, program, card, report and checksums",
+    "serve-check": "whether a released folder is whole, and answers as it did",
 }
 if TYPE_CHECKING:
     from jaxdp.privacy import Account, Ledger
@@ -132,7 +134,7 @@ def _launch(name: str, *arguments: str) -> None:
         catalogue.importable()
         print(usage.of_launcher(name, arguments))
         return
-    module = name if "." in name else f"{__package__}.{name}"
+    module = name if "." in name else f"{__package__}.{name.replace('-', '_')}"
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -17,6 +17,13 @@ from jaxdp.models.mlp import MLP
 from jaxdp.models.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from jaxdp.models.pretrained import load_params, merge_pretrained, save_params
 from jaxdp.models.registry import MODELS, create
+from jaxdp.models.released import (
+    ModelCard,
+    Released,
+    check_released,
+    load_released,
+    write_release,
+)
 from jaxdp.models.resnet import ResNet
 from jaxdp.models.scattering import Scattering, morlet, scattering
 from jaxdp.models.squeezenet import SqueezeNet
@@ -46,8 +53,10 @@ __all__ = [
     "GroupNorm",
     "ImageNetResNet",
     "LanguageModel",
+    "ModelCard",
     "Preprocessing",
     "Pretrained",
+    "Released",
     "ResNet",
     "Scattering",
     "SqueezeNet",
@@ -55,6 +64,7 @@ __all__ = [
     "ViT",
     "WSConv",
     "WideResNet",
+    "check_released",
     "create",
     "fit_in_memory",
     "fit_public",
@@ -62,6 +72,7 @@ __all__ = [
     "head_inputs",
     "load_checkpoint",
     "load_params",
+    "load_released",
     "max_pool",
     "merge_lora",
     "merge_pretrained",
@@ -71,4 +82,5 @@ __all__ = [
     "text_embeddings",
     "trainable",
     "with_lora",
+    "write_release",
 ]

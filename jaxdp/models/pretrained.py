@@ -16,8 +16,13 @@ from jaxdp.transforms.clipping import paths_of
 _STRUCTURE = "jaxdp_structure"
 
 
-def _flatten(params: Any) -> dict[str, Any]:
-    """Returns arrays by their paths, such as "conv/kernel", in the order of the leaves."""
+def flatten(params: Any) -> dict[str, Any]:
+    """Returns arrays by their paths, such as "conv/kernel", in the order of the leaves.
+
+    Raises:
+      TypeError: A leaf is not an array.
+      ValueError: Two leaves have the same path.
+    """
     flat: dict[str, Any] = {}
     for path, leaf in paths_of(params):
         if path in flat:
@@ -65,7 +70,7 @@ def save_params(path: str | os.PathLike[str], params: Any) -> None:
     """
     from safetensors.flax import save
 
-    flat = {key: jax.numpy.asarray(value) for key, value in _flatten(params).items()}
+    flat = {key: jax.numpy.asarray(value) for key, value in flatten(params).items()}
     metadata = None
     if not _is_nested_dicts(params):
         metadata = {_STRUCTURE: type(params).__name__}
@@ -123,7 +128,7 @@ def load_params(
 
 def _fitted(tensors: dict[str, jax.Array], like: Any, path: str) -> Any:
     """Returns the tensors in the structure of `like`."""
-    expected = _flatten(like)
+    expected = flatten(like)
     problems = []
     for name in expected | tensors:
         if name not in tensors:
@@ -180,8 +185,8 @@ def merge_pretrained(params: Any, pretrained: Any, *, exclude: Sequence[str] = (
       ValueError: An excluded path is not in `params`, or a remaining parameter is missing,
         superfluous or of another shape in `pretrained`. The message lists them all.
     """
-    fresh = _flatten(params)
-    public = _flatten(pretrained)
+    fresh = flatten(params)
+    public = flatten(pretrained)
     for entry in exclude:
         if not any(_is_below(path, entry) for path in fresh):
             top = sorted({path.split("/")[0] for path in fresh})

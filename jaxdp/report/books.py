@@ -155,6 +155,14 @@ class Books:
         with understood(copy, remedy):
             return cls(content | {"shared": shared, "runs": list(runs)})
 
+    def anonymous(self) -> "Books":
+        """Returns the same accounts without who spent, when and where, and without paths."""
+        entries = []
+        for entry in self.entries:
+            spends = [row | {"first_at": "", "last_at": ""} for row in entry["spends"]]
+            entries.append(entry | {"runs": [], "spends": spends})
+        return Books({"head": self.head, "datasets": entries})
+
     @property
     def people(self) -> list[list[str]]:
         """A row for each data set with an owner, a purpose, a contact or an approver."""
@@ -273,12 +281,15 @@ def spends_of(names: str, group: Sequence[Mapping[str, Any]]) -> Iterator[list[s
         row = rows[0]
         event = SelfComposedDpEvent(from_json(json.dumps(row["event"])), row["spends"])
         alone = epsilon(event, delta=first["delta"], adjacency=first["adjacency"])
+        when = "not published"
+        if row["first_at"]:
+            when = f"{_minute(row['first_at'])} UTC"
         yield [
             names,
             _labels(rows),
             f"{row['spends']} × {row['description']}",
             round_up(alone),
-            f"{_minute(row['first_at'])} UTC",
+            when,
             str(row["open"] or "none"),
         ]
 

@@ -32,6 +32,7 @@ def write(
     ledger: Ledger | str | os.PathLike[str] | None = None,
     metrics: Mapping[str, float | tuple[float, int]] | None = None,
     facts: Mapping[str, Any] | None = None,
+    public: bool = False,
 ) -> pathlib.Path:
     """Writes the privacy report of a run of `jaxdp.finetune.fit`, one HTML file without scripts.
 
@@ -48,6 +49,8 @@ def write(
         the number of cases, such as (0.96, 114), gets its 95 % interval. They are shown as they
         are, because a page cannot know from which data they come.
       facts: What else the page shall say, as text by name. Never put private data in it.
+      public: Whether the page leaves out who spent, when, on which machine, and where the ledger
+        is. The accounts are the same.
 
     Returns:
       The path of the page.
@@ -57,19 +60,32 @@ def write(
         left no copy.
       ValueError: The workdir is of a launcher, or a file is damaged.
     """
+    root, books, run = opened(workdir, ledger)
+    if public:
+        books = books.anonymous()
+    return _write(root, output, books, run, metrics, facts)
+
+
+def opened(
+    workdir: str | os.PathLike[str], ledger: Ledger | str | os.PathLike[str] | None = None
+) -> tuple[pathlib.Path, Books, dict[str, Any]]:
+    """Returns the folder, the accounts and the facts of a run. A ledger alone has no facts.
+
+    Raises:
+      FileNotFoundError, ValueError: As in `write`.
+    """
     root = pathlib.Path(workdir)
     if not root.exists():
         raise FileNotFoundError(f"workdir {shown(root)} does not exist. Give that of a run.")
     if root.is_file():
-        return _write(root.parent, output, Books(accounts_of({"": root})), {}, metrics, facts)
+        return root.parent, Books(accounts_of({"": root})), {}
     path = root / _RUN
     if not path.exists():
         raise _not_a_run(root)
     run = read_json(path, remedy=_REMEDY)
     with understood(path, _REMEDY):
         check(run, _SHAPE, "run")
-    books = _books(root, run, ledger)
-    return _write(root, output, books, run, metrics, facts)
+    return root, _books(root, run, ledger), run
 
 
 def _not_a_run(root: pathlib.Path) -> Exception:

@@ -8,6 +8,7 @@ import signal
 import time
 
 import jax
+import ml_collections
 import numpy as np
 import pytest
 from dp_accounting import dp_event
@@ -18,7 +19,7 @@ from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
 from launch import finetune as launched
-from launch import frame, trainers
+from launch import frame, release, serve_check, trainers
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -91,6 +92,22 @@ def test_a_run_leaves_what_it_promises(finished):
         5,
         6,
     ]
+
+
+def test_a_finished_run_is_released_and_served_without_its_code(finished, tmp_path, capsys):
+    workdir, _ = finished
+    folder = release.write(workdir, tmp_path / "release")
+    serve_check.main(["serve-check", str(folder)])
+    assert "the answers are equal" in capsys.readouterr().out
+    bound = json.loads((workdir / "config.json").read_text())
+    config = ml_collections.ConfigDict(bound["config"])
+    test = data.bundled("digits").gather(np.arange(40))["image"]
+    network = launched.models.network(config.model, 10)
+    params = models.load_params(workdir / "params.safetensors")
+    expected = jax.nn.softmax(network.apply_fn(params, test))
+    np.testing.assert_allclose(models.load_released(folder)(test), expected, atol=1e-6)
+    with pytest.raises(FileNotFoundError, match="has no finished run"):
+        release.write(tmp_path)
 
 
 def test_no_secret_is_left(finished):

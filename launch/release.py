@@ -1,0 +1,112 @@
+"""Writes what may be published of a run of private fine-tuning: python -m launch.release WORKDIR.
+
+WORKDIR/release gets the parameters, the program with its preprocessing, a model card, the privacy
+report and checksums (`jaxdp.models.write_release`). `jaxdp serve-check WORKDIR/release` checks it.
+"""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+
+from jaxdp.data.spec import open_parts
+from jaxdp.files import read_json, shown
+from jaxdp.models import ModelCard, load_params, write_release
+from jaxdp.models.checkpoints import blank_inputs
+from jaxdp.models.preprocessing import Vectors
+
+from . import data, frame, models
+from .finetune import STUDY, Model
+from .frame.workdir import bound_to
+
+__all__ = ["main", "write"]
+
+
+def write(
+    workdir: pathlib.Path, folder: pathlib.Path | None = None, *, purpose: str = "not stated"
+) -> pathlib.Path:
+    """Writes the release of a finished run of `launch.finetune`.
+
+    Args:
+      workdir: The workdir.
+      folder: A new or empty folder, by default WORKDIR/release.
+      purpose: What the model is for.
+
+    Raises:
+      FileNotFoundError: The run is not finished.
+      ValueError: The workdir is of another study.
+      FileExistsError: The folder has files.
+    """
+    bound = bound_to(workdir)
+    if bound is None or not (workdir / "result.json").exists():
+        raise FileNotFoundError(
+            f"{shown(workdir)} has no finished run. Give the workdir of `jaxdp finetune`."
+        )
+    if bound["study"] != STUDY.name or not (workdir / "params.safetensors").exists():
+        raise ValueError(
+            f"{shown(workdir)} is of the study {bound['study']!r}. Models of `jaxdp finetune` are "
+            "released here, others by jaxdp.models.write_release."
+        )
+    config = ml_collections.ConfigDict(bound["config"])
+    result = read_json(workdir / "result.json", keys=("private", "tested", "dataset"))
+    network = _network(config)
+    inputs = _probe(network)
+    classes = data.specs(config.data, "test")["test"].class_names or ()
+    card = ModelCard(
+        name=f"{result['dataset']}, {config.model.name}",
+        architecture=config.model.name,
+        inputs=_meaning(network),
+        classes=classes,
+        purpose=purpose,
+        limits="Measured on the test part of its own data set only.",
+    )
+
+    def predict(params: Any, batch: jax.Array) -> jax.Array:
+        return jax.nn.softmax(network.apply_fn(params, batch))
+
+    return write_release(
+        workdir / "release" if folder is None else folder,
+        predict,
+        load_params(workdir / "params.safetensors"),
+        card=card,
+        probe=inputs,
+        workdir=frame.cell_folder(workdir, Model("private")),
+        metrics={"test accuracy": (result["private"], result["tested"])},
+    )
+
+
+def _network(config: Any) -> Any:
+    """Returns the network that the run served, without parameters."""
+    has_images = bool(config.model.preprocessing)
+    spec = data.specs(config.data, "test")
+    test = open_parts(spec, images=has_images)["test"]
+    width = 0 if has_images else test.gather(np.arange(1))["features"].shape[1]
+    return models.network(
+        config.model, test.num_classes, new_head=config.pretrain.new_head, width=width
+    )
+
+
+def _probe(network: Any) -> np.ndarray:
+    """Returns inputs that are nobody's: uniform random numbers."""
+    shape = blank_inputs(network.preprocessing).shape[1:]
+    return np.random.default_rng(0).random((4, *shape), np.float32)
+
+
+def _meaning(network: Any) -> str:
+    if isinstance(network.preprocessing, Vectors):
+        return "the features of a row, in the order of the columns"
+    return "an image in [0, 1], of this size; the normalisation is in the program"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Writes WORKDIR/release, or another folder."""
+    if len(argv) not in (2, 3):
+        raise ValueError("give a workdir: python -m launch.release WORKDIR [FOLDER].")
+    print(write(*map(pathlib.Path, argv[1:])))
+
+
+if __name__ == "__main__":
+    frame.start(main)

@@ -1,0 +1,148 @@
+"""A released folder: it serves what was released, tells nothing of its makers, and shows a changed
+file."""
+
+import getpass
+import hashlib
+import json
+import re
+import shutil
+import socket
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdp.models import ModelCard, check_released, load_released, save_params, write_release
+from tests.report.test_runs import workdir
+
+NAMES = {
+    "README.md",
+    "SHA256SUMS",
+    "card.json",
+    "params.safetensors",
+    "predict.stablehlo",
+    "probe.npz",
+    "report.html",
+}
+CARD = ModelCard(
+    name="Ripeness", architecture="one layer", inputs="raw weights in g", classes=("ripe", "raw")
+)
+PARAMS = {"b": jnp.array([0.5, -0.5]), "layer": {"w": jnp.arange(6.0).reshape(3, 2) - 2}}
+PROBE = np.linspace(0, 900, 6, dtype=np.float32).reshape(2, 3)
+
+
+def predict(params, inputs):
+    scores = inputs / 1000 @ params["layer"]["w"]  # the scaling is the model's
+    return jax.nn.softmax(scores + params["b"][None])
+
+
+def by_numpy(inputs):
+    logits = inputs.astype(np.float64) / 1000 @ (np.arange(6.0).reshape(3, 2) - 2) + [0.5, -0.5]
+    powers = np.exp(logits)
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("released")
+    run, _ = workdir(root)
+    metrics = {"test accuracy": (0.96, 114)}
+    options = {"card": CARD, "probe": PROBE, "workdir": run, "metrics": metrics}
+    return write_release(root / "release", predict, PARAMS, **options)
+
+
+@pytest.fixture
+def copied(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def seal(folder):
+    """Writes the checksums again, as who changes a file on purpose would."""
+    lines = [
+        f"{hashlib.sha256((folder / name).read_bytes()).hexdigest()}  {name}\n"
+        for name in sorted(NAMES - {"SHA256SUMS"})
+    ]
+    (folder / "SHA256SUMS").write_text("".join(lines))
+
+
+def test_it_serves_any_number_of_raw_inputs_with_one_program(folder):
+    model = load_released(folder)
+    rng = np.random.default_rng(1)
+    for count in (0, 1, 32, 75):
+        inputs = rng.uniform(0, 1000, (count, 3)).astype(np.float32)
+        np.testing.assert_allclose(model(inputs), by_numpy(inputs), atol=1e-6)
+    assert model.labels(np.array([[0, 900, 900], [0, 0, 0]], np.float32)) == ["raw", "ripe"]
+    assert check_released(folder) == 0.0
+
+
+def test_it_holds_these_files_and_checks_them_with_a_tool_of_every_system(folder):
+    assert {path.name for path in folder.iterdir()} == NAMES
+    subprocess.run(["sha256sum", "--check", "--quiet", "SHA256SUMS"], cwd=folder, check=True)
+    card = json.loads((folder / "card.json").read_text())
+    [guarantee] = card["guarantees"]
+    assert guarantee["unit"] == "patient" and "adding or removing one patient" in str(guarantee)
+    assert card["measured"] == {"test accuracy": "96.0 % (90.7 to 98.3), 114 cases"}
+    assert guarantee["sentence"] in (folder / "README.md").read_text()
+
+
+def private_words(folder):
+    """Returns what tells of a machine, a user or a time in the files of a folder."""
+    names = {socket.gethostname(), getpass.getuser(), str(folder.parent)}
+    words = "|".join(map(re.escape, names))
+    pattern = re.compile(rf"(?<![:\w])({words})\b|20\d\d-\d\d-\d\d|\bseconds\b|fingerprint")
+    texts = {path.name: path.read_text("latin-1") for path in folder.iterdir()}
+    return {name: pattern.findall(text) for name, text in texts.items() if pattern.search(text)}
+
+
+def test_it_tells_no_machine_no_user_and_no_time(folder, copied):
+    assert private_words(folder) == {}
+    (copied / "README.md").write_text(f"trained by {getpass.getuser()} on 2026-01-31")
+    assert private_words(copied).keys() == {"README.md"}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - {"SHA256SUMS"}))
+def test_a_changed_or_missing_file_is_named(copied, name):
+    content = bytearray((copied / name).read_bytes())
+    content[len(content) // 2] ^= 1
+    (copied / name).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is not the file that SHA256SUMS"):
+        load_released(copied)
+    (copied / name).unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{re.escape(name)} is missing"):
+        load_released(copied)
+
+
+def test_other_parameters_under_new_checksums_answer_otherwise(copied):
+    save_params(copied / "params.safetensors", jax.tree.map(lambda x: 1.1 * x, PARAMS))
+    seal(copied)
+    with pytest.raises(ValueError, match="answers its probe with a difference of"):
+        check_released(copied)
+
+
+def test_inputs_that_do_not_fit_are_refused(folder):
+    model = load_released(folder)
+    with pytest.raises(ValueError, match=r"inputs must have shape \[n, 3\], got \[2, 4\]"):
+        model(np.zeros((2, 4), np.float32))
+    with pytest.raises(ValueError, match="inputs must be float32, got float64"):
+        model(np.zeros((2, 3)))
+
+
+def test_what_cannot_be_released_writes_nothing(tmp_path):
+    run, _ = workdir(tmp_path)
+    place = tmp_path / "release"
+    given = {"card": CARD, "probe": PROBE, "workdir": run}
+    with pytest.raises(ValueError, match="probe must hold at least one public input"):
+        write_release(place, predict, PARAMS, **given | {"probe": PROBE[:0]})
+    one = ModelCard(name="a", architecture="b", inputs="c", classes=("x",))
+    with pytest.raises(ValueError, match="names 1 classes, and predict returns"):
+        write_release(place, predict, PARAMS, **given | {"card": one})
+    broken = PARAMS | {"b": jnp.array([jnp.nan, 0])}
+    with pytest.raises(ValueError, match="NaN or infinite outputs"):
+        write_release(place, predict, broken, **given)
+    assert not place.exists()
+    place.mkdir()
+    (place / "old.txt").write_text("")
+    with pytest.raises(FileExistsError, match="Give a new or empty folder"):
+        write_release(place, predict, PARAMS, **given)
