@@ -83,6 +83,10 @@ __all__ = [
 ]
 
 Adjacency = Literal["add_remove", "zero_out", "replace_one"]
+_REMEDY = (
+    "Give its sum of gradients, `grads`, to the update of jaxdp.privatize(...) first, and what "
+    "that returns to an optimizer."
+)
 # How often one example counts in the L2 sensitivity of a sum of gradients of a bounded norm.
 _CONTRIBUTIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
 
@@ -113,6 +117,17 @@ class ClippedSum:
     aux: Any
     nonfinite: jax.Array
     part_norms: Any = None
+
+    # A pytree reaches optax and JAX, whose errors about its structure show this text. It holds no
+    # private value.
+    def __repr__(self) -> str:
+        return f"a ClippedSum, which is private and has no noise. {_REMEDY}"
+
+    def __jax_array__(self) -> jax.Array:
+        raise TypeError(f"the argument of a JAX function must be an array, got {self!r}")
+
+    def __array__(self, *_: Any) -> np.ndarray:
+        raise TypeError(f"the argument of a NumPy function must be an array, got {self!r}")
 
 
 class PerExampleGrads(NamedTuple):
