@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from jaxdp.privacy.ledger import BudgetExceeded, Ledger
     from jaxdp.transforms import losses
-    from jaxdp.transforms.clipping import clipped_grad
+    from jaxdp.transforms.clipping import clipped_grad, split_clip_norm
     from jaxdp.transforms.intervals import Interval, interval
     from jaxdp.transforms.model_check import ModelCheck, check
     from jaxdp.transforms.noise import privatize
@@ -40,6 +40,7 @@ _ATTRIBUTES = {
     "clipped_grad": "jaxdp.transforms.clipping",
     "interval": "jaxdp.transforms.intervals",
     "Interval": "jaxdp.transforms.intervals",
+    "split_clip_norm": "jaxdp.transforms.clipping",
     "privatize": "jaxdp.transforms.noise",
     "Ledger": "jaxdp.privacy.ledger",
     "BudgetExceeded": "jaxdp.privacy.ledger",
@@ -64,6 +65,7 @@ __all__ = [
     "interval",
     "losses",
     "privatize",
+    "split_clip_norm",
 ]
 __all__ += sorted(_PACKAGES)
 

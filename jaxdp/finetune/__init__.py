@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+from jaxdp.finetune.adam_bc import dp_adam_bc
 from jaxdp.finetune.adp_alloc import (
     SCHEDULES,
     adp_alloc,
@@ -43,6 +44,7 @@ __all__ = [
     "calibrate_schedule",
     "charged_accuracy",
     "constant_noise",
+    "dp_adam_bc",
     "dp_sgd",
     "event",
     "exponential_noise",

@@ -180,7 +180,7 @@ def adp_alloc(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    clip_norm: float,
+    clip_norm: float | Mapping[str, float],
     noise_multiplier: float | None = None,
     schedule: NoiseSchedule,
     sampler: PoissonSampler,

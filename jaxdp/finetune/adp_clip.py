@@ -12,13 +12,18 @@ Gradient and count are ONE Gaussian release with noise multiplier z. An example 
 gradient of norm at most C_t and a count of plus or minus 1/2. Divided by z_Delta C_t and by
 sigma_b, this contribution has norm at most 1/z.
 
+With a clip norm for each of K parts, each part has a count and a C_t of its own, by its own norms.
+The gradient gets noise z_Delta S_t with S_t = sqrt(sum_k C_{k,t}^2), and all K counts are paid for:
+
+    z_Delta = (z^-2 - K (2 sigma_b)^-2)^(-1/2)
+
 The count is centred and divided by the public B. A count (sum_i b_i + noise) / m with the realised
 batch size m has sensitivity 1 instead of 1/2, and it tells how large the batch was.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -29,6 +34,7 @@ from jaxdp.data import PoissonSampler
 from jaxdp.finetune.options import CLIP_NORMS, Options, noise_and_options
 from jaxdp.finetune.query import Query, QuerySums, moving_params
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
+from jaxdp.transforms.clipping import ClippedGrad
 
 
 class _Contribution(NamedTuple):
@@ -40,11 +46,12 @@ class _Contribution(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class QuantileClipping(Query):
-    """The query of AdpClip. It carries C_t, a float32 scalar.
+    """The query of AdpClip. It carries C_t, a float32 scalar, or [K] for K parts.
 
     An example contributes (a g_i min(1, C_t / ||g_i||) / C_t, 2 c (b_i - 1/2)). With
     a = z / z_Delta and c = z / (2 sigma_b), a^2 + c^2 = 1, so that the norm of the contribution is
-    at most 1.
+    at most 1. With parts it contributes K counts, and the clipped parts over S_t. Then
+    a^2 + K c^2 = 1.
     """
 
     noise_multiplier: float
@@ -61,7 +68,8 @@ class QuantileClipping(Query):
     @property
     def gradient_weight(self) -> float:
         """The weight a of the gradient in the contribution."""
-        return math.sqrt(1 - self.count_weight**2)
+        n_counts = len(self.gradient.clip_norms)
+        return math.sqrt(1 - n_counts * self.count_weight**2)
 
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
         """Returns 1, by the choice of the weights."""
@@ -69,12 +77,21 @@ class QuantileClipping(Query):
 
     def init(self, params: Any) -> jax.Array:
         """Returns C_0."""
-        return jnp.float32(self.gradient.clip_norm)
+        if self.gradient.patterns is None:
+            return jnp.float32(self.gradient.clip_norm)
+        return jnp.asarray(self.gradient.clip_norms, jnp.float32)
+
+    def _clipped_to(self, carried: jax.Array) -> ClippedGrad:
+        """Returns the clipped gradient with the clip norms C_t."""
+        clip_norm: Any = carried
+        if self.gradient.patterns is not None:
+            clip_norm = dict(zip(self.gradient.patterns, carried, strict=True))
+        return dataclasses.replace(self.gradient, clip_norm=clip_norm)
 
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
         grads = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
-        return _Contribution(grads, jnp.float32(0))
+        return _Contribution(grads, jnp.zeros_like(self.init(params)))
 
     def sums(
         self,
@@ -85,28 +102,38 @@ class QuantileClipping(Query):
         key: jax.Array | None,
     ) -> QuerySums:
         """Sums the weighted clipped gradients and the centred indicators."""
-        gradient = dataclasses.replace(self.gradient, clip_norm=carried)
+        gradient = self._clipped_to(carried)
         out = gradient(params, batch, mask, key=key)
-        scale = self.gradient_weight / self.gradient.clip_rule.bound(carried)
+        scale = self.gradient_weight / gradient.sensitivity()
         is_example = mask.any(1) if mask.ndim == 2 else mask  # A mask of groups is [B, k].
+        norms, limits = out.norms, carried
+        if gradient.patterns is not None:
+            norms = jnp.stack([out.part_norms[part] for part in gradient.patterns], axis=1)
+            is_example, limits = is_example[:, None], carried[None]
         # b_i - 1/2. A norm that is not finite is not below C_t.
-        below = jnp.where(is_example, (out.norms <= carried) - 0.5, 0.0)
+        below = jnp.where(is_example, (norms <= limits) - 0.5, 0.0)
         grads = jax.tree.map(lambda g: g * scale, out.grads)
-        total = _Contribution(grads, 2 * self.count_weight * below.sum())
+        total = _Contribution(grads, 2 * self.count_weight * below.sum(axis=0))
         return QuerySums(total, out.nonfinite)
 
     def read(
         self, params: Any, carried: jax.Array, mean: _Contribution
     ) -> tuple[Any, jax.Array, dict[str, jax.Array]]:
         """Returns g~ (g~ / C_t with `unit_norm`), C_{t+1} and metrics."""
-        length = 1.0 if self.unit_norm else self.gradient.clip_rule.bound(carried)
+        bound = self._clipped_to(carried).sensitivity()
+        length = 1.0 if self.unit_norm else bound
         scale = length / self.gradient_weight
         gradient = jax.tree.map(lambda g: g * scale, mean.grads)  # g~
         fraction = jnp.clip(mean.below / (2 * self.count_weight) + 0.5, 0, 1)  # b~
         # C_{t+1} = C_t exp(-eta_C (b~ - gamma)), within the range in which float32 can clip.
         updated = carried * jnp.exp(-self.clip_learning_rate * (fraction - self.quantile))
         clip_norm = jnp.clip(updated, *CLIP_NORMS)
-        metrics = {"clip_norm": carried, "fraction_below": fraction}
+        if self.gradient.patterns is None:
+            return gradient, clip_norm, {"clip_norm": carried, "fraction_below": fraction}
+        metrics = {"clip_norm": bound}
+        for number, pattern in enumerate(self.gradient.patterns):
+            metrics[f"clip_norm {pattern}"] = carried[number]
+            metrics[f"fraction_below {pattern}"] = fraction[number]
         return gradient, clip_norm, metrics
 
 
@@ -114,7 +141,7 @@ def adp_clip(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    clip_norm: float,
+    clip_norm: float | Mapping[str, float],
     noise_multiplier: float | None = None,
     quantile: float = 0.5,
     clip_learning_rate: float = 0.2,
@@ -129,16 +156,18 @@ def adp_clip(
 
     Args:
       loss_fn, optimizer, sampler, options: As in `dp_sgd`.
-      clip_norm: C_0, the first clip norm. The clip norm stays between 1e-8 and 1e8.
+      clip_norm: C_0, the first clip norm. The clip norm stays between 1e-8 and 1e8. With a mapping,
+        as in `jaxdp.clipped_grad`, each part has a clip norm that follows the quantile of its own
+        norms. A noisy count for each of K parts is paid from z.
       noise_multiplier: z, for the whole step. The gradient gets the larger z_Delta, which makes
           room for the count.
       quantile: gamma in [0, 1], the target fraction of examples whose gradients stay unclipped.
       clip_learning_rate: eta_C, in (0, 100].
-      count_noise: sigma_b > z / 2, the standard deviation of the noise on the count. The default is
-          B / 20.
-      unit_norm: Whether to divide the gradient by C_t, so that a changing clip norm does not change
-        the step size. The learning rate of the optimizer is then the step for a gradient of norm 1.
-        False is the published method.
+      count_noise: sigma_b > sqrt(K) z / 2, the standard deviation of the noise on the count of each
+        part. The default is B / 20.
+      unit_norm: Whether to divide the gradient by C_t (S_t with parts), so that a changing clip
+        norm does not change the step size. The learning rate of the optimizer is then the step for
+        a gradient of norm 1. False is the published method.
 
     Raises:
       ValueError: An argument is out of range, or the count alone uses up the budget of a step.
@@ -159,12 +188,15 @@ def adp_clip(
             f"clip_learning_rate must be in (0, 100], got {clip_learning_rate}. 0.2 is usual."
         )
     sigma_b = batch_size / 20 if count_noise is None else count_noise
-    if not noise_multiplier < 2 * sigma_b < math.inf:
+    n_counts = len(clip_norm) if isinstance(clip_norm, Mapping) else 1
+    least = math.sqrt(n_counts) * noise_multiplier / 2
+    if not least < sigma_b < math.inf:
+        counts = "the count alone uses" if n_counts == 1 else f"{n_counts} counts alone use"
+        root = "" if n_counts == 1 else f"sqrt({n_counts}) "
         raise ValueError(
-            "count_noise must be finite and above noise_multiplier / 2 = "
-            f"{noise_multiplier / 2:g}, got {sigma_b:g}: the count alone uses up the budget of a "
-            "step. Raise count_noise, or use its default with an expected batch size above "
-            f"{10 * noise_multiplier:.0f} (now {batch_size:g})."
+            f"count_noise must be finite and above {root}noise_multiplier / 2 = {least:g}, got "
+            f"{sigma_b:g}: {counts} up the budget of a step. Raise count_noise, or use its default "
+            f"with an expected batch size above {20 * least:.0f} (now {batch_size:g})."
         )
     return make_trainer(
         lambda gradient: QuantileClipping(

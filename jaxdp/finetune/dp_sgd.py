@@ -10,7 +10,7 @@ One step, in the order of the algorithm. All methods share steps 1, 4 and 5, whi
     5. theta <- optimizer(theta, g~); moving average of theta               post-processing
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Unpack
 
 import jax
@@ -55,7 +55,7 @@ def dp_sgd(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    clip_norm: float,
+    clip_norm: float | Mapping[str, float],
     noise_multiplier: float | Callable[[Any], Any] | None = None,
     sampler: PoissonSampler,
     **options: Unpack[Options],
@@ -78,7 +78,10 @@ def dp_sgd(
       loss_fn: `loss_fn(params, example) -> scalar`. It also gets `key=` if `stochastic`.
       optimizer: Any optax optimizer with any schedule. It sees only the noisy mean gradient, so it
         is post-processing. Its state is float32 or wider, for parameters of any dtype.
-      clip_norm: C, the L2 norm to which each example's gradient is clipped.
+      clip_norm: C, the L2 norm to which each example's gradient is clipped. A mapping from regular
+        expressions of paths to norms C_k, such as {"backbone/.*": 0.1, "head/.*": 1.0}, clips each
+        part of the parameters to its own. C is then sqrt(sum_k C_k^2), which
+        `trainer.privatizer.clip_norm` holds. `jaxdp.split_clip_norm` divides one C.
       noise_multiplier: sigma, the noise standard deviation over C, or a public schedule step ->
         sigma, as in `jaxdp.privatize`. None, the default, is the smallest sigma with which `steps`
         steps cost at most `epsilon` at `delta`. A schedule is planned for 65,536 steps, or by

@@ -27,7 +27,7 @@ directions.
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -458,7 +458,13 @@ def gep(
       utility does.
     """
     count = _check_anchors(anchors)
-    check_clip_norm("residual_clip_norm", residual_clip_norm)
+    for name, norm in {"clip_norm": clip_norm, "residual_clip_norm": residual_clip_norm}.items():
+        if isinstance(norm, Mapping):
+            raise TypeError(
+                f"{name} must be one number for GEP, whose directions mix all parameters of a "
+                f"group, got {norm!r}. dp_sgd, adp_alloc and adp_clip take norms of parts."
+            )
+        check_clip_norm(name, norm)
     counts = {
         "basis_size": basis_size,
         "power_iterations": power_iterations,

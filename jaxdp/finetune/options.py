@@ -120,8 +120,20 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
-def check_clip_norm(name: str, value: float) -> None:
-    """Raises ValueError for a clip norm by which float32 cannot divide a contribution."""
+def check_clip_norm(name: str, value: float | Mapping[str, float]) -> None:
+    """Raises ValueError for a clip norm by which float32 cannot divide a contribution.
+
+    That of each part is checked, if they have norms of their own.
+    """
+    if isinstance(value, Mapping):
+        for pattern, norm in value.items():
+            check_clip_norm(f"{name}[{pattern!r}]", norm)
+        return
+    if isinstance(value, bool | str) or not isinstance(value, numbers.Real):
+        raise TypeError(
+            f"{name} must be a number, or map regular expressions of paths to numbers, got "
+            f"{type(value).__name__} {value!r}."
+        )
     least, most = CLIP_NORMS
     if not least <= value <= most:
         raise ValueError(

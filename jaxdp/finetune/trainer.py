@@ -20,7 +20,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import jax
@@ -387,7 +387,7 @@ def make_trainer(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
     *,
-    clip_norm: float,
+    clip_norm: float | Mapping[str, float],
     noise_multiplier: float | Callable[[Any], Any] | None,
     sampler: PoissonSampler,
     **options: Unpack[Options],

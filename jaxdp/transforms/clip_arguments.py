@@ -23,11 +23,14 @@ class ParamsTree:
       structure: The structure of the pytree.
       settings: The leaves that are not arrays, None in place of arrays.
       trainable: Whether each leaf is trained.
+      part_of: The number of the part of each trainable leaf, all 0 if the whole gradient is
+        clipped.
     """
 
     structure: Any
     settings: tuple[Any, ...]
     trainable: tuple[bool, ...]
+    part_of: tuple[int, ...]
 
     def all_leaves(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns all leaves, from the arrays with None in place of settings."""
@@ -133,7 +136,8 @@ def split_params(
     leaves, structure = jax.tree.flatten(params)
     arrays = [leaf if is_array(leaf) else None for leaf in leaves]
     settings = tuple(None if is_array(leaf) else leaf for leaf in leaves)
-    return ParamsTree(structure, settings, tuple(trainable)), arrays
+    part_of = (0,) * sum(trainable)
+    return ParamsTree(structure, settings, tuple(trainable), part_of), arrays
 
 
 # Models that users pass where their parameters belong: (module, class) to (name, remedy).

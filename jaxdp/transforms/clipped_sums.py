@@ -27,6 +27,7 @@ class SumOptions(NamedTuple):
     engine: engines.Engine
     clip_rule: ClipRule
     microbatch_size: int | None
+    part_of: tuple[int, ...]  # the number of the part of each trainable leaf
 
 
 class SumInputs(NamedTuple):
@@ -37,16 +38,16 @@ class SumInputs(NamedTuple):
       leaves: The trainable leaves.
       batch: A pytree with a leading axis B.
       unmasked: [B] bool.
-      clip_norm: C.
-      bound: The norm that no clipped gradient exceeds, `clip_rule.bound(C)`.
+      clip_norms: C of each part.
+      bounds: The norm that no clipped gradient of a part exceeds, `clip_rule.bound(C)`.
     """
 
     consts: list[Any]
     leaves: list[Any]
     batch: Any
     unmasked: jax.Array
-    clip_norm: Any
-    bound: Any
+    clip_norms: tuple[Any, ...]
+    bounds: tuple[Any, ...]
 
 
 class ExampleValues(NamedTuple):
@@ -57,12 +58,14 @@ class ExampleValues(NamedTuple):
       losses: [B]. 0 where masked.
       aux: The auxiliary output, [B, ...].
       contributes: [B] bool. Whether the gradient is part of the sum.
+      part_norms: The norms [B] of each part, 0 where masked. Empty with one part.
     """
 
     norms: jax.Array
     losses: jax.Array
     aux: Any
     contributes: jax.Array
+    part_norms: list[jax.Array]
 
 
 class ClippedSums(NamedTuple):
@@ -247,10 +250,12 @@ def _chunk_sums(
         return _empty_sums(program, inputs)
     result = _engine_result(options, program, inputs)
     finite = result.finite
-    norms = rounding.root(result.squared_norms)
+    part_norms = list(map(rounding.root, result.squared_norms))
     contributes = unmasked & finite
-    factors = clip_factors(options.clip_rule, norms, inputs.clip_norm, inputs.bound)
-    factors = jnp.where(contributes, factors, 0)
+    factors = []
+    for norms, clip_norm, bound in zip(part_norms, inputs.clip_norms, inputs.bounds, strict=True):
+        of_part = clip_factors(options.clip_rule, norms, clip_norm, bound)
+        factors.append(jnp.where(contributes, of_part, 0))
     rows = result.rows
     # On a TPU the sums themselves leave out the rows of the factor 0.
     if forms.platform() != "tpu":
@@ -260,16 +265,25 @@ def _chunk_sums(
         rows = rows._replace(read=read)
     sums = result.weighted_sum(rows, factors)
     losses = jnp.where(unmasked, result.losses, 0)
-    norms = jnp.where(unmasked, norms, 0)
-    examples = ExampleValues(norms, losses, result.aux, contributes)
+    part_norms = [jnp.where(unmasked, norms, 0) for norms in part_norms]
+    norms, part_norms = _with_total(part_norms)
+    examples = ExampleValues(norms, losses, result.aux, contributes, part_norms)
     nonfinite = (unmasked & ~finite).sum(dtype=jnp.int32)
     return ClippedSums(sums, examples, nonfinite)
+
+
+def _with_total(part_norms: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    """Returns the norms [B] of whole gradients, and those of parts if there are several."""
+    if len(part_norms) == 1:
+        return part_norms[0], []
+    squares = functools.reduce(jnp.add, map(jnp.square, part_norms))
+    return rounding.root(squares), part_norms
 
 
 def _engine_result(
     options: SumOptions, program: Program, inputs: SumInputs
 ) -> engines.EngineResult:
-    arguments = (program, inputs.consts, inputs.leaves, inputs.batch)
+    arguments = (program, inputs.consts, inputs.leaves, inputs.batch, options.part_of)
     if options.engine == "vmap":
         return engines.by_vmap(*arguments)
     may_keep = options.engine == "auto"
@@ -289,15 +303,16 @@ def _engine_result(
 
 def _empty_sums(program: Program, inputs: SumInputs) -> ClippedSums:
     """Returns the sums of no examples."""
+    n_parts = len(inputs.clip_norms)
     leaves = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in inputs.leaves]
-    norms = jnp.zeros(0, sites.wide_dtype(*inputs.leaves))
+    norms, part_norms = _with_total([jnp.zeros(0, sites.wide_dtype(*inputs.leaves))] * n_parts)
     losses = jnp.zeros(0, program.value.dtype)
 
     def no_rows(x: Any) -> jax.Array:
         return jnp.zeros((0, *x.shape), x.dtype)
 
     aux = jax.tree.map(no_rows, program.aux)
-    examples = ExampleValues(norms, losses, aux, inputs.unmasked)
+    examples = ExampleValues(norms, losses, aux, inputs.unmasked, part_norms)
     nonfinite = jnp.zeros((), jnp.int32)
     return ClippedSums(leaves, examples, nonfinite)
 

@@ -18,7 +18,7 @@ function returns the sum of the per-example gradients, each scaled to an L2 norm
 A call passes through these modules of `jaxdp.transforms`:
 
 1. `clip_arguments` checks the arguments of the call, and splits params into trained leaves and
-   others.
+   others. `clip_parts` finds the part of each leaf, if parts have clip norms of their own.
 2. `example_loss` turns the user's `loss_fn` into a function of the trained leaves and one example.
 3. `loss_programs` traces it once, and `loss_checks` refuses what one example must not do.
 4. `clipped_sums` goes over the batch in chunks, and turns norms into factors by a clipping rule
@@ -32,7 +32,8 @@ A call passes through these modules of `jaxdp.transforms`:
 import dataclasses
 import functools
 import numbers
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import chex
@@ -50,6 +51,12 @@ from jaxdp.transforms.clip_arguments import (
     row_spec,
     split_params,
     trainable_leaves,
+)
+from jaxdp.transforms.clip_parts import (
+    check_patterns,
+    part_numbers,
+    split_clip_norm,
+    total_norm,
 )
 from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, find_rule
 from jaxdp.transforms.clipped_sums import SumInputs, SumOptions, clipped_sums
@@ -72,9 +79,14 @@ __all__ = [
     "check_params",
     "clipped_grad",
     "paths_of",
+    "split_clip_norm",
 ]
 
 Adjacency = Literal["add_remove", "zero_out", "replace_one"]
+_REMEDY = (
+    "Give its sum of gradients, `grads`, to the update of jaxdp.privatize(...) first, and what "
+    "that returns to an optimizer."
+)
 # How often one example counts in the L2 sensitivity of a sum of gradients of a bounded norm.
 _CONTRIBUTIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
 
@@ -95,6 +107,8 @@ class ClippedSum:
         `has_aux`.
       nonfinite: int32. The number of unmasked examples that are left out of `grads`, because their
         loss or gradient is NaN or infinite.
+      part_norms: The norms [B] of each part before clipping, 0 where masked, by its pattern. None
+        if clip_norm is one number.
     """
 
     grads: Any
@@ -102,6 +116,18 @@ class ClippedSum:
     losses: jax.Array
     aux: Any
     nonfinite: jax.Array
+    part_norms: Any = None
+
+    # A pytree reaches optax and JAX, whose errors about its structure show this text. It holds no
+    # private value.
+    def __repr__(self) -> str:
+        return f"a ClippedSum, which is private and has no noise. {_REMEDY}"
+
+    def __jax_array__(self) -> jax.Array:
+        raise TypeError(f"the argument of a JAX function must be an array, got {self!r}")
+
+    def __array__(self, *_: Any) -> np.ndarray:
+        raise TypeError(f"the argument of a NumPy function must be an array, got {self!r}")
 
 
 class PerExampleGrads(NamedTuple):
@@ -148,12 +174,31 @@ class ClippedGrad:
         It is `clip_rule.bound(clip_norm)` if an example is added or removed ("add_remove") or is
         replaced by one that contributes zero ("zero_out"). It is twice that if any example may
         replace it ("replace_one"). The bound of the rules "global" and "automatic" is clip_norm.
+        With a clip norm C_k for each part, sqrt(sum_k bound(C_k)^2) takes the place of the bound.
         """
         if adjacency not in _CONTRIBUTIONS:
             raise ValueError(
                 f"adjacency must be one of {sorted(_CONTRIBUTIONS)}, got {adjacency!r}."
             )
-        return _CONTRIBUTIONS[adjacency] * self.clip_rule.bound(self.clip_norm)
+        bound = self.bounds[0] if self.patterns is None else total_norm(self.bounds)
+        return _CONTRIBUTIONS[adjacency] * bound
+
+    @property
+    def patterns(self) -> tuple[str, ...] | None:
+        """The patterns of the parts, or None if the whole gradient is clipped to one norm."""
+        return tuple(self.clip_norm) if isinstance(self.clip_norm, Mapping) else None
+
+    @property
+    def clip_norms(self) -> tuple[Any, ...]:
+        """The clip norms of the parts, in the order of `patterns`, or the one of all params."""
+        if isinstance(self.clip_norm, Mapping):
+            return tuple(self.clip_norm.values())
+        return (self.clip_norm,)
+
+    @property
+    def bounds(self) -> tuple[Any, ...]:
+        """The norm that no clipped gradient of each part exceeds."""
+        return tuple(map(self.clip_rule.bound, self.clip_norms))
 
     def trainable_params(self, params: Any) -> Any:
         """Returns `params` with None in place of frozen leaves, to initialise the optimizer."""
@@ -190,7 +235,8 @@ class ClippedGrad:
         Nothing is computed. Arguments and errors are as in `__call__`.
         """
         arguments = self._arguments(params, batch, None, key)
-        treatments = iter(leaf_plans.treatments(self.engine, _batched(self, *arguments)))
+        part_of = arguments.tree.part_of
+        treatments = iter(leaf_plans.treatments(self.engine, _batched(self, *arguments), part_of))
         plans = []
         pairs = zip(paths_of(params), arguments.tree.trainable, strict=True)
         for (path, leaf), trains in pairs:
@@ -217,13 +263,13 @@ class ClippedGrad:
             `key=jax.random.fold_in(key, i)`.
 
         Raises:
-          ValueError: B differs between leaves of batch and mask, or no leaf of params is trainable.
+          ValueError: B differs between leaves of batch and mask, or no leaf of params is trainable,
+            or one is not in exactly one part of clip_norm.
           TypeError: mask is not boolean, or key is not a typed key, or a trainable leaf is complex.
           RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
         """
         arguments = self._arguments(params, batch, mask, key)
-        bound = self.clip_rule.bound(self.clip_norm)
-        result: ClippedSum = _clipped_sum(self, *arguments, self.clip_norm, bound)
+        result: ClippedSum = _clipped_sum(self, *arguments, self.clip_norms, self.bounds)
         return result
 
     def _arguments(
@@ -236,6 +282,9 @@ class ClippedGrad:
         check_options()  # before anything is compiled
         check_batch(batch, mask, key, group=self.group)
         tree, arrays = split_params(params, self.trainable)
+        if isinstance(self.clip_norm, Mapping):
+            part_of = part_numbers(self.clip_norm, params, tree.trainable)
+            tree = dataclasses.replace(tree, part_of=part_of)
         if mask is None:
             mask = jnp.ones(len(jax.tree.leaves(batch)[0]), bool)
         return _Arguments(tree, arrays, batch, mask, key)
@@ -260,7 +309,9 @@ def clipped_grad(
         `apply`, NNX `merge`, Equinox.
       clip_norm: C >= 0, in the units of the gradient. inf does not clip. 0 removes every gradient,
         and so does a value below 1e-12, where squares underflow. It may be traced: a negative or
-        NaN traced value counts as 0.
+        NaN traced value counts as 0. A mapping from regular expressions of paths to norms, such as
+        {"backbone/.*": 0.1, "head/.*": 1.0}, clips each part of params to its own norm C_k. Each
+        trainable leaf must match exactly one. `split_clip_norm` divides one norm.
       engine: "auto", "bookkeeping" or "vmap". Their results are equal. Their time and memory
         differ.
       clip_rule: A name in `CLIP_RULES` or a `ClipRule`. "global" scales by min(1, C/||g||).
@@ -307,6 +358,10 @@ def clipped_grad(
       and replacing it by at most 2 * bound. The sum is not divided. The divisor must be public and
       is the caller's.
 
+      With parts, all of the above holds for each part with its own bound. So a whole term has norm
+      at most sqrt(sum_k bound_k^2) up to the same rounding, and `f.sensitivity` reports it. An
+      example with one part that is not finite contributes zero to all parts.
+
       A loss that could see other examples is refused: a collective on a named axis of an enclosing
       `jax.vmap`, `jax.pmap` or `jax.shard_map`, also in a custom derivative, and a call to Python
       or to a foreign function that takes a whole batch. A `jax.custom_batching.custom_vmap` is
@@ -344,24 +399,17 @@ def clipped_grad(
     | weights that become complex in the loss | their gradients are formed: B x P memory |
     | weights that enter a `jax.custom_vjp` | their gradients are formed: B x P memory |
     | weights computed from params, not only moved | gradients of these are kept: B x P memory |
+    | weights computed from leaves of several parts | gradients of these are kept: B x P memory |
     | `jax.lax.ragged_dot` | a product over all groups with masked rows: JAX cannot batch it |
     | leaves that are no arrays (Python scalars, functions) | frozen, static: a change recompiles |
     """
-    if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
-        raise TypeError(
-            f"clip_norm must be one number for the whole gradient, got {type(clip_norm).__name__} "
-            f"{clip_norm!r}. To clip parts of params to different norms, call clipped_grad once "
-            "per part with `trainable`."
-        )
-    if jnp.shape(clip_norm) != ():
-        raise ValueError(
-            f"clip_norm must be one number for all examples, got shape {jnp.shape(clip_norm)}."
-        )
-    # A traced value has no sign yet. `clip_factors` counts a negative one as 0.
-    if not isinstance(clip_norm, jax.core.Tracer) and not np.all(np.asarray(clip_norm) >= 0):
-        raise ValueError(
-            f"clip_norm must be at least 0, got {clip_norm}. Use float('inf') for no clipping."
-        )
+    if isinstance(clip_norm, Mapping):
+        check_patterns(clip_norm)
+        clip_norm = types.MappingProxyType(dict(clip_norm))  # a change would not reach the noise
+        for pattern, norm in clip_norm.items():
+            _check_clip_norm(f"clip_norm[{pattern!r}]", norm)
+    else:
+        _check_clip_norm("clip_norm", clip_norm)
     if engine not in ("auto", "bookkeeping", "vmap"):
         raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
     is_count = isinstance(microbatch_size, numbers.Integral) and microbatch_size >= 1
@@ -372,6 +420,24 @@ def clipped_grad(
     return ClippedGrad(
         loss_fn, clip_norm, engine, find_rule(clip_rule), trainable, has_aux, group, microbatch_size
     )
+
+
+def _check_clip_norm(name: str, clip_norm: Any) -> None:
+    if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
+        raise TypeError(
+            f"{name} must be a number, got {type(clip_norm).__name__} {clip_norm!r}. To clip parts "
+            "of params to norms of their own, map regular expressions of paths to numbers, such as "
+            "{'backbone/.*': 0.1, 'head/.*': 1.0}."
+        )
+    if jnp.shape(clip_norm) != ():
+        raise ValueError(
+            f"{name} must be one number for all examples, got shape {jnp.shape(clip_norm)}."
+        )
+    # A traced value has no sign yet. `clip_factors` counts a negative one as 0.
+    if not isinstance(clip_norm, jax.core.Tracer) and not np.all(np.asarray(clip_norm) >= 0):
+        raise ValueError(
+            f"{name} must be at least 0, got {clip_norm}. Use float('inf') for no clipping."
+        )
 
 
 def _batched(
@@ -397,7 +463,7 @@ def _clipped_sum(
 ) -> ClippedSum:
     rows: Any = row_spec(batch)
     whole: Any = PartitionSpec()
-    specs = ClippedSum(tree.specs(arrays), rows, rows, rows, whole)
+    specs = ClippedSum(tree.specs(arrays), rows, rows, rows, whole, rows)
     summed = shards.automatic(functools.partial(_summed, f, tree), specs)
     result: ClippedSum = summed(arrays, batch, *others)
     return result
@@ -410,24 +476,28 @@ def _summed(
     batch: Any,
     mask: jax.Array,
     key: Any,
-    clip_norm: Any,
-    bound: Any,
+    clip_norms: tuple[Any, ...],
+    bounds: tuple[Any, ...],
 ) -> ClippedSum:
     """Computes a clipped sum. All mesh axes are Auto here, so that any loss can be divided."""
     batched = _batched(f, tree, arrays, batch, mask, key)
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
-    options = SumOptions(f.engine, f.clip_rule, f.microbatch_size)
-    inputs = SumInputs(consts, batched.leaves, batched.batch, batched.unmasked, clip_norm, bound)
+    options = SumOptions(f.engine, f.clip_rule, f.microbatch_size, tree.part_of)
+    inputs = SumInputs(consts, batched.leaves, batched.batch, batched.unmasked, clip_norms, bounds)
     sums = clipped_sums(options, program, inputs)
     examples = sums.examples
     # Each engine keeps the rows apart.
     chex.assert_equal_shape([examples.norms, examples.losses, batched.unmasked])
+    part_norms = None
+    if f.patterns is not None:
+        part_norms = dict(zip(f.patterns, examples.part_norms or [examples.norms], strict=True))
     return ClippedSum(
         grads=tree.tree(sums.leaves),
         norms=examples.norms,
         losses=examples.losses,
         aux=examples.aux,
         nonfinite=sums.nonfinite,
+        part_norms=part_norms,
     )
 
 
@@ -459,7 +529,7 @@ def _formed(
     grads = [jnp.zeros((0, *x.shape), sites.wide_dtype(x)) for x in batched.leaves]
     finite = jnp.ones(0, bool)
     if len(batched.unmasked):
-        grads, finite = _formed_grads(f.engine, batched)
+        grads, finite = _formed_grads(f.engine, batched, tree.part_of)
     # NaN times 0 is NaN, so rows are replaced and not multiplied.
     grads = [sites.rows_kept(g, batched.unmasked & finite) for g in grads]
     nonfinite = (batched.unmasked & ~finite).sum(dtype=jnp.int32)
@@ -469,24 +539,20 @@ def _formed(
 def _formed_grads(
     engine: Engine,
     batched: BatchedLoss,
+    part_of: tuple[int, ...],
 ) -> tuple[list[jax.Array], jax.Array]:
     """Returns the gradients [B, ...] of the leaves, and whether each example is finite."""
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
-
-    def keep(
-        component: list[sites.Site],
-        size: int,
-        has_kernel: bool,
-    ) -> str:
-        return "keep"
 
     def formed(
         consts: list[Any], leaves: list[Any], batch: Any
     ) -> tuple[list[jax.Array], jax.Array]:
         if engine == "vmap":
-            result = engines.by_vmap(program, consts, leaves, batch)
+            result = engines.by_vmap(program, consts, leaves, batch, part_of)
         else:  # layer by layer is faster for convolutions
-            result = engines.by_bookkeeping(program, consts, leaves, batch, keep)
+            result = engines.by_bookkeeping(
+                program, consts, leaves, batch, part_of, engines.keep_all
+            )
         assert result.grads is not None
         return result.grads, result.finite
 

@@ -12,6 +12,8 @@ computes it by one of three methods:
 """
 
 import collections
+import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -120,6 +122,14 @@ def leaves_of(component: Sequence[sites.Site]) -> list[int]:
     return sorted(frozenset[int]().union(*of_sites))
 
 
+def spans_parts(component: Sequence[sites.Site], part_of: Sequence[int]) -> bool:
+    """Returns whether leaves of a component are in different parts.
+
+    Its gradients are then kept, because a norm by factors is that of all of its leaves.
+    """
+    return len({part_of[leaf] for leaf in leaves_of(component)}) > 1
+
+
 def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
     """Computes the squared norms [B] of gradients [B, ...] in the widest of their dtypes."""
     squares = []
@@ -224,6 +234,28 @@ class Component:
                 oriented.append(((w,), u))
         return oriented
 
+    def in_parts(self, part_of: Sequence[int]) -> dict[int, "Component"]:
+        """Returns the component by the number of its part, cut where it spans several.
+
+        Args:
+          part_of: The number of the part of each trainable leaf. Gradients of a component
+            that spans several are kept.
+        """
+        numbers = sorted({part_of[leaf] for leaf in self._members})
+        if len(numbers) == 1:
+            return {numbers[0]: self}
+        assert self.kept is not None
+        pieces = {}
+        for number in numbers:
+            piece = copy.copy(self)
+            piece._members = [leaf for leaf in self._members if part_of[leaf] == number]
+            piece.kept = {leaf: self.kept[leaf] for leaf in piece._members}
+            grads = list(piece.kept.values())
+            piece.size = sum(math.prod(g.shape[1:]) for g in grads)
+            piece.squared_norms = sum_of_squares(grads)
+            pieces[number] = piece
+        return pieces
+
     @property
     def rows(self) -> Rows:
         """The arrays [B, ...] that the sum reads: kept gradients, or records and cotangents."""
@@ -255,7 +287,7 @@ class Component:
         """
         if self.kept is not None:
             grads = rows.left_out if rows.read is None else rows.read
-            sums = contract_rows(grads, factors)
+            sums = contract_rows(grads, [factors] * len(grads))
         else:
             of_weights = []
             by_site = zip(self._tapped, rows.read, rows.left_out, strict=True)
@@ -274,12 +306,12 @@ def _read_or_left_out(x: Any, leaves_out: bool) -> tuple[Any, Any]:
 
 
 def contract_rows(
-    xs: list[jax.Array],
-    factors: jax.Array,
+    xs: Sequence[jax.Array],
+    factors: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Computes sum_b factors_b x_b for every array [B, ...]."""
+    """Computes sum_b factors_b x_b for every array [B, ...] and its own factors [B]."""
 
-    def contract(x: jax.Array) -> jax.Array:
+    def contract(x: jax.Array, factors: jax.Array) -> jax.Array:
         if forms.platform() in _FUSED_SUMS:
             # XLA zeroes the rows where the product reads them. Elsewhere the caller has done so.
             x = sites.rows_kept(x, factors != 0)
@@ -288,7 +320,7 @@ def contract_rows(
         rows_with_rows = (((0,), (0,)), ((), ()))
         return lax.dot_general(factors_of_x, x, rows_with_rows, sites.PRECISION)
 
-    return [contract(x) for x in xs]
+    return list(map(contract, xs, factors))
 
 
 def _pull_back(

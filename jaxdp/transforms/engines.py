@@ -4,6 +4,7 @@ An engine returns the norms first, because the factors of the sum follow from th
 that computes the sum.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -19,6 +20,7 @@ from jaxdp.transforms.components import (
     TappedSite,
     connected,
     contract_rows,
+    spans_parts,
     sum_of_squares,
     total,
 )
@@ -36,23 +38,25 @@ class EngineResult(NamedTuple):
     Attributes:
       losses: [B].
       aux: The auxiliary output, [B, ...].
-      squared_norms: [B]. The squared norms of the per-example gradients.
+      squared_norms: The squared norms [B] of the per-example gradients of each part.
       rows: The arrays [B, ...] that `weighted_sum` reads.
-      weighted_sum: (rows, factors [B]) -> the sum of gradients times factors, for each leaf.
+      weighted_sum: (rows, factors [B] of each part) -> the sum of gradients times factors, for each
+        leaf.
       grads: The per-example gradients [B, ...] for each leaf, or None if not all were formed.
     """
 
     losses: jax.Array
     aux: Any
-    squared_norms: jax.Array
+    squared_norms: list[jax.Array]
     rows: Rows
-    weighted_sum: Callable[[Rows, jax.Array], list[jax.Array]]
+    weighted_sum: Callable[[Rows, list[jax.Array]], list[jax.Array]]
     grads: list[jax.Array] | None
 
     @property
     def finite(self) -> jax.Array:
         """Whether the loss and the gradient of each example are finite, [B]."""
-        return jnp.isfinite(self.squared_norms) & jnp.isfinite(self.losses)
+        of_parts = map(jnp.isfinite, self.squared_norms)
+        return functools.reduce(jnp.logical_and, of_parts) & jnp.isfinite(self.losses)
 
 
 def by_vmap(
@@ -60,8 +64,9 @@ def by_vmap(
     consts: list[Any],
     leaves: list[Any],
     batch: Any,
+    part_of: Sequence[int],
 ) -> EngineResult:
-    """Forms the gradients of all examples."""
+    """Forms the gradients of all examples. Arguments as in `by_bookkeeping`."""
     evaluate = program.evaluate(consts)
 
     def loss(
@@ -74,10 +79,13 @@ def by_vmap(
     (losses, aux), grads = batched_gradient(loss, leaves, jax.tree.leaves(batch))
     # XLA may keep more digits of a bfloat16 gradient for its norm than for the sum.
     grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
-    squared_norms = sum_of_squares(grads)
+    squared_norms = []
+    for number in range(max(part_of) + 1):
+        own = [g for g, part in zip(grads, part_of, strict=True) if part == number]
+        squared_norms.append(sum_of_squares(own))
 
-    def weighted_sum(rows: Rows, factors: jax.Array) -> list[jax.Array]:
-        return contract_rows(rows.read, factors)
+    def weighted_sum(rows: Rows, factors: list[jax.Array]) -> list[jax.Array]:
+        return contract_rows(rows.read, [factors[part] for part in part_of])
 
     return EngineResult(losses, aux, squared_norms, Rows(grads), weighted_sum, grads)
 
@@ -104,6 +112,7 @@ def by_bookkeeping(
     consts: list[Any],
     leaves: list[Any],
     batch: Any,
+    part_of: Sequence[int],
     choose: Choice,
 ) -> EngineResult:
     """Computes losses, norms and weighted sums from one backward pass to the taps.
@@ -111,6 +120,8 @@ def by_bookkeeping(
     Args:
       program, consts, leaves: The traced loss, its constants and its trainable leaves.
       batch: A pytree with a leading axis B.
+      part_of: The number of the part of each leaf, in 0..K-1. Each part has norms and factors
+        of its own.
       choose: Which method computes the gradients of a component.
     """
     plan = tap_plan(program, consts, leaves)
@@ -120,20 +131,68 @@ def by_bookkeeping(
     # J^T adds up gradients in float32 or wider, whatever the dtype of the leaves.
     wide = [x.astype(sites.wide_dtype(x)) for x in leaves]
     weights = plan.weights_program(wide)
-    components = []
+    by_part: list[list[Component]] = [[] for _ in range(max(part_of) + 1)]
     for members in connected(plan.sites):
         own_sites = [met[number] for number in members]
         own_weights = jaxprs.restricted(weights, members)
-        components.append(Component(own_sites, own_weights, wide, choose))
-    sums = _ComponentSums(components, wide, n_examples=len(losses))
+        spans = spans_parts([one.site for one in own_sites], part_of)
+        component = Component(own_sites, own_weights, wide, keep_all if spans else choose)
+        for part, piece in component.in_parts(part_of).items():
+            by_part[part].append(piece)
+    sums = [_ComponentSums(components, wide, len(losses)) for components in by_part]
+    rows = [part.rows for part in sums]
+
+    def weighted_sum(rows: Rows, factors: list[jax.Array]) -> list[jax.Array]:
+        by_leaf: dict[int, jax.Array] = {}
+        for part, read, left_out, of_part in zip(
+            sums, rows.read, rows.left_out, factors, strict=True
+        ):
+            by_leaf |= part.weighted_sum(Rows(read, left_out), of_part)
+        return _for_each_leaf(by_leaf, wide)
+
     return EngineResult(
         losses=losses,
         aux=program.with_aux(aux),
-        squared_norms=sums.squared_norms,
-        rows=sums.rows,
-        weighted_sum=sums.weighted_sum,
-        grads=sums.grads,
+        squared_norms=[part.squared_norms for part in sums],
+        rows=Rows([own.read for own in rows], [own.left_out for own in rows]),
+        weighted_sum=weighted_sum,
+        grads=_kept(sums, wide, len(losses)),
     )
+
+
+def keep_all(component: list[sites.Site], size: int, has_kernel: bool) -> str:
+    """Returns "keep": the choice under which the gradients of all examples are formed."""
+    return "keep"
+
+
+def _kept(
+    sums: list["_ComponentSums"],
+    leaves: list[jax.Array],
+    n_examples: int,
+) -> list[jax.Array] | None:
+    """Returns the per-example gradients of each leaf, or None if some are not kept."""
+    grads: dict[int, jax.Array] = {}
+    for part in sums:
+        for component in part.components:
+            if component.kept is None:
+                return None
+            grads |= component.kept
+    return _for_each_leaf(grads, leaves, (n_examples,))
+
+
+def _for_each_leaf(
+    values: dict[int, jax.Array],
+    leaves: list[jax.Array],
+    lead: tuple[int, ...] = (),
+) -> list[jax.Array]:
+    """Returns the values in the order of leaves. A leaf that meets no data has zeros."""
+    result = []
+    for number, leaf in enumerate(leaves):
+        if number in values:
+            result.append(values[number])
+        else:
+            result.append(jnp.zeros((*lead, *leaf.shape), leaf.dtype))
+    return result
 
 
 def _tap_gradients(
@@ -167,13 +226,14 @@ def _tap_gradients(
 
 
 class _ComponentSums:
-    """Norms and sums of all components.
+    """Norms and sums of all components of a part.
 
     Small gradients that are kept lie side by side in one array: many small contractions take long
     to compile. A contraction of all columns would take as long as that of the largest gradient, so
     large ones are contracted one by one.
 
     Attributes:
+      components: The components.
       squared_norms: [B].
       rows: What `weighted_sum` reads: the array of small gradients, and the rows of each large
         component.
@@ -185,9 +245,8 @@ class _ComponentSums:
         leaves: list[jax.Array],
         n_examples: int,
     ):
-        self._components = components
+        self.components = components
         self._leaves = leaves
-        self._n_examples = n_examples
         dtype = sites.wide_dtype(*leaves)
         self._columns: dict[int, jax.Array] = {}
         self._large: list[Component] = []
@@ -211,14 +270,14 @@ class _ComponentSums:
         self,
         rows: Rows,
         factors: jax.Array,
-    ) -> list[jax.Array]:
-        """Returns the sum of gradients times factors, for each leaf."""
+    ) -> dict[int, jax.Array]:
+        """Returns the sum of gradients times factors, by leaf."""
         side_by_side, large_read = rows.read
-        (small_sums,) = contract_rows([side_by_side], factors)
+        (small_sums,) = contract_rows([side_by_side], [factors])
         sums = self._cut(small_sums)
         for component, read, left_out in zip(self._large, large_read, rows.left_out, strict=True):
             sums |= component.weighted_sum(Rows(read, left_out), factors)
-        return self._for_each_leaf(sums)
+        return sums
 
     def _cut(self, small_sums: jax.Array) -> dict[int, jax.Array]:
         """Cuts one sum of all columns into sums of leaves."""
@@ -230,27 +289,3 @@ class _ComponentSums:
             leaf = self._leaves[number]
             sums[number] = part.reshape(leaf.shape).astype(leaf.dtype)
         return sums
-
-    @property
-    def grads(self) -> list[jax.Array] | None:
-        """The per-example gradients of each leaf, or None if not all components keep them."""
-        grads: dict[int, jax.Array] = {}
-        for component in self._components:
-            if component.kept is None:
-                return None
-            grads |= component.kept
-        return self._for_each_leaf(grads, (self._n_examples,))
-
-    def _for_each_leaf(
-        self,
-        values: dict[int, jax.Array],
-        lead: tuple[int, ...] = (),
-    ) -> list[jax.Array]:
-        """Returns the values in the order of leaves. A leaf that meets no data has zeros."""
-        result = []
-        for number, leaf in enumerate(self._leaves):
-            if number in values:
-                result.append(values[number])
-            else:
-                result.append(jnp.zeros((*lead, *leaf.shape), leaf.dtype))
-        return result

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxdp.transforms import jaxprs, sites
 from jaxdp.transforms.clip_arguments import dtype_name
-from jaxdp.transforms.components import applied, connected, leaves_of
+from jaxdp.transforms.components import applied, connected, leaves_of, spans_parts
 from jaxdp.transforms.engines import Engine, tap_plan
 from jaxdp.transforms.example_loss import BatchedLoss
 from jaxdp.transforms.loss_programs import Program, trace_loss
@@ -71,12 +71,17 @@ def leaf_plan(
     return LeafPlan(path, jnp.shape(leaf), dtype_name(leaf), *treatment)
 
 
-def treatments(engine: Engine, batched: BatchedLoss) -> list[Treatment]:
-    """Returns how an engine treats each trainable leaf."""
+def treatments(
+    engine: Engine,
+    batched: BatchedLoss,
+    part_of: Sequence[int],
+) -> list[Treatment]:
+    """Returns how an engine treats each trainable leaf, whose parts have these numbers."""
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
     if engine == "vmap":
         return _by_vmap(program, batched.leaves)
-    return _by_bookkeeping(program, consts, batched.leaves, may_keep=engine == "auto")
+    may_keep = engine == "auto"
+    return _by_bookkeeping(program, consts, batched.leaves, part_of, may_keep=may_keep)
 
 
 def _by_vmap(program: Program, leaves: Sequence[Any]) -> list[Treatment]:
@@ -98,6 +103,7 @@ def _by_bookkeeping(
     program: Program,
     consts: list[Any],
     leaves: list[Any],
+    part_of: Sequence[int],
     *,
     may_keep: bool,
 ) -> list[Treatment]:
@@ -110,7 +116,9 @@ def _by_bookkeeping(
         component = [plan.sites[number] for number in numbers]
         members = leaves_of(component)
         leaf_size = sum(math.prod(wide[leaf].shape) for leaf in members)
-        choice = choose_method(component, leaf_size, may_keep)
+        choice = "keep"
+        if not spans_parts(component, part_of):
+            choice = choose_method(component, leaf_size, may_keep)
         method = applied(choice, jaxprs.restricted(weights, numbers))
         options, ordinary = method_costs(component, leaf_size, may_keep)
         # A "keep" in place of a "drop" has no entry of its own if it takes too much memory.

@@ -8,6 +8,7 @@ The method chooses S, w_i and e_t as published: filters, memory, second pass and
 
 import dataclasses
 import math
+import numbers
 from typing import Literal
 
 from jaxdp.tta.method import Method, check_name
@@ -58,7 +59,7 @@ def clipped(method: Method, clip_norm: float, *, unit: Unit = "image") -> Clippe
         raise TypeError(
             f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}."
         )
-    if not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm must be positive and finite, got {clip_norm}.")
+    if not isinstance(clip_norm, numbers.Real) or not 0 < clip_norm < math.inf:
+        raise ValueError(f"clip_norm must be one positive and finite number, got {clip_norm!r}.")
     check_name("unit", unit, Unit)
     return Clipped(method, float(clip_norm), unit)

@@ -15,6 +15,7 @@ e_t is for methods that have rho. The optimizer and the pull are post-processing
 
 import dataclasses
 import math
+import numbers
 from typing import Any, Literal
 
 from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent
@@ -172,8 +173,8 @@ def private(
         raise TypeError(
             f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}."
         )
-    if not 0 < clip_norm < _LARGEST:
-        raise ValueError(f"clip_norm must be positive and finite, got {clip_norm}.")
+    if not isinstance(clip_norm, numbers.Real) or not 0 < clip_norm < _LARGEST:
+        raise ValueError(f"clip_norm must be one positive and finite number, got {clip_norm!r}.")
     if not 0 <= noise_multiplier < math.inf:
         raise ValueError(
             f"noise_multiplier must be finite and not negative, got {noise_multiplier}."

@@ -51,6 +51,9 @@ PATIENTS = by_group(
 PARAMS = {"first": jnp.zeros(4), "second": jnp.zeros(8)}
 COMMON: dict[str, Any] = {"sampler": SAMPLER, "clip_norm": CLIP, "physical_batch_size": 4}
 
+# Two equal norms, whose total is CLIP. The noise for the larger one alone would be too small.
+PARTS = {"first": CLIP / 2**0.5, "second": CLIP / 2**0.5}
+
 Make = Callable[[float], PrivateTrainer]
 
 
@@ -64,6 +67,17 @@ def loss(params: Mapping[str, jax.Array], example: Mapping[str, jax.Array]) -> j
 
 def dp_sgd(sigma: float, **options: Any) -> PrivateTrainer:
     return finetune.dp_sgd(loss, optax.sgd(0.1), noise_multiplier=sigma, **COMMON, **options)
+
+
+def dp_sgd_by_parts(sigma: float) -> PrivateTrainer:
+    return finetune.dp_sgd(
+        loss, optax.sgd(0.1), noise_multiplier=sigma, **COMMON | {"clip_norm": PARTS}
+    )
+
+
+def adp_clip_by_parts(sigma: float) -> PrivateTrainer:
+    options: dict[str, Any] = COMMON | {"clip_norm": PARTS, "count_noise": 2.0}
+    return finetune.adp_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, **options)
 
 
 def dp_sgd_of_patients(sigma: float) -> PrivateTrainer:
@@ -260,6 +274,9 @@ def steps(
         case.ADD_REMOVE_FOR_REPLACE_ONE: held(audit(honest, adjacency="replace_one")),
         "the noise of the step before": held(audit(with_noise_used_twice(honest))),
     }
+    if honest.query.gradient.patterns is not None:
+        least = max(honest.query.gradient.clip_norms) / honest.query.gradient.sensitivity()
+        twins["noise for the largest part"] = held(audit(make(SIGMA * least)))
     if honest.group:
         broken = dataclasses.replace(honest, query=ClippedPerRecord(gradient=honest.query.gradient))
         twins["a clip per record, sold as per patient"] = held(audit(broken))
@@ -306,6 +323,18 @@ def _cases() -> Iterator[Case]:
             7,
             "the schedule of the noise is public (Yu et al. 2019, section V); "
             "`jaxdp.finetune.adp_alloc`",
+        ),
+        "DP-SGD by parts": (
+            dp_sgd_by_parts,
+            1,
+            "a term has norm at most sqrt(sum_k C_k^2) (McMahan et al. 2018, section 3.1); "
+            "`jaxdp.transforms.clip_parts`",
+        ),
+        "AdpClip by parts": (
+            adp_clip_by_parts,
+            1,
+            "gradient and all counts are one Gaussian (Andrew et al. 2021, Theorem 1); "
+            "`jaxdp.finetune.adp_clip`",
         ),
         "AdpClip": (
             adp_clip,

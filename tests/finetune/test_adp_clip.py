@@ -131,6 +131,59 @@ def test_masked_rows_and_empty_batches_do_not_move_the_count():
     assert jax.tree.map(jnp.shape, out.total) == jax.tree.map(jnp.shape, trainer.zeros(params_of()))
 
 
+PARTS = {"head": 1.5, "tail": 0.25}
+
+
+@pytest.mark.slow
+def test_parts_contribute_at_most_a_vector_of_norm_one_and_each_follows_its_quantile():
+    z, sigma_b, rate, quantile = 0.7, 1.1, 0.3, 0.6
+    query = trainer_of(
+        data.PoissonSampler(N, 0.2),
+        clip_norm=PARTS,
+        noise_multiplier=z,
+        count_noise=sigma_b,
+        quantile=quantile,
+        clip_learning_rate=rate,
+        unit_norm=False,
+    ).query
+    sums = jax.jit(query.sums)
+    carried = query.init(params_of())
+    norms = []
+    for example in [*AWKWARD, *features_of(20, seed=1)]:
+        batch = np.stack([example] * PHYSICAL).astype(np.float32)
+        one = np.arange(PHYSICAL) == 1
+        norms.append(
+            np.linalg.norm(flat(sums(params_of(), carried, {"features": batch}, one, None)))
+        )
+        assert norms[-1] <= 1 + 1e-5, example
+    assert max(norms) > 1 - 1e-5
+
+    features = features_of(PHYSICAL)
+    out = sums(params_of(), carried, {"features": features}, np.ones(PHYSICAL, bool), None)
+    mean = jax.tree.map(lambda x: x / PHYSICAL, out)
+    gradient, after, metrics = query.read(params_of(), carried, mean)
+    cuts = {"head": features[:, :3], "tail": features[:, 3:]}
+    for number, (part, clip) in enumerate(PARTS.items()):
+        lengths = np.linalg.norm(cuts[part], axis=1)
+        expected = (cuts[part] * np.minimum(1, clip / lengths)[:, None]).mean(0)
+        np.testing.assert_allclose(gradient[part], expected, rtol=1e-5)
+        fraction = (lengths <= clip).mean()
+        np.testing.assert_allclose(
+            after[number], clip * np.exp(-rate * (fraction - quantile)), rtol=1e-5
+        )
+        np.testing.assert_allclose(metrics[f"fraction_below {part}"], fraction, rtol=1e-5)
+    # What a twin that pays for one count only would contribute.
+    unpaid = math.sqrt(1 - query.count_weight**2) ** 2 + 2 * query.count_weight**2
+    assert unpaid > 1.05
+
+
+def test_counts_that_use_up_the_budget_are_refused():
+    sampler = data.PoissonSampler(N, 0.2)
+    with pytest.raises(ValueError, match="2 counts alone use up"):
+        trainer_of(sampler, clip_norm=PARTS, noise_multiplier=1.0, count_noise=0.6)
+    trainer_of(sampler, noise_multiplier=1.0, count_noise=0.6)
+
+
 # --- Steps --------------------------------------------------------------------------------------
 
 

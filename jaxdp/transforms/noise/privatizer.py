@@ -215,6 +215,11 @@ def privatize(
         **extra_args: Any,
     ) -> Any:
         check_key(state.key)
+        if hasattr(updates, "grads") and hasattr(updates, "losses"):  # a `ClippedSum`
+            raise TypeError(
+                f"updates must be the sum of gradients, got {type(updates).__name__} with the "
+                "private values of examples. Give its field: update(out.grads, state)."
+            )
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, trees.noise_dtype(leaf)), updates)
         if isinstance(multiplier, NoiseSchedule) or multiplier > 0:
             for leaf in jax.tree.leaves(total):
