@@ -22,9 +22,9 @@ from jaxdp import finetune
 from jaxdp.privacy import BudgetExceeded, Ledger, LedgerDamaged, PureDpEvent
 from jaxdp.privacy.events import composition, from_json
 from jaxdp.release import Release, Till, alone, kept_arrays, load_arrays, secrets
+from jaxdp.report import document as parts_of_reports
 from jaxdp.report import round_down, round_up
 from launch import data, frame
-from jaxdp.report import document as parts_of_reports
 from launch.frame import running
 from launch.lifecycle import Interrupted, cache, document, life, parts, stages
 from launch.lifecycle.__main__ import experiment
