@@ -28,6 +28,7 @@ import numpy as np
 from jaxdp import memory
 from jaxdp.data import Source, check_source
 from jaxdp.data.physical import FIRST_STEPS
+from jaxdp.files import shows_keywords
 from jaxdp.finetune.programs import Programs
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
@@ -94,6 +95,7 @@ class RunKeywords(TypedDict, total=False):
     progress: bool
 
 
+@shows_keywords(RunKeywords, vars(RunOptions()))
 def fit(
     trainer: PrivateTrainer,
     params: Any,
