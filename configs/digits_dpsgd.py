@@ -60,6 +60,7 @@ def get_config(rounds: str = "all") -> ConfigDict:
                 "physical_batch_size": 240,
                 "steps": 100,
                 "clip_norm": 1.0,
+                "clip_parts": "",
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 0.35,
                 **optimizer(momentum=0.9),

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp import finetune
+from jaxdp import finetune, split_clip_norm
 from jaxdp.data import Groups, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account
@@ -45,6 +45,10 @@ def make(
         physical_batch_size          the number of examples per compiled call; 0 lets the library
                                      choose
         clip_norm
+        clip_parts                   "uniform" or "dimension" divide clip_norm over the trained leaves
+                                     (`jaxdp.split_clip_norm`); "" or no field clips them together;
+                                     or norms by the regular expressions of paths in place of
+                                     clip_norm: "head/.*=1.0 body/.*=0.1"
         learning_rate, schedule, optimizer, optimizer_options, weight_decay  see
                                      `launch/optimizers.py`
         augmult                      augmented views per example; 0 does not augment
@@ -73,7 +77,7 @@ def make(
             models.loss(network),
             optimizer(config, part, steps=steps(config)),
             sampler=_sampler(config, private, part),
-            clip_norm=config.clip_norm,
+            clip_norm=_clip_norm(config, network.params, options.get("trainable"), part),
             clip_rule=config.get("clip_rule", "global"),
             epsilon=config.epsilon,
             delta=config.delta,
@@ -111,6 +115,28 @@ def _sampler(config: Any, private: Any, part: str) -> PoissonSampler:
         config.batch_size / len(private),
         truncated_batch_size=config.get("truncated_batch_size") or None,
     )
+
+
+def _clip_norm(config: Any, params: Params, trainable: Any, part: str) -> Any:
+    """Returns the clip norm, or those of parts."""
+    text = config.get("clip_parts", "")
+    if not text:
+        return config.clip_norm
+    if text in ("uniform", "dimension"):
+        return split_clip_norm(params, config.clip_norm, by=text, trainable=trainable)
+    norms = {}
+    for entry in text.split():
+        pattern, _, norm = entry.rpartition("=")
+        try:
+            norms[pattern] = float(norm)
+        except ValueError:
+            pattern = ""
+        if not pattern:
+            raise ValueError(
+                f"config.{part}.clip_parts must be 'uniform', 'dimension' or norms by paths such "
+                f"as 'head/.*=1.0 body/.*=0.1', got {text!r}."
+            )
+    return norms
 
 
 def _method_options(config: Any, private: Any, public: Any, part: str) -> dict[str, Any]:

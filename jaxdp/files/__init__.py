@@ -5,6 +5,7 @@ All packages may import this one.
 
 from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, write_json
 from jaxdp.files.extras import optional
+from jaxdp.files.keywords import shows_keywords
 from jaxdp.files.package import Package, pack, read_package, unpack, write_package
 from jaxdp.files.reading import (
     Limits,
@@ -31,6 +32,7 @@ __all__ = [
     "read_package",
     "shown",
     "shown_lines",
+    "shows_keywords",
     "sync_folder",
     "sync_tree",
     "to_disk",

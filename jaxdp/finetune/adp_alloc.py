@@ -21,8 +21,9 @@ from typing import Any, Unpack
 import optax
 
 from jaxdp.data import PoissonSampler
+from jaxdp.files import shows_keywords
 from jaxdp.finetune.dp_sgd import dp_sgd
-from jaxdp.finetune.options import Options, noise_and_options
+from jaxdp.finetune.options import OPTION_DEFAULTS, Options, noise_and_options
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import (
     ComposedDpEvent,
@@ -176,6 +177,7 @@ def schedule_event(
     return ComposedDpEvent(epochs)
 
 
+@shows_keywords(Options, OPTION_DEFAULTS)
 def adp_alloc(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,

@@ -31,7 +31,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.data import PoissonSampler
-from jaxdp.finetune.options import CLIP_NORMS, Options, noise_and_options
+from jaxdp.files import shows_keywords
+from jaxdp.finetune.options import CLIP_NORMS, OPTION_DEFAULTS, Options, noise_and_options
 from jaxdp.finetune.query import Query, QuerySums, moving_params
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 from jaxdp.transforms.clipping import ClippedGrad
@@ -137,6 +138,7 @@ class QuantileClipping(Query):
         return gradient, clip_norm, metrics
 
 
+@shows_keywords(Options, OPTION_DEFAULTS)
 def adp_clip(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,

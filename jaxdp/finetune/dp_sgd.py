@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.data import PoissonSampler
-from jaxdp.finetune.options import Options
+from jaxdp.files import shows_keywords
+from jaxdp.finetune.options import OPTION_DEFAULTS, Options
 from jaxdp.finetune.query import Query, QuerySums, moving_params
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 
@@ -51,6 +52,7 @@ class GradientSum(Query):
         return mean, None, {}
 
 
+@shows_keywords(Options, OPTION_DEFAULTS)
 def dp_sgd(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,

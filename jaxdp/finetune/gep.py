@@ -37,7 +37,8 @@ import optax
 
 from jaxdp.data import PoissonSampler
 from jaxdp.data.storage import on_device
-from jaxdp.finetune.options import Options, check_clip_norm
+from jaxdp.files import shows_keywords
+from jaxdp.finetune.options import OPTION_DEFAULTS, Options, check_clip_norm
 from jaxdp.finetune.query import Query, QuerySums, moving_params
 from jaxdp.finetune.step import repeatable
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
@@ -405,6 +406,7 @@ def _dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.matmul(x, y, precision=_PRECISION)
 
 
+@shows_keywords(Options, OPTION_DEFAULTS)
 def gep(
     loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,

@@ -28,6 +28,7 @@ import numpy as np
 from jaxdp import memory
 from jaxdp.data import Source, check_source
 from jaxdp.data.physical import FIRST_STEPS
+from jaxdp.files import shows_keywords
 from jaxdp.finetune import run_notes
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.programs import Programs
@@ -104,6 +105,7 @@ class RunKeywords(TypedDict, total=False):
     allow_nonfinite: bool
 
 
+@shows_keywords(RunKeywords, vars(RunOptions()))
 def fit(
     trainer: PrivateTrainer,
     params: Any,

@@ -47,6 +47,29 @@ class Options(Target, total=False):
     trainable: Callable[[str, Any], bool] | None
 
 
+OPTION_DEFAULTS: Mapping[str, Any] = {
+    "epsilon": None,
+    "delta": None,
+    "steps": None,
+    "adjacency": "add_remove",
+    "accountant": "auto",
+    "physical_batch_size": None,
+    "augment": None,
+    "augmult": 1,
+    "ema_decay": None,
+    "ascent_radius": 0.0,
+    "stochastic": False,
+    "group": False,
+    "unit": "example",
+    "mesh": None,
+    "data_axes": ("data",),
+    "param_sharding": None,
+    "engine": "auto",
+    "clip_rule": "global",
+    "trainable": None,
+}
+
+
 def noise_and_options(
     noise_multiplier: Any,
     options: Mapping[str, Any],

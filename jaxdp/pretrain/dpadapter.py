@@ -36,6 +36,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.data.storage import on_device
+from jaxdp.files import shows_keywords
 from jaxdp.transforms.exact_scaling import times_power, tree_in_units
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices
 
@@ -78,6 +79,15 @@ class TrainerOptions(TypedDict, total=False):
     mesh: jax.sharding.Mesh | None
     data_axes: Sequence[str]
     param_sharding: ParamSharding | None
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    "microbatch_size": None,
+    "stateful": False,
+    "mesh": None,
+    "data_axes": ("data",),
+    "param_sharding": None,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -378,6 +388,7 @@ def _wide(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(jnp.float32, x.dtype)), tree)
 
 
+@shows_keywords(TrainerOptions, _DEFAULTS)
 def dpadapter(
     batch_loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
@@ -436,6 +447,7 @@ def dpadapter(
     )
 
 
+@shows_keywords(TrainerOptions, _DEFAULTS)
 def sam(
     batch_loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,
@@ -462,6 +474,7 @@ def sam(
     )
 
 
+@shows_keywords(TrainerOptions, _DEFAULTS)
 def amp(
     batch_loss_fn: Callable[..., Any],
     optimizer: optax.GradientTransformation,

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxdp import memory
 from jaxdp.data import Source, check_batch, check_source
-from jaxdp.files import read_json, write_json
+from jaxdp.files import read_json, shows_keywords, write_json
 from jaxdp.pretrain.batches import Batches
 from jaxdp.pretrain.dpadapter import SharpnessState, SharpnessTrainer
 from jaxdp.pretrain.progress import Progress, Stable, Target
@@ -101,6 +101,7 @@ class RunKeywords(TypedDict, total=False):
     progress: bool
 
 
+@shows_keywords(RunKeywords, vars(RunOptions()))
 def fit(
     trainer: SharpnessTrainer,
     params: Any,
