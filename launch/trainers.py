@@ -45,7 +45,7 @@ def make(
         physical_batch_size          the number of examples per compiled call; 0 lets the library
                                      choose
         clip_norm
-        clip_parts                   "uniform" or "dimension" divide clip_norm over the trained leaves
+        clip_parts                   "uniform" or "dimension" divide clip_norm over trained leaves
                                      (`jaxdp.split_clip_norm`); "" or no field clips them together;
                                      or norms by the regular expressions of paths in place of
                                      clip_norm: "head/.*=1.0 body/.*=0.1"

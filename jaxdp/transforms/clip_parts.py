@@ -59,13 +59,20 @@ def split_clip_norm(
     pairs = zip(paths_of(params), trainable_leaves(params, trainable), strict=True)
     for (path, leaf), trains in pairs:
         if trains:
-            sizes[_pattern(path, depth)] += math.prod(jnp.shape(leaf))
+            pattern = _pattern(path, depth)
+            shape = jnp.shape(leaf)
+            sizes[pattern] += math.prod(shape)
     if not any(sizes.values()):
         raise ValueError("params must have a trainable leaf with entries to divide `total` among.")
     if by == "uniform":
-        return dict.fromkeys(sizes, total / math.sqrt(len(sizes)))
+        each = total / math.sqrt(len(sizes))
+        return dict.fromkeys(sizes, each)
     entries = sum(sizes.values())
-    return {pattern: total * math.sqrt(size / entries) for pattern, size in sizes.items()}
+    norms = {}
+    for pattern, size in sizes.items():
+        share = size / entries
+        norms[pattern] = total * math.sqrt(share)
+    return norms
 
 
 def _pattern(path: str, depth: int | None) -> str:
@@ -81,8 +88,10 @@ def total_norm(norms: Iterable[Any]) -> Any:
     """Returns sqrt(sum_k C_k^2), in Python's floats unless a norm is traced."""
     norms = list(norms)
     if any(isinstance(norm, jax.core.Tracer) for norm in norms):
-        return jnp.sqrt(sum(jnp.square(norm) for norm in norms))
-    return math.hypot(*map(float, norms))
+        squares = map(jnp.square, norms)
+        return jnp.sqrt(sum(squares))
+    numbers = map(float, norms)
+    return math.hypot(*numbers)
 
 
 def check_patterns(norms: Mapping[str, Any]) -> None:
@@ -114,16 +123,22 @@ def part_numbers(
     Raises:
       ValueError: A trainable leaf matches no pattern or several, or a pattern matches none.
     """
-    pairs = zip(paths_of(params), trainable, strict=True)
-    paths = tuple(path for (path, _), trains in pairs if trains)
-    return _part_numbers(tuple(norms), paths)
+    paths = []
+    for (path, _), trains in zip(paths_of(params), trainable, strict=True):
+        if trains:
+            paths.append(path)
+    patterns = tuple(norms)
+    return _part_numbers(patterns, tuple(paths))
 
 
 @functools.lru_cache(maxsize=64)  # every call asks, and a large model has thousands of pairs
 def _part_numbers(patterns: tuple[str, ...], paths: tuple[str, ...]) -> tuple[int, ...]:
     numbers = []
     for path in paths:
-        own = [n for n, pattern in enumerate(patterns) if re.fullmatch(pattern, path)]
+        own = []
+        for number, pattern in enumerate(patterns):
+            if re.fullmatch(pattern, path):
+                own.append(number)
         if len(own) != 1:
             matches = [patterns[n] for n in own] or "none"
             raise ValueError(
@@ -132,11 +147,13 @@ def _part_numbers(patterns: tuple[str, ...], paths: tuple[str, ...]) -> tuple[in
                 "whole path, such as 'backbone/.*'. Freeze what is not trained with `trainable`."
             )
         numbers += own
-    idle = [pattern for n, pattern in enumerate(patterns) if n not in numbers]
+    idle = set(range(len(patterns))) - set(numbers)
     if idle:
+        first = patterns[min(idle)]
+        names = ", ".join(paths[:8])
+        more = ", ..." if len(paths) > 8 else ""
         raise ValueError(
-            f"clip_norm has {idle[0]!r}, which matches no trained parameter and would only add "
-            f"noise. Leave it out, or mend it. There are {', '.join(paths[:8])}"
-            f"{', ...' if len(paths) > 8 else ''}."
+            f"clip_norm has {first!r}, which matches no trained parameter and would only add "
+            f"noise. Leave it out, or mend it. There are {names}{more}."
         )
     return tuple(numbers)

@@ -276,8 +276,9 @@ def _with_total(part_norms: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]
     """Returns the norms [B] of whole gradients, and those of parts if there are several."""
     if len(part_norms) == 1:
         return part_norms[0], []
-    squares = functools.reduce(jnp.add, map(jnp.square, part_norms))
-    return rounding.root(squares), part_norms
+    squares = map(jnp.square, part_norms)
+    total = functools.reduce(jnp.add, squares)
+    return rounding.root(total), part_norms
 
 
 def _engine_result(
@@ -305,7 +306,9 @@ def _empty_sums(program: Program, inputs: SumInputs) -> ClippedSums:
     """Returns the sums of no examples."""
     n_parts = len(inputs.clip_norms)
     leaves = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in inputs.leaves]
-    norms, part_norms = _with_total([jnp.zeros(0, sites.wide_dtype(*inputs.leaves))] * n_parts)
+    dtype = sites.wide_dtype(*inputs.leaves)
+    no_norms = jnp.zeros(0, dtype)
+    norms, part_norms = _with_total([no_norms] * n_parts)
     losses = jnp.zeros(0, program.value.dtype)
 
     def no_rows(x: Any) -> jax.Array:

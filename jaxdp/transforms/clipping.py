@@ -236,7 +236,9 @@ class ClippedGrad:
         """
         arguments = self._arguments(params, batch, None, key)
         part_of = arguments.tree.part_of
-        treatments = iter(leaf_plans.treatments(self.engine, _batched(self, *arguments), part_of))
+        batched = _batched(self, *arguments)
+        of_leaves = leaf_plans.treatments(self.engine, batched, part_of)
+        treatments = iter(of_leaves)
         plans = []
         pairs = zip(paths_of(params), arguments.tree.trainable, strict=True)
         for (path, leaf), trains in pairs:
@@ -490,7 +492,9 @@ def _summed(
     chex.assert_equal_shape([examples.norms, examples.losses, batched.unmasked])
     part_norms = None
     if f.patterns is not None:
-        part_norms = dict(zip(f.patterns, examples.part_norms or [examples.norms], strict=True))
+        of_parts = examples.part_norms or [examples.norms]
+        pairs = zip(f.patterns, of_parts, strict=True)
+        part_norms = dict(pairs)
     return ClippedSum(
         grads=tree.tree(sums.leaves),
         norms=examples.norms,

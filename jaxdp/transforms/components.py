@@ -127,7 +127,9 @@ def spans_parts(component: Sequence[sites.Site], part_of: Sequence[int]) -> bool
 
     Its gradients are then kept, because a norm by factors is that of all of its leaves.
     """
-    return len({part_of[leaf] for leaf in leaves_of(component)}) > 1
+    leaves = leaves_of(component)
+    numbers = {part_of[leaf] for leaf in leaves}
+    return len(numbers) > 1
 
 
 def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
@@ -241,9 +243,9 @@ class Component:
           part_of: The number of the part of each trainable leaf. Gradients of a component
             that spans several are kept.
         """
-        numbers = sorted({part_of[leaf] for leaf in self._members})
+        numbers = {part_of[leaf] for leaf in self._members}
         if len(numbers) == 1:
-            return {numbers[0]: self}
+            return {numbers.pop(): self}
         assert self.kept is not None
         pieces = {}
         for number in numbers:
@@ -251,7 +253,8 @@ class Component:
             piece._members = [leaf for leaf in self._members if part_of[leaf] == number]
             piece.kept = {leaf: self.kept[leaf] for leaf in piece._members}
             grads = list(piece.kept.values())
-            piece.size = sum(math.prod(g.shape[1:]) for g in grads)
+            shapes = [g.shape[1:] for g in grads]
+            piece.size = sum(map(math.prod, shapes))
             piece.squared_norms = sum_of_squares(grads)
             pieces[number] = piece
         return pieces

@@ -56,7 +56,8 @@ class EngineResult(NamedTuple):
     def finite(self) -> jax.Array:
         """Whether the loss and the gradient of each example are finite, [B]."""
         of_parts = map(jnp.isfinite, self.squared_norms)
-        return functools.reduce(jnp.logical_and, of_parts) & jnp.isfinite(self.losses)
+        gradient_is_finite = functools.reduce(jnp.logical_and, of_parts)
+        return gradient_is_finite & jnp.isfinite(self.losses)
 
 
 def by_vmap(
@@ -136,18 +137,20 @@ def by_bookkeeping(
         own_sites = [met[number] for number in members]
         own_weights = jaxprs.restricted(weights, members)
         spans = spans_parts([one.site for one in own_sites], part_of)
-        component = Component(own_sites, own_weights, wide, keep_all if spans else choose)
-        for part, piece in component.in_parts(part_of).items():
+        choice = keep_all if spans else choose
+        component = Component(own_sites, own_weights, wide, choice)
+        pieces = component.in_parts(part_of)
+        for part, piece in pieces.items():
             by_part[part].append(piece)
     sums = [_ComponentSums(components, wide, len(losses)) for components in by_part]
     rows = [part.rows for part in sums]
 
     def weighted_sum(rows: Rows, factors: list[jax.Array]) -> list[jax.Array]:
         by_leaf: dict[int, jax.Array] = {}
-        for part, read, left_out, of_part in zip(
-            sums, rows.read, rows.left_out, factors, strict=True
-        ):
-            by_leaf |= part.weighted_sum(Rows(read, left_out), of_part)
+        of_parts = zip(sums, rows.read, rows.left_out, factors, strict=True)
+        for part, read, left_out, own_factors in of_parts:
+            own_rows = Rows(read, left_out)
+            by_leaf |= part.weighted_sum(own_rows, own_factors)
         return _for_each_leaf(by_leaf, wide)
 
     return EngineResult(

@@ -221,13 +221,22 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         jaxdp.clipped_grad(loss, **options)
 
 
-def test_a_clip_norm_per_layer_is_refused() -> None:
-    with pytest.raises(
-        TypeError, match=r"(?s)clip_norm must be one number.*dict \{'w': 1.0\}.*once per part"
-    ):
-        jaxdp.clipped_grad(loss, clip_norm={"w": 1.0})
-    with pytest.raises(TypeError, match=r"clip_norm must be one number.*NoneType None"):
+def test_a_clip_norm_that_is_no_number_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"clip_norm must be a number.*NoneType None"):
         jaxdp.clipped_grad(loss, clip_norm=None)
+
+
+def test_a_clipped_sum_is_no_array_and_shows_no_private_value() -> None:
+    f = jaxdp.clipped_grad(lambda p, x: (p * x).sum(), clip_norm=1.0)
+    out = f(np.ones(3, np.float32), np.full((2, 3), 77.0, np.float32))
+    remedy = r"has no noise. Give its sum of gradients, `grads`, to the update of jaxdp.privatize"
+    for call in (jnp.sum, np.asarray):
+        with pytest.raises(TypeError, match=f"must be an array, got a ClippedSum.*{remedy}"):
+            call(out)
+    assert "77" not in repr(out)
+    private = jaxdp.privatize(f, noise_multiplier=1.0, divisor=2.0)
+    with pytest.raises(TypeError, match=r"updates must be the sum of gradients, got ClippedSum"):
+        private.update(out, private.init(np.ones(3)))
 
 
 def test_a_loss_of_another_signature_is_refused() -> None:
