@@ -1,6 +1,7 @@
 """Studies on a user's own data: each kind of `data.source`, unit and adjacency in the ledger."""
 
 import csv
+import dataclasses
 import importlib
 import json
 import sys
@@ -252,12 +253,11 @@ def test_a_dry_run_warns_of_numbers_that_are_not_finite(folder, tmp_path, bad):
         opened()
         return []
 
-    study = frame.Study(
-        name="npz",
+    study = dataclasses.replace(
+        finetune.STUDY,
         open=lambda config, root: data.parts(config.data, "private")["private"],
         private=lambda source: [frame.PrivateSet(source.name, source, False)],
         cells=lambda config: [],
-        run=None,
         plan=plan,
     )
     files = {"private": "private.npz", "test": "test.npz"}
