@@ -240,6 +240,7 @@ def _planned(options: argparse.Namespace, account: "Account | None") -> list[tup
         steps=options.steps,
         epsilon=options.epsilon,
     )
+    unit = "record" if account is None else account.unit
     rows = facts(
         plan.event,
         records=plan.records,
@@ -247,8 +248,7 @@ def _planned(options: argparse.Namespace, account: "Account | None") -> list[tup
         noise_multiplier=f"{plan.noise_multiplier:.6g}",
         steps=plan.steps,
         every=options.every or math.ceil(plan.steps / 10),
-        delta=plan.delta,
-        adjacency=plan.adjacency,
+        terms={"delta": plan.delta, "adjacency": plan.adjacency, "unit": unit},
     )
     if account is not None:
         left = left_after(account, plan.event(0, plan.steps))

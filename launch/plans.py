@@ -21,6 +21,7 @@ from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, describe, from_json
 from jaxdp.privacy.planning import facts, left_after
 from jaxdp.privacy.report_text import aligned
+from jaxdp.privacy.units import unit_words
 from jaxdp.release import notes
 
 Rows = Sequence[tuple[str, str]]
@@ -90,8 +91,7 @@ def training(
         noise_multiplier=noise,
         steps=steps,
         every=every,
-        delta=terms["delta"],
-        adjacency=terms.get("adjacency", "add_remove"),
+        terms={"unit": "example", **terms},
     )
 
     def programs(memory: int | None) -> Programs:
@@ -206,7 +206,8 @@ def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tupl
         spent = privacy.epsilon(event, delta=delta, adjacency=terms["adjacency"])
         rows += [("event", describe(event)), ("epsilon", f"{spent:.6g} at delta {delta:g}")]
         if delta and terms.get("records"):
-            rows.append(("delta * records", f"{delta * terms['records']:.4g}"))
+            exposed = delta * terms["records"]
+            rows.append((f"delta * {unit_words(terms['unit']).many}", f"{exposed:.4g}"))
     if root is not None and item.folder:
         event = outstanding({item.dataset: event}, root / item.folder)[item.dataset]
     with contextlib.ExitStack() as opened:

@@ -27,7 +27,7 @@ from jaxdp.privacy import (
     store,
 )
 from jaxdp.privacy.events import describe, parse
-from launch import catalogue, document, studies, usage
+from launch import catalogue, document, plans, studies, usage
 from launch.lifecycle import stages as lifecycle_stages
 from tests.forked import PYTHON
 
@@ -323,7 +323,7 @@ def test_a_plan_says_what_a_ledger_has_left(path, capsys):
         steps=10,
         epsilon=None,
     )
-    assert rows["records"] == "50000" and rows["delta * records"] == "0.5"
+    assert rows["examples"] == "50000" and rows["delta * examples"] == "0.5"
     with Ledger(path) as ledger:
         event = SelfComposedDpEvent(
             PoissonSampledDpEvent(192 / 50_000, GaussianDpEvent(2.01469)), 10
@@ -336,6 +336,29 @@ def test_a_plan_says_what_a_ledger_has_left(path, capsys):
     more = {"records": None, "batch_size": 2000, "noise_multiplier": 0.5, "epsilon": None}
     rows = planned(capsys, f"--ledger={path}", "--dataset=train", **more)
     assert "REFUSES" in rows["ledger"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "units"),
+    [
+        ("patient", "patients"),
+        ("device", "devices"),
+        ("hospital", "hospitals"),
+        ("example", "examples"),
+    ],
+)
+def test_a_plan_counts_units_by_their_name(tmp_path, capsys, unit, units):
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        ledger.register("train", adjacency="add_remove", unit=unit, delta=1e-5, records=2000)
+    rows = planned(capsys, f"--ledger={path}", records=None, steps=1, epsilon=None)
+    assert rows[units] == "2000" and rows[f"delta * {units}"] == "0.02"
+    assert "records" not in rows
+    # The dry run of a charge that is no training.
+    charge = plans.Item("x", "train", GaussianDpEvent(9), {"unit": unit, "delta": 1e-5})
+    charge = charge._replace(terms={**charge.terms, "records": 2000})
+    plans.show([charge], None)
+    assert re.search(rf"delta \* {units} +0.02", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(

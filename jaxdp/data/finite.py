@@ -1,42 +1,16 @@
-"""How many of the first examples of a source hold NaN or an infinity."""
+"""A warning about NaN and infinity among the first examples of a source."""
 
 import warnings
 from typing import Any
 
-import jax
-import numpy as np
+from jaxdp.transforms.not_finite import (
+    FIRST_EXAMPLES,
+    NotFinite,
+    count_not_finite,
+    floats,
+)
 
-from jaxdp.transforms.not_finite import NotFinite
-
-FIRST_EXAMPLES = 1000
-_MOST_BYTES = 2**24  # examples that are read on demand, such as volumes, may be large
-
-
-def count_not_finite(source: Any, *, examples: int = FIRST_EXAMPLES) -> NotFinite:
-    """Counts the first examples of a source that hold NaN or an infinity, by column.
-
-    At most 16 MiB are read, but at least one example. `Examples` read only their columns of
-    floating point, so images of integers are not decoded.
-
-    Args:
-      source: A `Source`. An example of `Groups` is an owner of records.
-      examples: The largest number of examples to read.
-
-    Returns:
-      The counts. They are private, and for the owner of the data.
-    """
-    first = np.arange(min(len(source), examples))
-    row_bytes = sum(column.nbytes for column in jax.tree.leaves(floats(source, first[:1])))
-    first = first[: max(1, _MOST_BYTES // max(1, row_bytes))]
-    return NotFinite.among(floats(source, first), len(first))
-
-
-def floats(source: Any, indices: np.ndarray) -> Any:
-    """Returns at least the columns of floating point of the examples at `indices`, [B, ...] each.
-
-    A source that can read them alone has a method of this name.
-    """
-    return getattr(source, "floats", source.gather)(indices)
+__all__ = ["FIRST_EXAMPLES", "NotFinite", "count_not_finite", "floats", "warn_of_not_finite"]
 
 
 def warn_of_not_finite(source: Any, argument: str) -> None:

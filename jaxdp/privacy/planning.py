@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxdp.privacy.accounting import Adjacency, Method, epsilon
@@ -15,6 +15,7 @@ from jaxdp.privacy.events import (
 )
 from jaxdp.privacy.ledger import Account, BudgetExceeded
 from jaxdp.privacy.privacy_warnings import warn_if_weak
+from jaxdp.privacy.units import unit_words
 
 MOST_STEPS = 10**6
 # The most rows of a growing epsilon.
@@ -177,8 +178,7 @@ def facts(
     noise_multiplier: str,
     steps: int,
     every: int,
-    delta: float,
-    adjacency: Adjacency,
+    terms: Mapping[str, Any],
 ) -> list[tuple[str, str]]:
     """Returns what a training run costs as (name, value) rows for people.
 
@@ -186,8 +186,13 @@ def facts(
         event: `event(first, last)` of the steps first, ..., last - 1.
         every: The number of steps of a chunk. Epsilon is given at the ends of up to ten chunks, the
             last among them.
-        records, batch_size, noise_multiplier, steps, delta, adjacency: As in `TrainingPlan`.
+        terms: The delta, and the adjacency and unit of the data set, which are "add_remove" and
+            "record" without them. The rows count units by their name, such as "patients".
+        records, batch_size, noise_multiplier, steps: As in `TrainingPlan`.
     """
+    delta = terms["delta"]
+    adjacency = terms.get("adjacency", "add_remove")
+    units = unit_words(terms.get("unit", "record")).many
     chunks = math.ceil(steps / every)
     rows = min(_MOST_ROWS, chunks)
     growth = {}
@@ -195,13 +200,13 @@ def facts(
         end = min(steps, every * math.ceil(chunks * row / rows))
         growth[end] = epsilon(event(0, end), delta=delta, adjacency=adjacency)
     return [
-        ("records", f"{records}"),
+        (units, f"{records}"),
         ("batch size", f"{batch_size:g} expected, sampling probability {batch_size / records:.6g}"),
         ("noise multiplier", noise_multiplier),
         ("steps", f"{steps}"),
         ("epsilon", f"{growth[steps]:.6g} at delta {delta:g}, {adjacency}"),
         ("epsilon after steps", ", ".join(f"{end}: {spent:.4g}" for end, spent in growth.items())),
-        ("delta * records", f"{delta * records:.4g}"),
+        (f"delta * {units}", f"{delta * records:.4g}"),
     ]
 
 

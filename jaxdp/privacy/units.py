@@ -13,6 +13,8 @@ _GROUPS = {
     *("city", "village", "country", "region", "laboratory"),
 }
 _IRREGULAR = {"person": "people", "child": "children"}
+# Neither people nor groups, but with several records each.
+_OWNERS = {"account", "car", "day", "device", "machine", "phone", "sensor", "vehicle"}
 # Endings of a word to which the plural adds -es.
 _HISSING = ("s", "x", "z", "ch", "sh")
 
@@ -41,6 +43,16 @@ class UnitWords:
         if self.is_group:
             return f"A person with records in several {self.many}"
         return f"A person with several {self.many}"
+
+    @property
+    def rows(self) -> str:
+        """What an evaluation counts, as in "327 test records of patients".
+
+        An owner, such as a patient or a device, may have several records. Other units are records.
+        """
+        noun = self.one.rpartition(" ")[2].lower()
+        is_owner = self.is_person or self.is_group or noun in _OWNERS
+        return f"records of {self.many}" if is_owner else self.many
 
     @property
     def a(self) -> str:

@@ -24,6 +24,7 @@ from jaxdp.transforms.clipping import (
     clipped_grad,
     paths_of,
 )
+from jaxdp.transforms.not_finite import NotFinite, count_not_finite
 from jaxdp.transforms.parameters import not_finite
 
 __all__ = ["Finding", "ModelCheck", "check"]
@@ -134,6 +135,7 @@ def check(
     has_aux: bool = False,
     stochastic: bool = False,
     group: bool = False,
+    source: Any = None,
 ) -> ModelCheck:
     """Says what will go wrong in private training, before it starts.
 
@@ -153,12 +155,16 @@ def check(
       stochastic: Whether `loss_fn` takes `key=`.
       group: As in `clipped_grad`: groups of k records are clipped, and `loss_fn` is the loss of one
           record.
+      source: A `jaxdp.data.Source` of examples or groups. NaN and infinity among its first thousand
+          are counted by column, as by `jaxdp.data.count_not_finite`.
 
     Returns:
       The findings and the plan of every leaf. A problem of the loss is a finding and raises
       nothing.
 
     Formal guarantees:
+      Without `source` the result depends on no private value. With it, counts of private examples
+      are in a finding, for the owner of the data. Do not publish them.
       The result does not depend on the values of the example, so a private example may be passed.
       The loss is compiled and runs on made-up examples: zeros, ones, and numbers between 0 and 1.
     """
@@ -168,6 +174,8 @@ def check(
     except (TypeError, ValueError) as error:
         return ModelCheck((Finding("error", str(error)),), ())
     findings: list[Finding] = []
+    if source is not None:
+        findings += _about_source(count_not_finite(source))
     if _requires_key(loss_fn) and not stochastic:
         findings.append(Finding("warning", f"loss_fn takes key=. {_PASS_KEY}"))
         stochastic = True
@@ -212,6 +220,18 @@ def _plan(
         members = [batch] * group_size
         batch = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *members)
     return f.plan(params, batch, key=key)
+
+
+def _about_source(counts: NotFinite) -> list[Finding]:
+    """Returns the finding about examples that hold such a number, if there are any."""
+    if not counts.examples:
+        return []
+    message = (
+        f"source: {counts}. In private training such an example contributes nothing, unless the "
+        "loss masks what is missing. Put a public constant in its place, or leave the examples "
+        "out. The counts are private, and for the owner of the data."
+    )
+    return [Finding("warning", message)]
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+FIRST_EXAMPLES = 1000
+_MOST_BYTES = 2**24  # examples that are read on demand, such as volumes, may be large
+
 
 class NotFinite(NamedTuple):
     """Examples that hold NaN or an infinity, among the first ones of a source. Private.
@@ -44,3 +47,30 @@ class NotFinite(NamedTuple):
             f"{self.examples} of the first {self.read} examples hold NaN or an infinity "
             f"({', '.join(by_column)})"
         )
+
+
+def count_not_finite(source: Any, *, examples: int = FIRST_EXAMPLES) -> NotFinite:
+    """Counts the first examples of a source that hold NaN or an infinity, by column.
+
+    At most 16 MiB are read, but at least one example. `Examples` read only their columns of
+    floating point, so images of integers are not decoded.
+
+    Args:
+      source: A `jaxdp.data.Source`. An example of `Groups` is an owner of records.
+      examples: The largest number of examples to read.
+
+    Returns:
+      The counts. They are private, and for the owner of the data.
+    """
+    first = np.arange(min(len(source), examples))
+    row_bytes = sum(column.nbytes for column in jax.tree.leaves(floats(source, first[:1])))
+    first = first[: max(1, _MOST_BYTES // max(1, row_bytes))]
+    return NotFinite.among(floats(source, first), len(first))
+
+
+def floats(source: Any, indices: np.ndarray) -> Any:
+    """Returns at least the columns of floating point of the examples at `indices`, [B, ...] each.
+
+    A source that can read them alone has a method of this name.
+    """
+    return getattr(source, "floats", source.gather)(indices)

@@ -95,7 +95,7 @@ def _plan(config: Any, parts: Parts) -> Iterator[plans.Item]:
         models.fresh(model, options.seed),
         steps=options.steps,
         every=options.checkpoint_every,
-        terms={"delta": options.delta},
+        terms={"delta": options.delta, "unit": parts.unit},
     )
     yield training._replace(event=None)  # is charged with the other stages
 

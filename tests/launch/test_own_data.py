@@ -1,10 +1,12 @@
 """Studies on a user's own data: each kind of `data.source`, unit and adjacency in the ledger."""
 
 import csv
+import dataclasses
 import importlib
 import json
 import sys
 import types
+import warnings
 
 import numpy as np
 import PIL.Image
@@ -236,3 +238,33 @@ def test_a_table_is_fine_tuned_under_a_budget_of_patients(table, tmp_path):
     result = finetune.experiment(given, str(tmp_path / "run"))
     assert (result["unit"], result["dataset"]) == ("patient", "table/private")
     assert result["private"] > 0.75 and 2.9 < result["epsilon"] <= 3
+
+
+@pytest.mark.parametrize("bad", [np.nan, 0.0])
+def test_a_dry_run_warns_of_numbers_that_are_not_finite(folder, tmp_path, bad):
+    parts = data.parts(config(source="folder", path=str(folder)), "private", "test")
+    for name, source in parts.items():
+        columns = source.load().arrays
+        image = np.array(columns["image"])
+        image[[1, 3], 0, 0] = bad
+        np.savez(tmp_path / f"{name}.npz", image=image, label=columns["label"])
+
+    def plan(config, opened):
+        opened()
+        return []
+
+    study = dataclasses.replace(
+        finetune.STUDY,
+        open=lambda config, root: data.parts(config.data, "private")["private"],
+        private=lambda source: [frame.PrivateSet(source.name, source, False)],
+        cells=lambda config: [],
+        plan=plan,
+    )
+    files = {"private": "private.npz", "test": "test.npz"}
+    given = config(source="npz", path=str(tmp_path), parts=files)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        frame.run(study, ConfigDict({"data": given}), None, dry_run=True)
+    messages = [str(warning.message) for warning in caught]
+    counts = "2 of the first 5 examples hold NaN or an infinity (2 in 'image')"
+    assert any(counts in message for message in messages) == np.isnan(bad)

@@ -212,7 +212,7 @@ def test_nothing_is_shown_that_is_not_accounted(tmp_path, study):
 def test_a_change_inside_the_noise_is_called_so(tmp_path):
     text = report.write(workdir(tmp_path, "finetune")).read_text()
     assert (
-        "63.3 % (57.9 to 68.3) before and 64.8 % (59.5 to 69.8) after, on 327 test records." in text
+        "63.3 % (57.9 to 68.3) before and 64.8 % (59.5 to 69.8) after, on 327 test scans." in text
     )
     assert (
         "This change is inside the noise: 15 answers became right and 10 became wrong"

@@ -117,4 +117,11 @@ def test_plurals_are_english():
         unit: unit_words(unit).many for unit in ("person", "study", "chest X-ray", "box", "day")
     }
     assert list(many.values()) == ["people", "studies", "chest X-rays", "boxes", "days"]
+    rows = {unit: unit_words(unit).rows for unit in ("patient", "device", "hospital", "example")}
+    assert rows == {
+        "patient": "records of patients",
+        "device": "records of devices",
+        "hospital": "records of hospitals",
+        "example": "examples",
+    }
     assert unit_words("image").a == "An image" and unit_words("user").a == "A user"

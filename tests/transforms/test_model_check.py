@@ -388,3 +388,14 @@ def test_draws_are_followed_through_control_flow(name: str) -> None:
         jaxdp.clipped_grad(shared, clip_norm=1.0).plan(
             {"w": W}, jnp.ones((2, 4)), key=jax.random.key(0)
         )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 0.0])
+def test_a_source_with_numbers_that_are_not_finite(bad):
+    x = np.zeros((30, 4), np.float32)
+    x[[3, 7], 1] = bad
+    source = jaxdp.data.from_arrays(x=x, y=np.zeros(30, np.int32))
+    report = jaxdp.check(cross_entropy, PARAMS, EXAMPLE, source=source)
+    about = [finding.message for finding in report.findings if "first 30" in finding.message]
+    assert report.ok and bool(about) == (bad != 0)
+    assert all("2 of the first 30 examples" in text and "2 in 'x'" in text for text in about)
