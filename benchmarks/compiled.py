@@ -33,13 +33,13 @@ import jax
 
 import jaxdp
 from benchmarks import compiled_cases, counts, timing, trust
-from jaxdp.compilers import targets
+from jaxdp.compilers import schedules, targets
 from jaxdp.report import format_table
 
 Row = dict[str, Any]
 
 
-def compiled(target: str, case: str, step: str, tiny: bool, dump: str) -> Row:
+def compiled(target: str, case: str, step: str, tiny: bool) -> Row:
     """Returns the row of a step. It runs in a process of its own, whose environment is that of the
     target."""
     program = compiled_cases.cases(tiny)[case]()[step]()
@@ -49,13 +49,14 @@ def compiled(target: str, case: str, step: str, tiny: bool, dump: str) -> Row:
     row: Row = {"trace_s": trace_s, "compile_s": compile_s}
     if step == "plain":
         row["operations"] = counts.count(program.function, *program.args).flops
-    return row | targets.estimate(target, found, dump)
+    bundles = schedules.of_kernels(target, found.as_text())
+    return row | targets.estimate(target, found, bundles)
 
 
 def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) -> Row:
     """Returns the row of a step, or its error."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = targets.environment(target, folder)
+        environment = targets.environment(target)
         arguments = [
             "--target",
             target,
@@ -217,8 +218,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
 def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     flags = arguments(given)
     if flags.step:
-        folder = os.path.dirname(flags.output)
-        row = compiled(flags.target, flags.cases, flags.step, flags.tiny, folder)
+        row = compiled(flags.target, flags.cases, flags.step, flags.tiny)
         pathlib.Path(flags.output).write_text(json.dumps(row))
         return row
     target = targets.TARGETS[flags.target]

@@ -17,7 +17,7 @@ import pytest
 import jaxdp
 from benchmarks import compiled, compiled_cases, device, trust
 from jaxdp import models, pretrain, recalibration, tta
-from jaxdp.compilers import hlo
+from jaxdp.compilers import hlo, schedules
 from jaxdp.compilers import targets as compiled_targets
 from jaxdp.split import copies
 from jaxdp.transforms import chacha, noise
@@ -107,6 +107,11 @@ ENTRY %main (x: f32[8], go: pred[]) -> f32[2048,128] {
 
 def parsed(text):
     """Returns the program of a text with short forms of attributes."""
+    return hlo.Program.parsed(with_forms(text))
+
+
+def with_forms(text):
+    """Returns a text whose short forms of attributes are written out."""
     forms = {
         r"CYCLES\((\d+)\)": r'backend_config={"window_config":{"estimated_cycles":"\1"}}',
         r"FROM\((.*?)\)(?=$|, )": r'metadata={op_name="\1"}',
@@ -114,7 +119,7 @@ def parsed(text):
     }
     for short, long in forms.items():
         text = re.sub(short, long, text, flags=re.MULTILINE)
-    return hlo.Program.parsed(text)
+    return text
 
 
 def estimated(text=TPU):
@@ -200,27 +205,50 @@ LB: loop body
 
 
 def test_bundles_of_loops_count_as_often_as_they_turn(tmp_path):
-    assert compiled_targets.bundles(SCHEDULE) == 2 + 10 * (4 + 16 * 4) + 4 * 4 + 1 == 699
+    assert schedules.bundles(SCHEDULE) == 2 + 10 * (4 + 16 * 4) + 4 * 4 + 1 == 699
     unknown = SCHEDULE.replace(", 16 /*", ", %s9 /*")
-    assert compiled_targets.bundles(unknown) == 2 + 10 * (4 + 4) + 4 * 4 + 1
+    assert schedules.bundles(unknown) == 2 + 10 * (4 + 4) + 4 * 4 + 1
     (tmp_path / "1-kernel.1-01-final_bundles.txt").write_text(SCHEDULE)
     (tmp_path / "1-kernel.1-00-schedule-analysis_final_bundles.txt").write_text("no schedule")
-    found = compiled_targets.of_tpu(parsed(TPU), compiled_targets.TARGETS["v5e"], str(tmp_path))
+    assert schedules.read(str(tmp_path)) == 699
+    found = compiled_targets.of_tpu(
+        parsed(TPU), compiled_targets.TARGETS["v5e"], {"kernel.1": 699.0}
+    )
     (kernel,) = found["pallas"]
     # bytes take longer
     assert kernel["bundles"] == 699 and kernel["cycles"] == kernel["cycles_of_bytes"] > 699
 
 
-def test_equal_kernels_share_their_schedule(tmp_path):
-    """The compiler schedules one of them."""
-    (tmp_path / "1-kernel.1-01-final_bundles.txt").write_text(SCHEDULE)
+def test_equal_kernels_share_their_schedule(monkeypatch):
+    """One of them is compiled for it."""
     body = 'backend_config={"custom_call_config":{"body":"SAME"}}'
     kernel = re.search("  ROOT %kernel.1 = .*", TPU)[0]
     one, other = (f"{kernel}, {text}" for text in (body, body.replace("SAME", "OTHER")))
     more = [f"  %kernel.{n} = " + text.partition(" = ")[2] for n, text in ((2, one), (3, other))]
     text = TPU.replace(kernel, "\n".join([*more, one]))
-    found = compiled_targets.of_tpu(parsed(text), compiled_targets.TARGETS["v5e"], str(tmp_path))
+    asked = []
+
+    def answer(folder, question):
+        asked.extend(question["kernels"])
+        return [699.0, None]
+
+    monkeypatch.setattr(schedules, "_in_process", answer)
+    text = with_forms(text)
+    bundles = schedules.of_kernels("v5e", text)
+    operands = [["f32", [8]]]
+    results = [["f32", [2048, 128]]]
+    for kernel, body in zip(asked, ("SAME", "OTHER"), strict=True):
+        assert json.loads(json.dumps(kernel)) == {
+            "operands": operands,
+            "results": results,
+            "several": False,
+            "config": {"custom_call_config": {"body": body}},
+        }
+    assert bundles == {"SAME": 699.0}
+    program = hlo.Program.parsed(text)
+    found = compiled_targets.of_tpu(program, compiled_targets.TARGETS["v5e"], bundles)
     assert [kernel["bundles"] for kernel in found["pallas"]] == [699, None, 699]
+    assert schedules.of_kernels("v5e", text.replace("tpu_custom_call", "other")) == {}
 
 
 GPU = """HloModule jit_f
@@ -358,7 +386,7 @@ def test_a_missing_compiler_is_named_with_its_installation(name, monkeypatch):
     with pytest.raises(
         ImportError, match=r"is not installed, .* the extra compilers: pip install "
     ):
-        compiled_targets.environment(name, "")
+        compiled_targets.environment(name)
 
 
 @needs_libtpu
@@ -416,8 +444,8 @@ print(of(memory), of(bad))
 
 @needs_libtpu
 @pytest.mark.slow
-def test_noise_on_a_tpu_takes_at_most_twice_its_result_in_memory(tmp_path):
-    environment = compiled_targets.environment("v5e", str(tmp_path))
+def test_noise_on_a_tpu_takes_at_most_twice_its_result_in_memory():
+    environment = compiled_targets.environment("v5e")
     ended = subprocess.run(
         [sys.executable, "-c", NOISE], env=environment, capture_output=True, text=True, check=True
     )

@@ -15,6 +15,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
+
 COLLECTIVES = (
     "all-reduce",
     "all-gather",
@@ -474,7 +477,7 @@ def _by_type(instruction: Instruction, operands: list[str]) -> dict[str, float]:
         return {}
     if instruction.opcode not in ("custom-call", "dot", "convolution"):
         return {"other": flops}
-    kind, _ = next(itertools.chain.from_iterable(map(_shapes, operands)))
+    kind, _ = next(itertools.chain.from_iterable(map(arrays_of, operands)))
     return {kind: flops}
 
 
@@ -483,7 +486,7 @@ def _library_flops(call: Instruction, operands: list[str]) -> float:
     arrays = []
     for text in (call.shape, *operands):
         # The first element of a tuple is the result, the others are scratch memory.
-        arrays += [dims for _, dims in itertools.islice(_shapes(text), 1)]
+        arrays += [dims for _, dims in itertools.islice(arrays_of(text), 1)]
     contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', call.rest)
     if contracted:
         out, left, *_ = arrays
@@ -547,15 +550,26 @@ def _closing(text: str) -> int:
     return len(text)
 
 
-def _shapes(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def arrays_of(text: str) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields type and dimensions of each array: ("f32", (2, 3)) for "f32[2,3]"."""
     for kind, dims in _SHAPE.findall(text):
         yield kind, tuple(int(n) for n in dims.split(",") if n)
 
 
+_TYPES = {"f": "float", "bf": "bfloat", "s": "int", "u": "uint", "c": "complex"}
+
+
+def dtype(kind: str) -> np.dtype:
+    """Returns the type of an array from its name in a program: float32 for "f32"."""
+    if kind == "pred":
+        return np.dtype(bool)
+    letters = kind.rstrip("0123456789")
+    return jnp.dtype(_TYPES[letters] + kind.removeprefix(letters))
+
+
 def byte_size(text: str) -> float:
     """Returns the bytes of a shape as a program writes it, of all elements of a tuple."""
-    sizes = [_width(kind) * math.prod(dims) for kind, dims in _shapes(text)]
+    sizes = [_width(kind) * math.prod(dims) for kind, dims in arrays_of(text)]
     return float(sum(sizes))
 
 
@@ -579,14 +593,14 @@ def _width(kind: str) -> float:
 
 def _flops(instruction: Instruction, operands: list[str]) -> float:
     opcode = instruction.opcode
-    kind, out = next(_shapes(instruction.shape), ("s32", ()))
+    kind, out = next(arrays_of(instruction.shape), ("s32", ()))
     if opcode in FREE | _MOVES or opcode.startswith(COLLECTIVES):
         return 0.0
     if not kind.startswith(("f", "bf", "c")):  # integers are not counted
         return 0.0
     arrays = []
     for text in operands:
-        arrays += [dims for _, dims in _shapes(text)]
+        arrays += [dims for _, dims in arrays_of(text)]
     if opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", instruction.rest)
         assert contracted

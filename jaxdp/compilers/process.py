@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from jaxdp.compilers import targets
+from jaxdp.compilers import schedules, targets
 
 PROGRAM = "program.bin"
 QUESTION = "question.json"
@@ -148,7 +148,8 @@ def compiled(folder: str | os.PathLike[str]) -> dict[str, Any]:
         )
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error)}
-    return {**targets.estimate(target, executable, str(root)), "compile_s": seconds}
+    bundles = schedules.of_kernels(target, executable.as_text())
+    return {**targets.estimate(target, executable, bundles), "compile_s": seconds}
 
 
 def needed_memory(message: str) -> int | None:
@@ -171,7 +172,7 @@ def _answer(
     seconds: float | None,
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        environment = targets.environment(target, folder)
+        environment = targets.environment(target)
         question = json.dumps({"target": target, "donated": donated})
         pathlib.Path(folder, PROGRAM).write_bytes(program)
         pathlib.Path(folder, QUESTION).write_text(question)

@@ -8,7 +8,6 @@ A GPU's compiler has no such model. There the bytes and the operations of each k
 import collections
 import dataclasses
 import functools
-import glob
 import importlib.metadata
 import importlib.util
 import math
@@ -24,6 +23,13 @@ from jaxdp.compilers import hlo
 
 CAVEAT = "the compiler's estimate, not a time"
 TOP = 10  # operations that are listed
+PALLAS = "tpu_custom_call"  # the target of a kernel's call
+# The compiler of a TPU asks no service for the machine on which it runs.
+_ALONE = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 # The module that compiles for a platform.
 COMPILERS = {"tpu": "libtpu", "cuda": "jax_cuda12_plugin"}
 INSTALL = 'pip install ".[compilers]"'
@@ -140,10 +146,8 @@ def require(name: str) -> Target:
     return machine
 
 
-def environment(name: str, dump: str) -> dict[str, str]:
+def environment(name: str) -> dict[str, str]:
     """Returns the variables of a process that compiles for a target.
-
-    `dump` is a folder for schedules of kernels.
 
     Raises:
       ValueError, ImportError: As in `require`.
@@ -156,7 +160,7 @@ def environment(name: str, dump: str) -> dict[str, str]:
     for of_tests in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):  # for a CPU
         variables.pop(of_tests, None)
     if machine.platform == "tpu":
-        return variables | _tpu_variables(dump)
+        return variables | _ALONE
     # No card is there on which kernels could be tried.
     variables["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
     nvidia = importlib.util.find_spec("nvidia")
@@ -165,22 +169,6 @@ def environment(name: str, dump: str) -> dict[str, str]:
     folders = [*assemblers, os.environ.get("PATH", "")]
     variables["PATH"] = os.pathsep.join(folders)
     return variables
-
-
-def _tpu_variables(dump: str) -> dict[str, str]:
-    flags = [
-        f"--xla_jf_dump_to={dump}",
-        "--xla_jf_dump_llo_text=true",
-        "--xla_jf_dump_llo_pass_label_regex=final_bundles",
-        "--xla_jf_emit_annotations=true",
-    ]
-    return {
-        # The compiler asks no service for the machine on which it runs.
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": " ".join(flags),
-    }
 
 
 def version(target: Target) -> str:
@@ -221,15 +209,18 @@ def compile_for(
     return lowered.compile(), traced - started, time.perf_counter() - traced
 
 
-def estimate(name: str, compiled: Any, dump: str) -> dict[str, Any]:
-    """Returns what the compiler of a target says about a program, as numbers for JSON."""
+def estimate(name: str, compiled: Any, bundles: Mapping[str, float]) -> dict[str, Any]:
+    """Returns what the compiler of a target says about a program, as numbers for JSON.
+
+    `bundles` are those of Pallas kernels, as `schedules.of_kernels` returns them.
+    """
     program = hlo.Program.parsed(compiled.as_text())
     memory = compiled.memory_analysis()
     kinds = ("temp", "output", "argument", "alias")
     sizes = {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in kinds}
     machine = TARGETS[name]
     if machine.platform == "tpu":
-        numbers = of_tpu(program, machine, dump)
+        numbers = of_tpu(program, machine, bundles)
     else:
         numbers = of_gpu(program, machine)
     return numbers | {"memory": sizes}
@@ -238,27 +229,25 @@ def estimate(name: str, compiled: Any, dump: str) -> dict[str, Any]:
 # --- TPU ---
 
 
-def of_tpu(program: hlo.Program, target: Target, dump: str = "") -> dict[str, Any]:
+def of_tpu(
+    program: hlo.Program, target: Target, bundles: Mapping[str, float] | None = None
+) -> dict[str, Any]:
     """Returns the estimated cycles of a program, by operation, with those of Pallas kernels apart.
 
-    A loop whose turns depend on data counts once, and is listed.
+    `bundles` are those of kernels, by `body`. A loop whose turns depend on data counts once, and is
+    listed.
     """
     steps, loops = program.steps(_cycles)
     by_source: dict[str, float] = collections.defaultdict(float)
     kernels: dict[str, dict[str, Any]] = {}
     without_estimate = collections.Counter[str]()
-    schedules = {} if not dump else _schedules(dump)
-    # The compiler schedules equal kernels once.
-    of_body = {}
-    for step in steps:
-        if step.instruction.name in schedules:
-            of_body[_body(step.instruction)] = schedules[step.instruction.name]
+    bundles = bundles or {}
     for step in steps:
         instruction = step.instruction
         expected = _cycles(instruction)
-        if target_of(instruction) == "tpu_custom_call":
-            bundles = schedules.get(instruction.name, of_body.get(_body(instruction)))
-            kernels[instruction.name] = _kernel(program, step, target, bundles)
+        if target_of(instruction) == PALLAS:
+            of_kernel = bundles.get(body(instruction))
+            kernels[instruction.name] = _kernel(program, step, target, of_kernel)
         elif expected:
             by_source[instruction.source or instruction.opcode] += step.times * expected
         elif instruction.opcode not in hlo.FREE:
@@ -297,10 +286,10 @@ def _costliest(by_source: Mapping[str, float], total: float) -> list[dict[str, A
     ]
 
 
-def _body(instruction: hlo.Instruction) -> str:
+def body(instruction: hlo.Instruction) -> str:
     """Returns the program of a Pallas kernel, or the name of another instruction."""
-    body = re.search(r'"body":"([^"]*)"', instruction.rest)
-    return body[1] if body else instruction.name
+    text = re.search(r'"body":"([^"]*)"', instruction.rest)
+    return text[1] if text else instruction.name
 
 
 def _kernel(
@@ -320,54 +309,6 @@ def _kernel(
         "cycles_of_bytes": moved,
         "cycles": step.times * max(bundles or 0.0, moved),
     }
-
-
-def _schedules(folder: str) -> dict[str, float]:
-    """Returns the bundles of custom calls, by the names of their instructions, from a dump."""
-    counts = {}
-    for path in glob.glob(os.path.join(glob.escape(folder), "*final_bundles.txt")):
-        if "schedule-analysis" in path:
-            continue
-        with open(path) as file:
-            text = file.read()
-        entry = re.search(r"/\* entry bundle: %([\w.-]+) = custom-call\(", text)
-        if entry:
-            counts[entry[1]] = bundles(text)
-    return counts
-
-
-_EXIT = re.compile(
-    r"(%\w+) = scmp\.\w+\.\w+\.totalorder (?:\(!?%\w+\), )?%\w+, (%?\w+) /\* loop exit test \*/"
-)
-_BRANCH = re.compile(r"sbr\.rel \(!?(%\w+)\) target")
-
-
-def bundles(text: str) -> float:
-    """Returns the bundles that a schedule runs: those of a loop count as often as it turns.
-
-    A schedule has a line for each bundle. The first one of the body of a loop says "LB". The body
-    ends with a branch on the result of a test, which compares with the number of turns. A loop
-    whose number is no constant counts once. A bundle takes a cycle where nothing stalls, so this is
-    a lower bound, except for the first and the last turn of a pipeline, where some parts of the
-    body are skipped.
-    """
-    times: list[float] = []
-    open_loops: list[int] = []
-    turns: dict[str, float] = {}
-    for line in text.splitlines():
-        bundle = re.match(r"^\s*(?:0x[0-9a-f]+|0)\s*(\w*)\s*:", line)
-        if bundle is None:
-            continue
-        if bundle[1] == "LB":
-            open_loops.append(len(times))
-        times.append(1.0)
-        for predicate, bound in _EXIT.findall(line):
-            turns[predicate] = float(bound) if bound.isdigit() else 1.0
-        for predicate in _BRANCH.findall(line):
-            if predicate in turns and open_loops:
-                first = open_loops.pop()
-                times[first:] = [turns[predicate] * n for n in times[first:]]
-    return math.fsum(times)
 
 
 # --- GPU ---
