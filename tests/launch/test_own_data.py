@@ -245,7 +245,7 @@ def test_a_dry_run_warns_of_numbers_that_are_not_finite(folder, tmp_path, bad):
     parts = data.parts(config(source="folder", path=str(folder)), "private", "test")
     for name, source in parts.items():
         columns = source.load().arrays
-        image = np.array(columns["image"])
+        image = np.array(columns["image"], np.float32) / 255
         image[[1, 3], 0, 0] = bad
         np.savez(tmp_path / f"{name}.npz", image=image, label=columns["label"])
 
