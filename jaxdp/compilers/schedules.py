@@ -47,7 +47,8 @@ def of_kernels(target: str, text: str) -> dict[str, float]:
         if targets.target_of(step.instruction) == targets.PALLAS:
             kernels[targets.body(step.instruction)] = _kernel(program, step)
     with tempfile.TemporaryDirectory() as folder:
-        bundles = _in_process(folder, {"target": target, "kernels": list(kernels.values())})
+        question = {"target": target, "kernels": list(kernels.values())}
+        bundles = _in_process(folder, question)
     return {body: n for body, n in zip(kernels, bundles, strict=True) if n is not None}
 
 
@@ -55,8 +56,9 @@ def _kernel(program: hlo.Program, step: hlo.Step) -> dict[str, Any]:
     """Returns the operands, the results and the configuration of a kernel, for JSON."""
     _, _, text = step.instruction.rest.partition("backend_config=")
     config, _ = json.JSONDecoder().raw_decode(text)
+    operands = ", ".join(program.operands(step))
     return {
-        "operands": [array for shape in program.operands(step) for array in hlo.arrays_of(shape)],
+        "operands": list(hlo.arrays_of(operands)),
         "results": list(hlo.arrays_of(step.instruction.shape)),
         "several": step.instruction.shape.startswith("("),
         "config": {name: value for name, value in config.items() if name not in _PLACED},
