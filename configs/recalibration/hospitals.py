@@ -30,8 +30,7 @@ def get_config() -> ConfigDict:
             "client": {
                 # an .npz file with logits [n, m] and labels [n], optionally group [n]
                 "records": "",
-                # their name on the hospital's ledger. "" is that of the file, without .npz.
-                "dataset": "",
+                "dataset": "records",  # its name on the hospital's ledger
                 "unit": "record",  # what one entry is, or what `group` has in common
             },
         }

@@ -63,9 +63,7 @@ class Direct:
 
     def config(self, **changes):
         config = configs.get_config()
-        config.update_from_flattened_dict(
-            {"method.iterations": 2, "client.dataset": "records", **self.changes, **changes}
-        )
+        config.update_from_flattened_dict({"method.iterations": 2, **self.changes, **changes})
         return config
 
     def ask(self, questions, *, timeout):
