@@ -52,6 +52,7 @@ def get_config() -> ConfigDict:
                 "physical_batch_size": 0,  # the library chooses
                 "steps": 600,
                 "clip_norm": 1.0,
+                "clip_parts": "",
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 2.0,
                 **optimizer(momentum=0.9),

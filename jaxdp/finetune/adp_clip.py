@@ -115,7 +115,7 @@ class QuantileClipping(Query):
         below = jnp.where(is_example, (norms <= limits) - 0.5, 0.0)
         grads = jax.tree.map(lambda g: g * scale, out.grads)
         total = _Contribution(grads, 2 * self.count_weight * below.sum(axis=0))
-        return QuerySums(total, out.nonfinite)
+        return QuerySums.of(total, out)
 
     def read(
         self, params: Any, carried: jax.Array, mean: _Contribution

@@ -45,7 +45,7 @@ class GradientSum(Query):
     ) -> QuerySums:
         """Sums the clipped gradients."""
         out = self.gradient(params, batch, mask, key=key)
-        return QuerySums(out.grads, out.nonfinite)
+        return QuerySums.of(out.grads, out)
 
     def read(self, params: Any, carried: None, mean: Any) -> tuple[Any, None, dict[str, jax.Array]]:
         """Returns the noisy mean as the gradient."""

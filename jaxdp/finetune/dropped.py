@@ -9,7 +9,7 @@ import math
 import warnings
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data import Source
@@ -50,7 +50,7 @@ def check_dropped(
     dropped = 0
     for physical in trainer.load(state, source, np.arange(count), step=0):
         sums: Any = trainer.part_sum(state, *physical)
-        dropped += int(jax.device_get(sums.dropped))
+        dropped += int(jnp.sum(sums.dropped))
     if not dropped:
         return
     if dropped == count:

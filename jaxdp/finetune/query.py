@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxdp.transforms.clipping import ClippedGrad
+from jaxdp.transforms.clipping import ClippedGrad, ClippedSum
 
 
 class QuerySums(NamedTuple):
@@ -19,12 +19,21 @@ class QuerySums(NamedTuple):
 
     Attributes:
       total: The sum.
-      dropped: int32. The number of unmasked examples that contribute nothing, because their loss or
-        gradient is NaN or infinite.
+      dropped: bool [B]. Which unmasked examples contribute nothing, because their loss or gradient
+        is NaN or infinite. Or int32, the number of such examples.
     """
 
     total: Any
     dropped: jax.Array
+
+    @classmethod
+    def of(cls, total: Any, out: ClippedSum) -> "QuerySums":
+        """Returns a sum with the examples that the clipped sum leaves out.
+
+        Masked examples have zeros, which are finite.
+        """
+        is_finite = jnp.isfinite(out.norms) & jnp.isfinite(out.losses)
+        return cls(total, ~is_finite)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

@@ -178,9 +178,9 @@ class StepFunctions:
         with jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh):
             params = self._laid_out(params, whole, params)
             sums = self.query.sums(params, state.carried, examples, mask, loss_key)
-            sums = self._laid_out(params, whole, sums)
-        result: QuerySums = self._laid_out(state.params, state.layout, sums)
-        return result
+            total = self._laid_out(params, whole, sums.total)
+        # `dropped` stays where its examples are: a count would be one more exchange in every step.
+        return QuerySums(self._laid_out(state.params, state.layout, total), sums.dropped)
 
     def _views(self, key: jax.Array, example: Any) -> Any:
         """Returns the K views of an example, [K, ...], or of a user's k records, [k K, ...]."""

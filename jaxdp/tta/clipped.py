@@ -60,6 +60,8 @@ def clipped(method: Method, clip_norm: float, *, unit: Unit = "image") -> Clippe
             f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}."
         )
     if not isinstance(clip_norm, numbers.Real) or not 0 < clip_norm < math.inf:
-        raise ValueError(f"clip_norm must be one positive and finite number, got {clip_norm!r}.")
+        raise ValueError(
+            f"clip_norm must be positive and finite, got {clip_norm!r}. It is one number here."
+        )
     check_name("unit", unit, Unit)
     return Clipped(method, float(clip_norm), unit)

@@ -174,7 +174,9 @@ def private(
             f"method must be a jaxdp.tta.Method such as Tent(), got {type(method).__name__}."
         )
     if not isinstance(clip_norm, numbers.Real) or not 0 < clip_norm < _LARGEST:
-        raise ValueError(f"clip_norm must be one positive and finite number, got {clip_norm!r}.")
+        raise ValueError(
+            f"clip_norm must be positive and finite, got {clip_norm!r}. It is one number here."
+        )
     if not 0 <= noise_multiplier < math.inf:
         raise ValueError(
             f"noise_multiplier must be finite and not negative, got {noise_multiplier}."

@@ -170,7 +170,7 @@ class ClippedPerRecord(GradientSum):
         records = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         by_record = dataclasses.replace(self.gradient, group=False)
         out = by_record(params, records, mask.reshape(-1), key=key)
-        return QuerySums(out.grads, out.nonfinite)
+        return QuerySums.of(out.grads, out)
 
 
 def unclipped(trainer: PrivateTrainer) -> PrivateTrainer:

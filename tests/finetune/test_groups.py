@@ -148,7 +148,7 @@ class PerRecord(GradientSum):
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         by_record = dataclasses.replace(self.gradient, group=False)
         out = by_record(params, flat, mask.reshape(-1), key=key)
-        return QuerySums(out.grads, out.nonfinite)
+        return QuerySums.of(out.grads, out)
 
 
 @pytest.mark.parametrize("name", [*METHODS, "clipped per record"])
