@@ -31,7 +31,6 @@ is the same command.
 import argparse
 import contextlib
 import math
-import os
 import pathlib
 import runpy
 import sys
@@ -51,7 +50,6 @@ _COMMANDS = {
     "configs": "lists and copies configs",
 }
 # Launchers that run no study.
-_BROKEN_PIPE = 141  # what a shell reports of a program that ends by SIGPIPE
 _TOOLS = {
     "certificates": "keys for parties over a network",
     "audit": "attacks on every mechanism and its broken twins",
@@ -83,11 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         options.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, has what it wanted. Python would flush into the pipe again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise SystemExit(_BROKEN_PIPE) from None
     except (ValueError, TypeError, OSError) as error:
+        usage.end_if_unread(error)
         print(shown(str(error)), file=sys.stderr)
         raise SystemExit(2) from error
 

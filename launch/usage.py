@@ -3,7 +3,9 @@
 import ast
 import importlib.util
 import json
+import os
 import pathlib
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,6 +14,7 @@ from absl import flags
 
 from . import catalogue
 
+_BROKEN_PIPE = 141  # what a shell reports of a program that ends by SIGPIPE
 HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort"}
 _DEVICES = (
     "The devices that share each batch: one, local (all of this process), cluster (all of the "
@@ -121,3 +124,18 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     for name, branch in tree.items():
         leaves |= flat(branch, f"{prefix}.{name}" if prefix else name)
     return leaves
+
+
+def end_if_unread(error: Exception) -> None:
+    """Ends the program silently if the error is that nobody reads its output any more."""
+    if isinstance(error, BrokenPipeError) and _is_unread():
+        # The reader, such as `head`, has what it wanted. Python would flush into the pipe again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(_BROKEN_PIPE) from None
+
+
+def _is_unread() -> bool:
+    """Returns whether stdout is a closed pipe, and not a connection to another machine."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -6,6 +6,8 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
+from jaxdp.files.full import explained_if_full
+
 
 def write_durably(
     path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], *, mode: int = 0o666
@@ -15,7 +17,15 @@ def write_durably(
     `data` may be a function that writes to an open binary file. The folder must exist, and only one
     process may write a file at a time. A process that dies leaves the old file. It may also leave
     `<name>.tmp`, which the next writer replaces.
+
+    Raises:
+        DiskFull: There is no room for the new file.
     """
+    with explained_if_full(path):
+        _write(path, data, mode)
+
+
+def _write(path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], mode: int) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     # An old one may have another mode.
     temporary.unlink(missing_ok=True)

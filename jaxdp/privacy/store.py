@@ -260,8 +260,8 @@ class Store:
                     raise damaged(self.path, f"is damaged: {error}") from error
                 if isinstance(error, sqlite3.OperationalError):
                     remedy = database.rights_missing(self.path) or (
-                        "Free space on its disk, or wait for the process that holds it, and try "
-                        "again."
+                        f"Free space on its disk ({self._free_bytes()} bytes are free), or wait "
+                        "for the process that holds it, and try again."
                     )
                     raise OSError(
                         f"ledger {self.path!r} cannot be read or written: {shown(error)}. "
@@ -392,11 +392,15 @@ class Store:
         except OSError as error:
             raise OSError(
                 f"the head of ledger {self.path!r} cannot be written: {error}. The reservation "
-                "counts, but its body does not run. Repair the disk, and try again."
+                f"counts, but its body does not run. Its disk has {self._free_bytes()} bytes free. "
+                "Free space or repair the disk, and try again."
             ) from error
         # After the checkpoint, a copy of the database without its -wal file is complete.
         self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         self._seen = last
+
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(os.path.dirname(os.path.abspath(self.path))).free
 
     # --- Rows ------------------------------------------------------------------------------------
 

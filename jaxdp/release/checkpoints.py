@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxdp.files import read_json, shown, sync_tree, write_json
+from jaxdp.files import explained_if_full, read_json, shown, sync_tree, write_json
 from jaxdp.release.hosts import Hosts
 from jaxdp.release.identity import digest
 
@@ -95,8 +95,13 @@ class Checkpoints:
         return state, step
 
     def save(self, step: int, state: Any) -> None:
-        """Saves a state durably."""
-        self._manager.save(step, args=self._args.StandardSave(state))
+        """Saves a state durably.
+
+        Raises:
+          DiskFull: There is no room for it. The earlier checkpoints stay.
+        """
+        with explained_if_full(self._folder / str(step)):
+            self._manager.save(step, args=self._args.StandardSave(state))
         # The list names the checkpoint when all processes have written their parts.
         self._hosts.first(lambda: self._name(step, state))
 

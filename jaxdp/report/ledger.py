@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdp.files import write_durably
+from jaxdp.files import DiskFull, write_durably
 from jaxdp.privacy import Ledger, LedgerDamaged, unit_words
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.report_text import grouped
@@ -57,6 +57,8 @@ def write_ledger_page(
     content, damage = ledger_page(path, delta=delta, timezone=timezone)
     try:
         write_durably(pathlib.Path(page), content)
+    except DiskFull:
+        raise
     except OSError as error:
         raise OSError(
             f"page {os.fspath(page)!r} cannot be written: {error.strerror}. Choose another place."

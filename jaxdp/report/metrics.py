@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Self
 import numpy as np
 import tree
 
-from jaxdp.files import parse_json, shown, sync_folder, write_durably
+from jaxdp.files import explained_if_full, parse_json, shown, sync_folder, write_durably
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -63,6 +63,7 @@ class MetricsWriter:
             **metrics: Numbers, strings, booleans, None, scalar arrays, or lists and dicts of them.
 
         Raises:
+            DiskFull: There is no room for the line.
             TypeError: A value has no JSON form.
             ValueError: A metric is called "step", "time" or "seconds", or an array is not a scalar.
         """
@@ -78,10 +79,12 @@ class MetricsWriter:
         record |= tree.map_structure_with_path(_to_json, metrics)
         # One write per line: a crash leaves at most the last line incomplete, and the next opening
         # removes it.
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        self._file.flush()
-        if self._fsync:
-            os.fsync(self._file.fileno())
+        line = json.dumps(record, allow_nan=False).encode() + b"\n"
+        with explained_if_full(self.path):
+            self._file.write(line)
+            self._file.flush()
+            if self._fsync:
+                os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> int:
         """Drops the lines of later steps, which a resumed run writes again. Returns their number.

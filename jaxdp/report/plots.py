@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from jaxdp.files import optional
+from jaxdp.files import explained_if_full, optional
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -621,7 +621,8 @@ def _save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # "tight" widens the page to hold the names to the right of the panels.
-    figure.savefig(path, bbox_inches="tight", pad_inches=0.3)
+    with explained_if_full(path):
+        figure.savefig(path, bbox_inches="tight", pad_inches=0.3)
     return path
 
 

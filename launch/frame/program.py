@@ -85,7 +85,9 @@ def tell(program: Callable[..., Any], *arguments: Any, **options: Any) -> None:
     """Runs a program. After a user's mistake, prints it on stderr and exits with 2."""
     try:
         program(*arguments, **options)
+        sys.stdout.flush()
     except MISTAKES as error:
+        usage.end_if_unread(error)
         _stop(error)
 
 

@@ -1,12 +1,13 @@
 """Files appear whole or not at all, and are on the disk before their name is."""
 
+import errno
 import os
 import re
 
 import numpy as np
 import pytest
 
-from jaxdp.files import read_json, write_durably, write_json
+from jaxdp.files import DiskFull, explained_if_full, read_json, write_durably, write_json
 
 
 def test_file_and_folder_are_on_the_disk_around_the_rename(tmp_path, monkeypatch):
@@ -47,7 +48,10 @@ def test_a_full_disk_leaves_the_old_file_alone(tmp_path, monkeypatch, place):
     def full(*given):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+    words = (
+        f"{path} cannot be written: No space left on device, with [0-9]+ bytes free .*Free space"
+    )
+    with monkeypatch.context() as patch, pytest.raises(DiskFull, match=words):
         patch.setattr(os, place, full)
         write_json(path, {"step": 2})
     assert read_json(path) == {"step": 1} and list(tmp_path.iterdir()) == [path]
@@ -93,3 +97,26 @@ def test_what_a_process_that_died_left_is_replaced(tmp_path):
     (tmp_path / "state.json.tmp").write_bytes(b"half of the st")
     write_json(path, {"step": 1})
     assert read_json(path) == {"step": 1} and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("error", "is_full"),
+    [
+        (OSError(errno.ENOSPC, "-"), True),
+        (OSError(errno.EDQUOT, "-"), True),
+        (OSError(errno.EFBIG, "-"), True),
+        (ValueError("RESOURCE_EXHAUSTED: write [OS error 28: No space left on device]"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (OSError(errno.EIO, "-", "/No space left on device"), False),
+        (ValueError("RESOURCE_EXHAUSTED: out of memory"), False),
+    ],
+)
+def test_only_a_full_disk_is_called_full(tmp_path, error, is_full):
+    path = tmp_path / "no" / "file"
+    kind = DiskFull if is_full else type(error)
+    with pytest.raises(kind) as raised, explained_if_full(path):
+        raise error
+    assert (raised.value is error) is not is_full
+    if is_full:
+        assert str(raised.value).startswith(f"{path} cannot be written: ")
+        assert raised.value.__cause__ is error

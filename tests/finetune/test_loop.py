@@ -7,6 +7,7 @@ import importlib.metadata
 import itertools
 import json
 import os
+import resource
 import stat
 import typing
 
@@ -18,6 +19,7 @@ import pytest
 from dp_accounting import dp_event
 
 from jaxdp import data, finetune
+from jaxdp.files import DiskFull
 from jaxdp.privacy import BudgetExceeded, Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
@@ -589,6 +591,32 @@ def test_interrupts_and_full_disks_cost_nothing_twice(tmp_path, monkeypatch, err
     assert sum(composition(ledger.events("blobs")[None]).values()) == 4
     assert ledger.report()["datasets"][0]["open"] == []
     assert metrics(tmp_path / "run") == metrics(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_checkpoint_that_orbax_has_no_room_for(tmp_path):
+    trainer, ledger = shared_trainer(), blobs_ledger(delta=1e-5)
+    workdir = tmp_path / "run"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill(step, metrics, params):
+        if step == 4:
+            # No file grows. The row of the step is written already.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+
+    arguments = {"workdir": workdir, "seed": bytes(16)}
+    words = f"{workdir}/checkpoints/4 cannot be written: .*bytes free .*was paid is not paid again"
+    try:
+        with pytest.raises(DiskFull, match=words):
+            fit(trainer, ledger, callbacks=[fill], **arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    paid = sum(composition(ledger.events("blobs")[None]).values())
+    assert paid == 4
+    state = fit(trainer, ledger, steps=4, **arguments)
+    assert sum(composition(ledger.events("blobs")[None]).values()) == paid
+    expected = fit(trainer, blobs_ledger(delta=1e-5), steps=4, seed=bytes(16))
+    assert np.array_equal(np.asarray(state.params["w"]), np.asarray(expected.params["w"]))
 
 
 @pytest.mark.slow

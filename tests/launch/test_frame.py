@@ -24,6 +24,7 @@ from jaxdp import memory, tta
 from jaxdp.compilers import targets
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger
 from launch import adapt, dpadapter, finetune, frame, predict, pretrain, recalibrate, split
+from launch.frame import program as frame_program
 from tests import forked
 from tests.launch import program, tiny
 
@@ -774,3 +775,22 @@ def test_help_lists_configs_and_fields_with_their_defaults():
     assert code == 0 and "--[no]dry_run" in text and "Private fine-tuning" in text
     assert "  dpadapter_table1 " in text and "Fields of digits_dpsgd:" in text
     assert "  --config.private.epsilon=4.0\n" in text and "recalibration/digits" not in text
+
+
+@pytest.mark.parametrize(("is_read", "status"), [(False, 141), (True, 2)])
+def test_a_closed_pipe_ends_a_launcher_silently(monkeypatch, capsys, is_read, status):
+    """As in `... | head -1`. A broken connection is said, because stdout is read."""
+    reader, writer = os.pipe()
+    if not is_read:
+        os.close(reader)
+
+    def broken():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with os.fdopen(writer, "w") as stdout, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        frame_program.tell(broken)
+    assert ended.value.code == status
+    assert ("Broken pipe" in capsys.readouterr().err) is is_read
+    if is_read:
+        os.close(reader)
