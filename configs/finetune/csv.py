@@ -28,9 +28,9 @@ def get_config(columns: str = "") -> ConfigDict:
     if columns:
         path = pathlib.Path(columns)
         if not path.is_file():
-            raise ValueError(
-                f"configs/finetune/csv.py has no file {columns!r}. Give a JSON file after "
-                "the colon."
+            raise FileNotFoundError(
+                f"there is no file {columns!r}. Give configs/finetune/csv.py a JSON file after the "
+                "colon."
             )
         # Pairs, since names of columns may have dots, which no field of a config has.
         for name, value in json.loads(path.read_text("utf-8")).items():

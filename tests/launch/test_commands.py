@@ -149,7 +149,11 @@ def mistake(line):
             config = rest[rest.index("--config") + 1]
             rest += ["--dry_run", *filter(None, [FASTER.get(config)])]
         done = program.call([*program.PYTHON, "-m", module, *rest])
-    is_absent = errors and isinstance(errors[0], FileNotFoundError | ImportError)
+    # A config that reads a file fails while flags are parsed, where absl hides the type.
+    is_absent = errors and (
+        isinstance(errors[0], FileNotFoundError | ImportError)
+        or "earlier failure to load: there is no file" in str(errors[0])
+    )
     if is_absent and not str(errors[0]).startswith("--config="):
         return ""
     return "" if done.returncode == 0 else f"{line}: {errors} {done.stderr}"
