@@ -28,7 +28,7 @@ def get_config(columns: str = "") -> ConfigDict:
     if columns:
         path = pathlib.Path(columns)
         if not path.is_file():
-            raise FileNotFoundError(
+            raise ValueError(
                 f"there is no file {columns!r}. Give configs/finetune/csv.py a JSON file after the "
                 "colon."
             )

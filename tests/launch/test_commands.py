@@ -152,7 +152,7 @@ def mistake(line):
     # A config that reads a file fails while flags are parsed, where absl hides the type.
     is_absent = errors and (
         isinstance(errors[0], FileNotFoundError | ImportError)
-        or "earlier failure to load: there is no file" in str(errors[0])
+        or "there is no file" in str(errors[0])
     )
     if is_absent and not str(errors[0]).startswith("--config="):
         return ""
