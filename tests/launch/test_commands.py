@@ -91,7 +91,8 @@ def flags_of_links(module):
     for imported in (module, *(() if is_party else ("launch.links",))):
         for flag in tuple(flags.FLAGS.flags_by_module_dict().get(imported, ())):
             others[flag.name] = flag
-            delattr(flags.FLAGS, flag.name)
+            if flag.name in flags.FLAGS:  # a module that was read twice lists its flags twice
+                delattr(flags.FLAGS, flag.name)
     with flagsaver.flagsaver():
         if is_party and "exchange" not in flags.FLAGS:
             importlib.reload(importlib.import_module("launch.links"))
