@@ -12,7 +12,7 @@ import pytest
 
 from jaxdp import compilers
 from jaxdp.compilers import process, targets
-from jaxdp.transforms import noise
+from jaxdp.transforms import chacha, noise
 
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -142,6 +142,22 @@ def test_a_process_that_ends_is_an_error_and_so_is_one_that_is_late(tmp_path):
     }
     found = process._run_compiler(str(tmp_path), environment, None)  # an empty folder
     assert found["error"].startswith("FileNotFoundError") and process.QUESTION in found["error"]
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_the_schedule_of_a_kernel_is_that_of_the_kernel_alone():
+    """The program's own process writes no schedules."""
+    assert "dump" not in targets.environment("v5e").get("LIBTPU_INIT_ARGS", "")
+    words, many = np.zeros(8, np.uint32), jax.ShapeDtypeStruct((2**16,), jnp.float32)
+
+    def draw(words, like):
+        key = jax.random.wrap_key_data(words, impl=chacha.CHACHA12)
+        return noise.gaussian(key, like, 1.0)
+
+    estimate = compilers.estimate("v5e", draw, words, many)
+    [kernel] = estimate.details["pallas"]
+    assert kernel["bundles"] > kernel["cycles_of_bytes"] > 0
 
 
 @needs_libtpu
