@@ -445,7 +445,7 @@ def test_an_example_with_nan_or_inf_changes_nothing_but_its_own_contribution():
     sums = trainer.part_sum(state, batch, mask, np.uint32(0))
     expected = without.part_sum(state, fewer, fewer_mask, np.uint32(0))
     assert_close(sums.total, float64(expected.total))
-    assert (sums.dropped, expected.dropped) == (2, 0)
+    assert np.flatnonzero(sums.dropped).tolist() == [3, 5] and not expected.dropped.any()
     state, _ = trainer.step(state, whole)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(state.params))
 
