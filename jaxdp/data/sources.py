@@ -23,8 +23,9 @@ from jaxdp.data.ids import Identifier, identifiers
 from jaxdp.data.order import shuffled
 from jaxdp.data.pictures import scaled
 from jaxdp.data.protocol import Source
-from jaxdp.data.storage import ExampleReader, Watched, immutable, is_floating, raw, stored
+from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
 from jaxdp.files import shown
+from jaxdp.transforms.not_finite import is_floating
 
 # How much of a column is read at once to hash or to load it.
 _CHUNK_ROWS = 4096

@@ -23,6 +23,7 @@ import tree
 
 from jaxdp.data.numbers import check_digits, check_whole, native
 from jaxdp.files import shown
+from jaxdp.transforms.not_finite import is_floating
 
 _HASH_BYTES = 16
 
@@ -47,11 +48,6 @@ def _is_immutable(array: np.ndarray) -> bool:
     while isinstance(base, np.ndarray):
         base = base.base
     return type(array) is np.ndarray and isinstance(base, bytes)
-
-
-def is_floating(dtype: Any) -> bool:
-    """Returns whether numbers of a dtype can be NaN or infinite."""
-    return bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
 def on_device(array: Any, dtype: Any = None) -> jax.Array:

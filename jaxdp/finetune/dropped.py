@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data import Source
-from jaxdp.data.finite import FIRST_EXAMPLES
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
+from jaxdp.transforms.not_finite import FIRST_EXAMPLES, PRIVATE
 
 LARGEST_SHARE = 0.1
 _LEAST_EXAMPLES = 100  # below it, a tenth would be a handful
@@ -23,7 +23,6 @@ _REMEDY = (
     "Each of them contributes nothing, and a step costs the same. jaxdp.data.count_not_finite says "
     "which columns hold NaN or an infinity. If none does, the loss makes them."
 )
-_PRIVATE = "The counts are private, and for the owner of the data."
 
 
 def check_dropped(
@@ -57,7 +56,7 @@ def check_dropped(
         raise ValueError(
             f"loss_fn has no finite value and gradient for any of the first {count} examples of "
             f"source, with the first parameters. Nothing can be learned, and nothing is spent. "
-            f"Guard logarithms, roots and divisions. {_REMEDY} {_PRIVATE}"
+            f"Guard logarithms, roots and divisions. {_REMEDY} {PRIVATE}"
         )
     what = (
         f"loss_fn has a NaN or infinite value or gradient for {dropped} of the first {count} "
@@ -66,6 +65,6 @@ def check_dropped(
     if dropped > LARGEST_SHARE * count and not allow_nonfinite:
         raise ValueError(
             f"{what} A run starts with more than a tenth of them only with allow_nonfinite=True. "
-            f"Nothing is spent. {_PRIVATE}"
+            f"Nothing is spent. {PRIVATE}"
         )
-    warnings.warn(f"{what} {_PRIVATE}", stacklevel=2)
+    warnings.warn(f"{what} {PRIVATE}", stacklevel=2)

@@ -24,7 +24,7 @@ from jaxdp.transforms.clipping import (
     clipped_grad,
     paths_of,
 )
-from jaxdp.transforms.not_finite import NotFinite, count_not_finite
+from jaxdp.transforms.not_finite import count_not_finite
 from jaxdp.transforms.parameters import not_finite
 
 __all__ = ["Finding", "ModelCheck", "check"]
@@ -175,7 +175,9 @@ def check(
         return ModelCheck((Finding("error", str(error)),), ())
     findings: list[Finding] = []
     if source is not None:
-        findings += _about_source(count_not_finite(source))
+        counts = count_not_finite(source)
+        if counts.examples:
+            findings.append(Finding("warning", counts.advice("source")))
     if _requires_key(loss_fn) and not stochastic:
         findings.append(Finding("warning", f"loss_fn takes key=. {_PASS_KEY}"))
         stochastic = True
@@ -220,18 +222,6 @@ def _plan(
         members = [batch] * group_size
         batch = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *members)
     return f.plan(params, batch, key=key)
-
-
-def _about_source(counts: NotFinite) -> list[Finding]:
-    """Returns the finding about examples that hold such a number, if there are any."""
-    if not counts.examples:
-        return []
-    message = (
-        f"source: {counts}. In private training such an example contributes nothing, unless the "
-        "loss masks what is missing. Put a public constant in its place, or leave the examples "
-        "out. The counts are private, and for the owner of the data."
-    )
-    return [Finding("warning", message)]
 
 
 def _is_floating(leaf: Any) -> bool:

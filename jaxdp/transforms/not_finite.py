@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 FIRST_EXAMPLES = 1000
+PRIVATE = "The counts are private, and for the owner of the data."
 _MOST_BYTES = 2**24  # examples that are read on demand, such as volumes, may be large
 
 
@@ -31,7 +32,7 @@ class NotFinite(NamedTuple):
         columns = {}
         examples = np.zeros(read, bool)
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if not jax.dtypes.issubdtype(leaf.dtype, np.inexact):
+            if not is_floating(leaf.dtype):
                 continue
             axes = tuple(range(1, leaf.ndim))
             bad = ~np.isfinite(np.asarray(leaf)).all(axes)
@@ -41,12 +42,25 @@ class NotFinite(NamedTuple):
                 columns[name] = int(bad.sum())
         return cls(read, int(examples.sum()), columns)
 
+    def advice(self, argument: str) -> str:
+        """Returns what the owner of the data must know about an argument with these counts."""
+        return (
+            f"{argument}: {self}. In private training such an example contributes nothing and "
+            "costs what others cost, unless the loss masks what is missing. Put a public constant "
+            f"in its place, or leave the examples out. {PRIVATE}"
+        )
+
     def __str__(self) -> str:
         by_column = [f"{count} in {path!r}" for path, count in self.columns.items()]
         return (
             f"{self.examples} of the first {self.read} examples hold NaN or an infinity "
             f"({', '.join(by_column)})"
         )
+
+
+def is_floating(dtype: Any) -> bool:
+    """Returns whether numbers of a dtype can be NaN or infinite."""
+    return bool(jax.dtypes.issubdtype(dtype, np.inexact))
 
 
 def count_not_finite(source: Any, *, examples: int = FIRST_EXAMPLES) -> NotFinite:
