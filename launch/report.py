@@ -23,9 +23,10 @@ def write(workdir: str | os.PathLike[str], **options: Any) -> pathlib.Path:
       workdir: The workdir, or the ledger's file.
       **options: As `jaxdp.report.write` or `launch.run_report.write` takes them.
     """
-    if (pathlib.Path(workdir) / "run.json").exists() or pathlib.Path(workdir).is_file():
-        return runs.write(workdir, **options)
-    return run_report.write(workdir, **options)
+    root = pathlib.Path(workdir)
+    if root.is_file() or (root / runs.FILE).exists():
+        return runs.write(root, **options)
+    return run_report.write(root, **options)
 
 
 def main(argv: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ All packages may import this one.
 
 from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, write_json
 from jaxdp.files.extras import optional
-from jaxdp.files.full import DiskFull, explained_if_full
+from jaxdp.files.full import DiskFull, explained_if_full, free_bytes
 from jaxdp.files.keywords import shows_keywords
 from jaxdp.files.package import Package, pack, read_package, unpack, write_package
 from jaxdp.files.reading import (
@@ -15,6 +15,7 @@ from jaxdp.files.reading import (
     npz_names,
     read_json,
     read_npz,
+    sha256_of,
     understood,
 )
 from jaxdp.files.text import parse_json, shown, shown_lines
@@ -26,6 +27,7 @@ __all__ = [
     "check_finite",
     "check_image",
     "explained_if_full",
+    "free_bytes",
     "npz_names",
     "optional",
     "pack",
@@ -33,6 +35,7 @@ __all__ = [
     "read_json",
     "read_npz",
     "read_package",
+    "sha256_of",
     "shown",
     "shown_lines",
     "shows_keywords",

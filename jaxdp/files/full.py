@@ -42,7 +42,7 @@ def explained_if_full(path: str | os.PathLike[str]) -> Iterator[None]:
         code = _code(error)
         if not code:
             raise
-        free = _free_bytes(pathlib.Path(path))
+        free = free_bytes(path)
         message = (
             f"{shown(path)} cannot be written: {os.strerror(code)}, with {free} bytes free on its "
             "disk. Free space and start the same command again: what was paid is not paid again."
@@ -63,9 +63,9 @@ def _code(error: BaseException | None) -> int:
     return 0
 
 
-def _free_bytes(path: pathlib.Path) -> int:
+def free_bytes(path: str | os.PathLike[str]) -> int:
     """Returns the bytes that this user may still write on the disk of a path."""
-    nearest = path.absolute()
+    nearest = pathlib.Path(path).absolute()
     while not nearest.exists():
         nearest = nearest.parent
     return shutil.disk_usage(nearest).free

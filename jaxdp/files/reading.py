@@ -5,6 +5,7 @@ They check sizes first and explain failures in one sentence.
 
 import contextlib
 import dataclasses
+import hashlib
 import io
 import math
 import os
@@ -204,6 +205,12 @@ def _declared_bytes(file: Any, size: int) -> int:
     # An array of shape (10**13, 0) has no bytes either, and its rows are counted by whoever reads
     # it.
     return math.prod(max(1, extent) for extent in shape) * dtype.itemsize
+
+
+def sha256_of(path: pathlib.Path) -> str:
+    """Returns the SHA-256 of a file in hexadecimal digits. The file is not read into memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_finite(arrays: Mapping[str, Any], path: str | os.PathLike[str], remedy: str) -> None:

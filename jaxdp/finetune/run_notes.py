@@ -11,9 +11,9 @@ from jaxdp.files import read_json, write_json
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, unit_words
 from jaxdp.privacy.events import describe
+from jaxdp.report.runs import FILE
 from jaxdp.version import __version__
 
-FILE = "run.json"
 _LIBRARIES = ("jax", "optax", "numpy")
 _METHODS = {
     "GradientSum": "DP-SGD",

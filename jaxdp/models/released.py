@@ -4,7 +4,6 @@ The folder holds nothing else of a workdir: no hash of records, no time, no path
 """
 
 import dataclasses
-import hashlib
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -13,10 +12,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.files import optional, read_json, read_npz, shown, understood, write_durably, write_json
+from jaxdp.files import (
+    optional,
+    read_json,
+    read_npz,
+    sha256_of,
+    shown,
+    understood,
+    write_durably,
+    write_json,
+)
 from jaxdp.models.pretrained import flatten, load_tensors, save_params
 from jaxdp.privacy import Ledger
-from jaxdp.report import intervals, runs
+from jaxdp.report import runs
+from jaxdp.report.intervals import measured
 from jaxdp.report.verdicts import verdict
 
 _PARAMS = "params.safetensors"
@@ -100,26 +109,30 @@ def write_release(
     inputs = np.asarray(probe)
     if inputs.ndim < 1 or not len(inputs):
         raise ValueError(f"probe must hold at least one public input, got shape {inputs.shape}.")
-    _, books, _ = runs.opened(workdir, ledger)
-    program = _exported(predict, params, inputs)
-    outputs = _answer(program, list(flatten(params).values()), inputs)
+    run_root, books, run = runs.opened(workdir, ledger)
+    books = books.anonymous()
+    leaves = flatten(params)
+    program = _exported(predict, params, list(leaves.values()), inputs)
+    outputs = _answer(program, list(leaves.values()), inputs)
     _check_outputs(outputs, card.classes)
     root.mkdir(parents=True, exist_ok=True)
     save_params(root / _PARAMS, params)
     write_durably(root / _PROGRAM, bytes(program.serialize()))
-    with open(root / _PROBE, "wb") as file:
-        np.savez(file, inputs=inputs, outputs=outputs)
-    runs.write(workdir, root / _REPORT, ledger=ledger, metrics=metrics, public=True)
-    content = _content(card, params, inputs, books.entries, metrics or {})
+    write_durably(root / _PROBE, lambda file: np.savez(file, inputs=inputs, outputs=outputs))
+    runs.write_page(root / _REPORT, run_root, books, run, metrics=metrics)
+    content = _content(card, leaves, inputs, books.entries, metrics or {})
     write_json(root / _CARD, content)
     write_durably(root / _README, _readme(content).encode())
-    sums = [f"{_digest(root / name)}  {name}\n" for name in _FILES]
+    sums = [f"{sha256_of(root / name)}  {name}\n" for name in _FILES]
     write_durably(root / _SUMS, "".join(sums).encode())
     return root
 
 
 def _exported(
-    predict: Callable[[Any, jax.Array], jax.Array], params: Any, inputs: np.ndarray
+    predict: Callable[[Any, jax.Array], jax.Array],
+    params: Any,
+    leaves: Sequence[Any],
+    inputs: np.ndarray,
 ) -> Any:
     """Returns the program of `predict` for a list of parameters and `_BATCH` inputs."""
     structure = jax.tree.structure(params)
@@ -127,7 +140,6 @@ def _exported(
     def by_list(leaves: list[jax.Array], batch: jax.Array) -> jax.Array:
         return predict(jax.tree.unflatten(structure, leaves), batch)
 
-    leaves = flatten(params).values()
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
     batch = jax.ShapeDtypeStruct((_BATCH, *inputs.shape[1:]), dtype)
@@ -160,13 +172,12 @@ def _check_outputs(outputs: np.ndarray, classes: Sequence[str]) -> None:
 
 def _content(
     card: ModelCard,
-    params: Any,
+    leaves: Mapping[str, Any],
     inputs: np.ndarray,
     entries: Sequence[Mapping[str, Any]],
     metrics: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Returns what card.json holds."""
-    leaves = flatten(params)
     content: dict[str, Any] = {"format": 1, **dataclasses.asdict(card)}
     content["classes"] = list(card.classes)
     content["parameters"] = {"names": list(leaves), "count": sum(x.size for x in leaves.values())}
@@ -174,7 +185,7 @@ def _content(
     content["program"] = {"batch_size": _BATCH, "platforms": list(_PLATFORMS)}
     content["program"]["jax"] = jax.__version__
     content["guarantees"] = [_guarantee(entry) for entry in entries]
-    content["measured"] = {name: _measured(value) for name, value in metrics.items()}
+    content["measured"] = {name: measured(value) for name, value in metrics.items()}
     return content
 
 
@@ -188,13 +199,6 @@ def _guarantee(entry: Mapping[str, Any]) -> dict[str, Any]:
         f"{said.meaning}"
     )
     return row
-
-
-def _measured(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        share, cases = value
-        return f"{intervals.interval(share, cases)}, {cases} cases"
-    return f"{value:.6g}"
 
 
 def _readme(content: Mapping[str, Any]) -> str:
@@ -225,10 +229,6 @@ def _readme(content: Mapping[str, Any]) -> str:
     lines += ["```", "", f"`jaxdp serve-check .` checks the files and the answers to `{_PROBE}`."]
     lines += [f"`sha256sum -c {_SUMS}` checks the files alone.", ""]
     return "\n".join(lines)
-
-
-def _digest(path: pathlib.Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 class Released:
@@ -312,7 +312,7 @@ def _check_sums(root: pathlib.Path) -> None:
     for name in _FILES:
         if not (root / name).exists():
             raise FileNotFoundError(f"{shown(root / name)} is missing. {_REMEDY}")
-        if sums.get(name) != _digest(root / name):
+        if sums.get(name) != sha256_of(root / name):
             raise ValueError(f"{shown(root / name)} is not the file that {_SUMS} names. {_REMEDY}")
 
 

@@ -34,7 +34,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from jaxdp.files import shown, write_durably
+from jaxdp.files import free_bytes, shown, write_durably
 from jaxdp.privacy import chain, contacts, database, schema
 from jaxdp.privacy.chain import Head
 from jaxdp.privacy.damage import LedgerDamaged, damaged, is_damage
@@ -260,7 +260,7 @@ class Store:
                     raise damaged(self.path, f"is damaged: {error}") from error
                 if isinstance(error, sqlite3.OperationalError):
                     remedy = database.rights_missing(self.path) or (
-                        f"Free space on its disk ({self._free_bytes()} bytes are free), or wait "
+                        f"Free space on its disk ({free_bytes(self.path)} bytes are free), or wait "
                         "for the process that holds it, and try again."
                     )
                     raise OSError(
@@ -392,15 +392,12 @@ class Store:
         except OSError as error:
             raise OSError(
                 f"the head of ledger {self.path!r} cannot be written: {error}. The reservation "
-                f"counts, but its body does not run. Its disk has {self._free_bytes()} bytes free. "
-                "Free space or repair the disk, and try again."
+                "counts, but its body does not run. Its disk has "
+                f"{free_bytes(self.path)} bytes free. Free space or repair the disk, and try again."
             ) from error
         # After the checkpoint, a copy of the database without its -wal file is complete.
         self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
         self._seen = last
-
-    def _free_bytes(self) -> int:
-        return shutil.disk_usage(os.path.dirname(os.path.abspath(self.path))).free
 
     # --- Rows ------------------------------------------------------------------------------------
 

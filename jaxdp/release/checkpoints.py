@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxdp.files import explained_if_full, read_json, shown, sync_tree, write_json
+from jaxdp.files import explained_if_full, read_json, sha256_of, shown, sync_tree, write_json
 from jaxdp.release.hosts import Hosts
 from jaxdp.release.identity import digest
 
@@ -185,7 +185,5 @@ def _digest_of_files(folder: pathlib.Path) -> str:
     """Returns a hash of the names and contents of all files in and below a folder."""
     sha256 = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        with path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
-        sha256.update(f"{path.relative_to(folder)} {content}\n".encode())
+        sha256.update(f"{path.relative_to(folder)} {sha256_of(path)}\n".encode())
     return sha256.hexdigest()

@@ -4,13 +4,13 @@ A report is one HTML file without scripts or requests. The same workdir gives th
 shows nothing that is computed from private records without a charge to the ledger.
 """
 
-import hashlib
 import json
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxdp.files import sha256_of
 from jaxdp.privacy.units import unit_words
 from jaxdp.report.books import Books, spends_of
 from jaxdp.report.html import Chart, render_page
@@ -83,6 +83,4 @@ def audited(audits: Sequence[Mapping[str, Any]], account: str) -> str:
 
 def file_row(root: pathlib.Path, path: pathlib.Path, what: str) -> list[str]:
     """Returns the path of a released file in its workdir, what it is, and its SHA-256."""
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return [str(path.relative_to(root)), what, digest]
+    return [str(path.relative_to(root)), what, sha256_of(path)]

@@ -33,6 +33,16 @@ def interval(share: float, count: int) -> str:
     return f"{100 * share:.1f} % ({100 * low:.1f} to {100 * high:.1f})"
 
 
+def measured(value: Any) -> str:
+    """Returns a number that was measured, for a page. A pair of a share and the number of cases has
+    its interval.
+    """
+    if isinstance(value, tuple | list):
+        share, cases = value
+        return f"{interval(share, cases)}, {cases} cases"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
 def chance(changes: Mapping[str, Any]) -> str:
     """Returns what the change of an accuracy on the same inputs means, for a page."""
     gained, lost = changes["gained"], changes["lost"]

@@ -9,11 +9,12 @@ from jaxdp.files import read_json, shown, understood, write_durably
 from jaxdp.privacy import Ledger
 from jaxdp.report.books import Books, accounts_of, check
 from jaxdp.report.document import page
-from jaxdp.report.intervals import interval
+from jaxdp.report.intervals import measured
 from jaxdp.report.metrics import read_metrics
 
 _TEMPLATE = pathlib.Path(__file__).parent / "pages" / "fit.html.jinja"
-_RUN = "run.json"
+FILE = "run.json"  # what `fit` writes of its run
+_KIND = "fit"  # public pre-training has a file of this name too
 _REMEDY = "Restore it from a copy, or call `fit` with this workdir again, which pays nothing twice."
 _SHAPE = {
     "ledger": (str, type(None)),
@@ -63,7 +64,9 @@ def write(
     root, books, run = opened(workdir, ledger)
     if public:
         books = books.anonymous()
-    return _write(root, output, books, run, metrics, facts)
+    path = root / "report.html" if output is None else pathlib.Path(output)
+    write_page(path, root, books, run, metrics=metrics, facts=facts)
+    return path
 
 
 def opened(
@@ -79,10 +82,14 @@ def opened(
         raise FileNotFoundError(f"workdir {shown(root)} does not exist. Give that of a run.")
     if root.is_file():
         return root.parent, Books(accounts_of({"": root})), {}
-    path = root / _RUN
+    path = root / FILE
     if not path.exists():
         raise _not_a_run(root)
     run = read_json(path, remedy=_REMEDY)
+    if run.get("kind") != _KIND:
+        raise ValueError(
+            f"{shown(path)} is not of jaxdp.finetune.fit. Give the workdir of a private training."
+        )
     with understood(path, _REMEDY):
         check(run, _SHAPE, "run")
     return root, _books(root, run, ledger), run
@@ -95,7 +102,7 @@ def _not_a_run(root: pathlib.Path) -> Exception:
             "writes."
         )
     return FileNotFoundError(
-        f"{shown(root / _RUN)} does not exist. Give the workdir of `fit`, which writes it, or the "
+        f"{shown(root / FILE)} does not exist. Give the workdir of `fit`, which writes it, or the "
         "file of a ledger."
     )
 
@@ -121,36 +128,36 @@ def _books(
     return Books.read(root, ledgers, remedy=_REMEDY, names=names, runs=run["runs"])
 
 
-def _write(
+def write_page(
+    path: pathlib.Path,
     root: pathlib.Path,
-    output: str | os.PathLike[str] | None,
     books: Books,
     run: Mapping[str, Any],
+    *,
     metrics: Mapping[str, Any] | None,
-    facts: Mapping[str, Any] | None,
-) -> pathlib.Path:
+    facts: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes the page at `path`, from what `opened` returns and the arguments of `write`."""
     settings = run.get("settings", {})
     rows = _history(root) if run else []
     headings: dict[str, None] = {}
     for row in rows:
         headings |= dict.fromkeys(row)
     title = "Privacy report: private training" if run else "Privacy report of a ledger"
-    measured = {name: _measured(value) for name, value in (metrics or {}).items()}
+    results = {name: measured(value) for name, value in (metrics or {}).items()}
     shown_facts: dict[str, Any] = {}
     shown_facts["title"] = title
     shown_facts["nothing"] = "No data set was charged."
     shown_facts["settings"] = _rows(settings)
     shown_facts["history"] = rows
     shown_facts["headings"] = list(headings)
-    shown_facts["measured"] = _rows(measured)
+    shown_facts["measured"] = _rows(results)
     shown_facts["told"] = _rows(facts or {})
     versions = run.get("versions", {})
     content = page(
         _TEMPLATE, books=books, released=[], config=settings, versions=versions, **shown_facts
     )
-    path = root / "report.html" if output is None else pathlib.Path(output)
     write_durably(path, content)
-    return path
 
 
 def _history(root: pathlib.Path) -> list[dict[str, str]]:
@@ -173,10 +180,3 @@ def _rows(values: Mapping[str, Any]) -> list[list[str]]:
 
 def _text(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _measured(value: Any) -> str:
-    if not isinstance(value, tuple | list):
-        return _text(value)
-    share, cases = value
-    return f"{interval(share, cases)}, {cases} cases"

@@ -91,6 +91,10 @@ def test_what_is_no_run_is_named(tmp_path):
     (run / "run.json").write_text(json.dumps(run_json | {"runs": 3}))
     with pytest.raises(ValueError, match=r"run\.json is damaged: .*Restore it from a copy"):
         jaxdp.report.write(run)
+    # Public pre-training writes a file of this name, too.
+    (run / "run.json").write_text(json.dumps({"gamma": 2.0}))
+    with pytest.raises(ValueError, match=r"run\.json is not of jaxdp\.finetune\.fit"):
+        jaxdp.report.write(run)
 
 
 SENTENCES = {
