@@ -5,22 +5,24 @@ report and checksums (`jaxdp.models.write_release`). `jaxdp serve-check WORKDIR/
 """
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import ml_collections
 import numpy as np
 
+from jaxdp.data import DataSpec
 from jaxdp.data.spec import open_parts
 from jaxdp.files import read_json, shown
-from jaxdp.models import ModelCard, load_params, write_release
+from jaxdp.models import ModelCard, Pretrained, load_params, write_release
 from jaxdp.models.checkpoints import blank_inputs
 from jaxdp.models.preprocessing import Vectors
 
-from . import data, frame, models
+from . import data, frame
 from .finetune import STUDY, Model
 from .frame.workdir import bound_to
+from .tasks import network_of
 
 __all__ = ["main", "write"]
 
@@ -52,14 +54,14 @@ def write(
         )
     config = ml_collections.ConfigDict(bound["config"])
     result = read_json(workdir / "result.json", keys=("private", "tested", "dataset"))
-    network = _network(config)
+    specs = data.specs(config.data, "test")
+    network = _network(config, specs)
     inputs = _probe(network)
-    classes = data.specs(config.data, "test")["test"].class_names or ()
     card = ModelCard(
         name=f"{result['dataset']}, {config.model.name}",
         architecture=config.model.name,
         inputs=_meaning(network),
-        classes=classes,
+        classes=specs["test"].class_names,
         purpose=purpose,
         limits="Measured on the test part of its own data set only.",
     )
@@ -78,24 +80,19 @@ def write(
     )
 
 
-def _network(config: Any) -> Any:
+def _network(config: Any, specs: Mapping[str, DataSpec]) -> Pretrained:
     """Returns the network that the run served, without parameters."""
-    has_images = bool(config.model.preprocessing)
-    spec = data.specs(config.data, "test")
-    test = open_parts(spec, images=has_images)["test"]
-    width = 0 if has_images else test.gather(np.arange(1))["features"].shape[1]
-    return models.network(
-        config.model, test.num_classes, new_head=config.pretrain.new_head, width=width
-    )
+    sources = open_parts(specs, images=bool(config.model.preprocessing))
+    return network_of(config, sources, sources["test"].num_classes)
 
 
-def _probe(network: Any) -> np.ndarray:
+def _probe(network: Pretrained) -> np.ndarray:
     """Returns inputs that are nobody's: uniform random numbers."""
     shape = blank_inputs(network.preprocessing).shape[1:]
     return np.random.default_rng(0).random((4, *shape), np.float32)
 
 
-def _meaning(network: Any) -> str:
+def _meaning(network: Pretrained) -> str:
     if isinstance(network.preprocessing, Vectors):
         return "the features of a row, in the order of the columns"
     return "an image in [0, 1], of this size; the normalisation is in the program"

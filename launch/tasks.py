@@ -100,16 +100,10 @@ class Task:
 def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
     specs = data.specs(config.data, "public", "private", "test", grouped=True)
-    has_images = bool(config.model.preprocessing)
-    sources = open_parts(specs, images=has_images)
+    sources = open_parts(specs, images=bool(config.model.preprocessing))
     spec = specs["private"]
     frozen.check(config.model, config.private, spec)
-    network = models.network(
-        config.model,
-        sources["private"].num_classes,
-        new_head=config.pretrain.new_head,
-        width=0 if has_images else _width(sources),
-    )
+    network = network_of(config, sources, sources["private"].num_classes)
     sources = {role: models.resize(network, source) for role, source in sources.items()}
     _check_start(config, sources)
     sizes = [f"{len(source)} {role} ({source.name})" for role, source in sources.items()]
@@ -145,7 +139,19 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
     )
 
 
-def _width(sources: Mapping[str, Examples]) -> int:
+def network_of(config: Any, sources: Mapping[str, Examples], num_classes: int) -> Pretrained:
+    """Returns the network of a config for its images, or for the features of its tables.
+
+    Raises:
+      ValueError: The network and the sources do not fit each other.
+    """
+    width = 0
+    if not config.model.preprocessing:
+        width = _width(sources, num_classes)
+    return models.network(config.model, num_classes, new_head=config.pretrain.new_head, width=width)
+
+
+def _width(sources: Mapping[str, Examples], num_classes: int) -> int:
     """Returns the number of features of tables, which all parts share.
 
     Raises:
@@ -155,13 +161,12 @@ def _width(sources: Mapping[str, Examples]) -> int:
     for source in sources.values():
         example = check_source(source, "features", "label", argument=f"config.data: {source.name}")
         widths.add(example["features"].shape)
-    private = sources["private"]
     if len(widths) > 1:
         raise ValueError(
             f"config.data.parts must have the same features, got {sorted(widths)} in shapes. "
             "Give all files the same columns."
         )
-    if not private.num_classes:
+    if not num_classes:
         raise ValueError(
             "config.data.num_classes must be the number of classes of the label, or "
             "config.data.class_names their texts, got none."
