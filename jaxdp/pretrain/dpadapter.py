@@ -81,15 +81,6 @@ class TrainerOptions(TypedDict, total=False):
     param_sharding: ParamSharding | None
 
 
-_DEFAULTS: Mapping[str, Any] = {
-    "microbatch_size": None,
-    "stateful": False,
-    "mesh": None,
-    "data_axes": ("data",),
-    "param_sharding": None,
-}
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class SharpnessTrainer:
     """Sharpness-aware training as pure steps.
@@ -386,6 +377,9 @@ def _zeros(tree: Any) -> Any:
 def _wide(tree: Any) -> Any:
     """Returns the tree in float32 or wider, as wide as its norms."""
     return jax.tree.map(lambda x: x.astype(jnp.promote_types(jnp.float32, x.dtype)), tree)
+
+
+_DEFAULTS = {name: getattr(SharpnessTrainer, name) for name in TrainerOptions.__annotations__}
 
 
 @shows_keywords(TrainerOptions, _DEFAULTS)

@@ -123,8 +123,8 @@ def run_of(root: pathlib.Path) -> str:
 def _has_results(root: pathlib.Path) -> bool:
     """Returns whether a workdir has a file besides config.json, code.json and locks."""
     files = (path for path in root.rglob("*") if path.is_file())
-    own = (root / "config.json",)
-    return any(path not in own and not path.name.endswith(("code.json", "lock")) for path in files)
+    own = ("code.json", "lock")
+    return any(path != root / "config.json" and not path.name.endswith(own) for path in files)
 
 
 def versions() -> dict[str, str]:
