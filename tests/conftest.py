@@ -1,12 +1,16 @@
 """Settings and helpers shared by all tests."""
 
 import gc
+import hashlib
 import importlib.metadata
+import itertools
 import os
+import secrets
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILED = ROOT / ".jax_cache"
@@ -83,6 +87,47 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip_download)
         if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
             item.add_marker(skip_gpu)
+
+
+# --- Entropy ------------------------------------------------------------------------------------
+
+# Noise and samples of jaxdp come from the operating system. A test of an accuracy would fail by
+# chance then, once in many runs. Each test has a stream of bytes of its own, the same in each run.
+# A program that a test starts draws from the system.
+
+
+@contextmanager
+def entropy_of(name: str) -> Iterator[None]:
+    """Lets `secrets.token_bytes` return the bytes of the stream with this name."""
+    blocks = itertools.count()
+
+    def token_bytes(size: int | None = None) -> bytes:
+        block = f"{name}:{next(blocks)}".encode()
+        return hashlib.shake_256(block).digest(32 if size is None else size)
+
+    outer = secrets.token_bytes
+    secrets.token_bytes = token_bytes
+    try:
+        yield
+    finally:
+        secrets.token_bytes = outer
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    with entropy_of(item.nodeid):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(
+    fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+) -> Generator[None, Any, Any]:
+    # Which test sets up a shared fixture depends on the order of tests.
+    name = f"{fixturedef.baseid}::{fixturedef.argname}[{getattr(request, 'param_index', 0)}]"
+    shared = fixturedef.scope != "function"
+    with entropy_of(name) if shared else nullcontext():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

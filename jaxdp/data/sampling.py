@@ -6,7 +6,7 @@ is the upper half of its counter. The streams of different steps are therefore d
 """
 
 import dataclasses
-import os
+import secrets
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,8 +37,12 @@ def check_count(name: str, value: int, minimum: int) -> None:
         raise ValueError(f"{name} must be at least {minimum}, got {value}.")
 
 
+def _new_seed() -> bytes:
+    return secrets.token_bytes(_SEED_BYTES)
+
+
 def _check_seed(seed: bytes) -> None:
-    rule = f"seed must be {_SEED_BYTES} bytes such as os.urandom(16)"
+    rule = f"seed must be {_SEED_BYTES} bytes such as secrets.token_bytes(16)"
     if not isinstance(seed, bytes):
         raise TypeError(f"{rule}, got {type(seed).__name__}.")
     if len(seed) != _SEED_BYTES:
@@ -79,7 +83,9 @@ class PoissonSampler:
     num_examples: int
     sampling_probability: float
     _: dataclasses.KW_ONLY
-    seed: bytes = dataclasses.field(default_factory=lambda: os.urandom(_SEED_BYTES), repr=False)
+    seed: bytes = dataclasses.field(
+        default_factory=lambda: secrets.token_bytes(_SEED_BYTES), repr=False
+    )
     truncated_batch_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +174,9 @@ class FixedBatchSampler:
     num_examples: int
     batch_size: int
     _: dataclasses.KW_ONLY
-    seed: bytes = dataclasses.field(default_factory=lambda: os.urandom(_SEED_BYTES), repr=False)
+    seed: bytes = dataclasses.field(
+        default_factory=lambda: secrets.token_bytes(_SEED_BYTES), repr=False
+    )
 
     def __post_init__(self) -> None:
         check_count("num_examples", self.num_examples, 1)
