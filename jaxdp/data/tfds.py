@@ -120,6 +120,21 @@ def from_tfds(
     )
 
 
+def is_published(name: str) -> bool:
+    """Returns whether a data set of this name comes with TensorFlow Datasets, or is unknown here
+    because the library is missing.
+
+    Args:
+      name: The TFDS name, with configuration and version if any, such as "cifar10_corrupted/fog_5".
+    """
+    try:
+        tfds = optional("tensorflow_datasets", "tfds")
+    except ImportError:  # then no run can read it either
+        return True
+    base = name.partition("/")[0].partition(":")[0]
+    return base in tfds.list_builders(with_community_datasets=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Images:
     """The decoding of the images of a split. `from_tfds` documents the arguments.

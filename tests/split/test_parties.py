@@ -12,10 +12,10 @@ from ml_collections import ConfigDict
 
 from configs.split import two_parties
 from jaxdp import split
-from jaxdp.data import bundled
+from jaxdp.data import bundled, from_arrays, record_digests
 from jaxdp.files import Limits, pack, read_package, unpack, write_package
 from jaxdp.models import save_params
-from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.privacy import BudgetExceeded, Ledger, Registry
 from jaxdp.release import alone, notes
 from jaxdp.split.exchange import Shipment, pack_frontend
 from jaxdp.split.noisy_upload import public_projection
@@ -469,3 +469,29 @@ def test_a_server_refuses_before_it_begins(client, server, tmp_path):
     both.names = ("a", "b")
     with pytest.raises(ValueError, match="has one client, got a, b"):
         run_server(config, root, both)
+
+
+@pytest.mark.slow
+def test_images_of_another_run_or_stage_are_recognised(client, tmp_path, monkeypatch):
+    """A client's images have one ledger. The twin without digests is the ledger of the workdir,
+    which all tests above have."""
+    monkeypatch.setenv("JAXDP_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("JAXDP_RECORD_DIGESTS")
+    client.run(mode="private")
+    ledger = tmp_path / "home" / "images.sqlite"
+    bound = json.loads((client.root / "config.json").read_text())
+    assert bound["ledger"] == str(ledger)
+    assert not (client.root / "ledger.sqlite").exists()
+    with np.load(client.file) as arrays:  # another ledger counts the test images
+        stored = from_arrays(image=arrays["test_image"])
+    registry = Registry(tmp_path / "home" / "registry.sqlite")
+    digests = record_digests(stored, key=registry.key)
+    registry.claim(tmp_path / "wards.sqlite", "wards", digests)
+    client.root = tmp_path / "again"
+    with pytest.raises(ValueError, match="5 of these 5 records are counted"):
+        client.run(mode="private", queries=True)
+    assert not (client.root / "upload").exists()
+    with pytest.raises(BudgetExceeded):
+        client.run(mode="private")
+    with Ledger(ledger, read_only=True) as opened:
+        assert len(opened.history()) == 1
