@@ -338,15 +338,18 @@ class _Client:
         return messages.unpack_frontend(read_package(self.root / "frontend"), limits=self.limits)
 
     @functools.cached_property
+    def _stored(self) -> tuple[_Images, _Images]:
+        # Read once: what the registry notes is what is uploaded.
+        return _stored(self.config, self._shipment.backbone.preprocessing, self.limits)
+
+    @functools.cached_property
     def _images(self) -> tuple[_Images, _Images]:
-        stored = _stored(self.config, self._shipment.backbone.preprocessing, self.limits)
-        return _prepared(self.config, self._shipment.backbone.preprocessing, *stored)
+        return _prepared(self.config, self._shipment.backbone.preprocessing, *self._stored)
 
     @functools.cached_property
     def _ledger(self) -> pathlib.Path:
         """The path of the ledger that pays."""
-        stored = _stored(self.config, self._shipment.backbone.preprocessing, self.limits)
-        private = _private_sets(self.config, *stored, queries=self._asks)
+        private = _private_sets(self.config, *self._stored, queries=self._asks)
         return frame.settled(self.choice, self.config, self.root, private)
 
     @functools.cached_property
@@ -645,7 +648,7 @@ def _stored(
         if "test_label" in arrays:
             test["label"] = arrays["test_label"]
         return few, test
-    prepare = preprocessing and preprocessing.prepare
+    prepare = None if preprocessing is None else preprocessing.prepare
     images = open_spec(data.whole(config.data), prepare=prepare)
     pool, test_images = images.split((0.5, 0.5), seed=config.data_seed)
     return few_shots(pool, config.shots, seed=None), everything(test_images)
