@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart=0 --dist loa
 # Python writes its bytecode even where the environment forbids it: every process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test parity accessibility compilers docs lint format bench faults clean
+.PHONY: demo check test parity accessibility compilers docs lint format bench lock faults clean
 
 demo: $(VENV)/.run
 	$(BIN)/python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir $(WORKDIR)
@@ -56,6 +56,10 @@ bench: $(VENV)/.run
 		name=$$(basename $$script .py); \
 		echo "== $$name"; $(BIN)/python -m benchmarks run $${name#bench_}; \
 	done
+
+# After a change of pyproject.toml. No index is named, so that the file holds PyPI's own addresses.
+lock: $(VENV)/.test
+	env -u UV_INDEX_URL -u UV_DEFAULT_INDEX -u UV_EXTRA_INDEX_URL $(BIN)/python -m uv lock
 
 # Hours: kills of every launcher, and damaged ledgers and files by the thousand.
 faults: $(VENV)/.test

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import recalibration
+from jaxdp.data import from_arrays
 from jaxdp.files import Limits, pack, read_npz, shown, unpack, write_durably, write_json
 from jaxdp.privacy import Ledger
 from jaxdp.release import alone
@@ -148,40 +149,42 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
       done: Whether the calibrator has ended the run.
     """
 
-    def __init__(self, config: Any, workdir: _Path, *, ledger_path: _Path | None = None):
+    def __init__(self, config: Any, workdir: _Path, *, choice: frame.Choice = frame.DEFAULT):
         """Reads the records and registers them at the ledger, unless their owner has. It pays
         nothing yet.
 
         Args:
           config: The config that all agreed on. `config.client` is this hospital's own part.
           workdir: The folder of this conversation.
-          ledger_path: The ledger that pays, by default ledger.sqlite in the workdir.
+          choice: What the user says about the ledger that pays (`launch.frame.ledgers`).
 
         Raises:
-          ValueError: The workdir belongs to another run, or the records do not fit.
+          ValueError: The workdir belongs to another run, or the records do not fit. Or another
+            ledger counts them. Nothing is written then.
         """
         root, mine, self.done = pathlib.Path(workdir), config.client, False
         self._talk: recalibration.Conversation | None = None
         self._method, self._how, self._terms = _agreed(config)
         frame.check_same_config("recalibrate client", config, root)
-        records: dict[str, Any] = read_npz(mine.records, ["logits", "labels"], optional=["group"])
+        records = _records(mine)
         party = recalibration.Party(**records)
         if party.logits.shape[1] != config.num_classes:
             raise ValueError(
                 f"logits in {shown(mine.records)} must have {config.num_classes} columns, the "
                 "agreed classes."
             )
+        path = frame.settled(choice, config, root, [_private_set(mine, records)])
         with contextlib.ExitStack() as opened:
             root.mkdir(parents=True, exist_ok=True)
-            ledger = opened.enter_context(Ledger(ledger_path or root / "ledger.sqlite"))
-            opened.enter_context(frame.bind("recalibrate client", config, root))
+            opened.enter_context(frame.bind("recalibrate client", config, root, path))
+            ledger = opened.enter_context(Ledger(path, run=frame.run_of(root)))
             terms = {
                 "adjacency": config.adjacency,
                 "unit": mine.unit,
                 "epsilon": config.epsilon,
                 "delta": 0.0,
             }
-            account = frame.own_account(ledger, mine.dataset, **terms)
+            account = frame.own_account(ledger, _name(mine), **terms)
             self._party = dataclasses.replace(party, account=account)
             self._party.check_adjacency(config.adjacency)
             self._workdir, self._opened = root, opened.pop_all()
@@ -222,22 +225,44 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
 
 
 def run_client(
-    config: Any, workdir: _Path, serve: links.Serve, *, ledger_path: _Path | None = None
+    config: Any, workdir: _Path, serve: links.Serve, *, choice: frame.Choice = frame.DEFAULT
 ) -> None:
-    """Runs a hospital until the calibrator ends the run. Arguments and errors are as in
-    `Hospital`.
+    """Runs a hospital until the calibrator ends the run, and writes result.json. Arguments and
+    errors are as in `Hospital`.
     """
-    with (
-        alone(pathlib.Path(workdir)),
-        Hospital(config, workdir, ledger_path=ledger_path) as hospital,
-    ):
+    root = pathlib.Path(workdir)
+    with alone(root), Hospital(config, root, choice=choice) as hospital:
         serve(hospital.answer, until=lambda: hospital.done)
+        write_json(root / "result.json", {"terms": hospital._terms})
         print(f"hospital: answered under {hospital._terms}.")
 
 
-def charges(config: Any, *, ledger_path: _Path | None) -> list[plans.Item]:
+def _records(mine: Any) -> dict[str, Any]:
+    """Returns the arrays of a hospital's file."""
+    return read_npz(mine.records, ["logits", "labels"], optional=["group"])
+
+
+def _name(mine: Any) -> str:
+    """Returns the name of a hospital's records in its ledger."""
+    return mine.dataset or pathlib.Path(mine.records).stem
+
+
+def _private_set(mine: Any, records: dict[str, Any]) -> frame.PrivateSet:
+    """Returns the records by which the registry knows them: without the group, which is no part of
+    a record.
+    """
+    columns = {name: records[name] for name in ("logits", "labels")}
+    return frame.PrivateSet(_name(mine), from_arrays(**columns), is_public=False)
+
+
+def charges(
+    config: Any, workdir: _Path | None, *, choice: frame.Choice = frame.DEFAULT
+) -> list[plans.Item]:
     """Returns what a hospital would charge."""
     method, how, _ = _agreed(config)
+    root, mine = None if workdir is None else pathlib.Path(workdir), config.client
+    private = [_private_set(mine, _records(mine))] if mine.records else []
+    path = frame.asked(choice, config, root, private)
     terms = {
         "adjacency": config.adjacency,
         "unit": config.client.unit,
@@ -246,9 +271,9 @@ def charges(config: Any, *, ledger_path: _Path | None) -> list[plans.Item]:
     }
     charge = plans.Item(
         f"{method.rounds} answers to the calibrator",
-        config.client.dataset,
+        _name(mine),
         recalibration.event(how["epsilon"]),
         terms,
-        ledger=os.fspath(ledger_path or "ledger.sqlite"),
+        ledger=frame.LEDGER if path is None else os.fspath(path.absolute()),
     )
     return [charge]

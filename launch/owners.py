@@ -12,6 +12,7 @@ RECALIBRATE_SERVER = Program(
 )
 RECALIBRATE_CLIENT = Program(
     name="recalibrate client",
+    report=Report(title="a hospital of private recalibration"),
 )
 SPLIT_SERVER = Program(
     name="split server",

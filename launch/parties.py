@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import split
-from jaxdp.data import Examples, resize_images
+from jaxdp.data import Examples, from_arrays, resize_images
 from jaxdp.data import open as open_spec
 from jaxdp.data.labels import judge, predicted
 from jaxdp.data.selection import everything, few_shots
@@ -55,7 +55,7 @@ from jaxdp.split.server import adapt_by_client
 from . import data, frame, links, models, plans
 from .settings import check_numbers
 
-DATASET, QUERIES = "client/images", "client/queries"
+DATASET = "client"  # the default of config.dataset
 _MOST = 1000  # images by which the projection is fitted
 _BATCH = 256  # queries that are answered together
 _Path = str | os.PathLike[str]
@@ -253,7 +253,7 @@ def run_client(
     workdir: _Path,
     serve: links.Serve,
     *,
-    ledger_path: _Path | None = None,
+    choice: frame.Choice = frame.DEFAULT,
     queries: bool | None = None,
     limits: Limits | None = None,
 ) -> dict[str, Any]:
@@ -267,13 +267,14 @@ def run_client(
     Args:
       config, workdir: As above.
       serve: `serve(answer, until=)` answers the server's questions.
-      ledger_path: The ledger that pays, by default ledger.sqlite in the workdir. The data set is
-        "client/images", its adjacency "replace_one", its unit an image with its label. If it is not
-        registered, a private upload registers it with a budget of its epsilon, and the other modes
-        without a budget.
+      choice: What the user says about the ledger that pays (`launch.frame.ledgers`). The data set
+        is "NAME/images", its adjacency "replace_one", its unit an image with its label. NAME is
+        `config.dataset`, or if that is "" the name of the file of images. If it is not registered,
+        a private upload registers it with a budget of its epsilon, and the other modes without a
+        budget.
       queries: Whether the server classifies the test images. None means yes, except in the private
         mode. Their representations have Laplace noise of `config.query_laplace_scale`. No guarantee
-        covers them in any mode: the ledger gets a release without proof on "client/queries".
+        covers them in any mode: the ledger gets a release without proof on "NAME/queries".
       limits: Limits on the server's packages and on the file of images.
 
     Returns:
@@ -282,17 +283,14 @@ def run_client(
 
     Raises:
       BudgetExceeded: The ledger refuses the upload. Nothing is sent.
+      ValueError: Another ledger counts the images. Nothing is sent. Or as above.
     """
     root = pathlib.Path(workdir)
-    ledger_path = ledger_path or root / "ledger.sqlite"
-    with (
-        Till(root, forget="run") as till,
-        Ledger(ledger_path) as ledger,
-        contextlib.ExitStack() as bound,
-    ):
+    with Till(root, forget="run") as till, contextlib.ExitStack() as bound:
         check_numbers(config)
         frame.check_same_config("split client", config, root)
-        client = _Client(config, root, queries, limits, till, ledger, bound)
+        frame.chosen(choice, config, root)  # raises before the server is asked for anything
+        client = _Client(config, root, choice, queries, limits, till, bound)
         serve(client.answer, until=lambda: client.result is not None)
         assert client.result is not None
         print(_statement(client.result))
@@ -305,17 +303,17 @@ class _Client:
     started again.
 
     Attributes:
-      config, root, queries, limits: The arguments of `run_client`.
-      till, ledger, bound: Those of the run.
+      config, root, choice, queries, limits: The arguments of `run_client`.
+      till, bound: Those of the run.
       result: The result of the run, None until its last question.
     """
 
     config: Any
     root: pathlib.Path
+    choice: frame.Choice
     queries: bool | None
     limits: Limits | None
     till: Till
-    ledger: Ledger
     bound: contextlib.ExitStack
     result: dict[str, Any] | None = None
 
@@ -340,8 +338,26 @@ class _Client:
         return messages.unpack_frontend(read_package(self.root / "frontend"), limits=self.limits)
 
     @functools.cached_property
+    def _stored(self) -> tuple[_Images, _Images]:
+        # Read once: what the registry notes is what is uploaded.
+        return _stored(self.config, self._shipment.backbone.preprocessing, self.limits)
+
+    @functools.cached_property
     def _images(self) -> tuple[_Images, _Images]:
-        return _client_images(self.config, self._shipment.backbone.preprocessing, self.limits)
+        return _prepared(self.config, self._shipment.backbone.preprocessing, *self._stored)
+
+    @functools.cached_property
+    def _ledger(self) -> pathlib.Path:
+        """The path of the ledger that pays."""
+        private = _private_sets(self.config, *self._stored, queries=self._asks)
+        return frame.settled(self.choice, self.config, self.root, private)
+
+    @functools.cached_property
+    def _opened(self) -> Ledger:
+        """The ledger that pays. The workdir is bound to it first."""
+        path = self._ledger
+        self.bound.enter_context(frame.bind("split client", self.config, self.root, path))
+        return self.bound.enter_context(Ledger(path, run=frame.run_of(self.root)))
 
     @property
     def _asks(self) -> bool:
@@ -369,7 +385,6 @@ class _Client:
                 "perturbed its frontend is deleted. Use a new workdir at both parties, and ask "
                 "from the start. The new run pays for its own upload."
             )
-        self.bound.enter_context(frame.bind("split client", config, root))
         images, queries = self._accounts(len(few["image"]), len(test["image"]))
         self.till.settle([images] if queries is None else [images, queries])
         if missing:
@@ -404,10 +419,12 @@ class _Client:
         terms = unproven
         if config.mode == "private":  # the budget of the images is what their upload costs
             terms = common | {"epsilon": config.epsilon}
-        account = frame.own_account(self.ledger, DATASET, records=images, **terms)
+        name = _images_name(config)
+        account = frame.own_account(self._opened, name, records=images, **terms)
         if not self._asks:
             return account, None
-        return account, frame.own_account(self.ledger, QUERIES, records=queries, **unproven)
+        name = _queries_name(config)
+        return account, frame.own_account(self._opened, name, records=queries, **unproven)
 
     def _keep_queries(self, shipment: messages.Shipment, made: Any) -> None:
         write_package(self.root / "queries", messages.pack_queries(made, shipment))
@@ -440,7 +457,8 @@ class _Client:
             write_durably(root / "predictions.npy", lambda file: np.save(file, predicted(logits)))
             if "label" in test:
                 accuracy = float(judge(logits, test["label"]).correct.mean())
-        epsilon = self.ledger.account(DATASET).epsilon(delta=config.delta)
+        account = self._opened.account(_images_name(config))
+        epsilon = account.epsilon(delta=config.delta)
         self.result = {
             "mode": config.mode,
             "bytes": len(read_package(root / "upload")),
@@ -518,23 +536,30 @@ def _private_release(config: Any, clip_norm: float | None) -> split.PrivateRelea
 
 
 def client_charges(
-    config: Any, *, ledger_path: _Path | None, queries: bool | None
+    config: Any,
+    workdir: _Path | None = None,
+    *,
+    choice: frame.Choice = frame.DEFAULT,
+    queries: bool | None,
 ) -> list[plans.Item]:
     """Returns what `run_client` would charge. The frontend, which it has not received yet, changes
     nothing of it.
     """
-    private, ledger = config.mode == "private", os.fspath(ledger_path or "ledger.sqlite")
+    private = config.mode == "private"
+    has_queries = not private if queries is None else queries
+    path = _asked(config, workdir, choice, has_queries)
+    ledger = frame.LEDGER if path is None else os.fspath(path.absolute())
     common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
     unproven = common | {"allow_unproven": True}
     if private:
         event, terms = _private_release(config, 1.0).event, common | {"epsilon": config.epsilon}
     else:
         event, terms = split.published_event(config.laplace_scale), unproven
-    charges = [plans.Item(f"the upload, {config.mode}", DATASET, event, terms, ledger=ledger)]
-    has_queries = not private if queries is None else queries
+    name = _images_name(config)
+    charges = [plans.Item(f"the upload, {config.mode}", name, event, terms, ledger=ledger)]
     if has_queries:
-        event = split.published_event(config.query_laplace_scale)
-        charges.append(plans.Item("the queries", QUERIES, event, unproven, ledger=ledger))
+        event, name = split.published_event(config.query_laplace_scale), _queries_name(config)
+        charges.append(plans.Item("the queries", name, event, unproven, ledger=ledger))
     return charges
 
 
@@ -559,11 +584,56 @@ def _statement(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _client_images(
-    config: Any, preprocessing: Preprocessing, limits: Limits | None
+def _asked(
+    config: Any, workdir: _Path | None, choice: frame.Choice, has_queries: bool
+) -> pathlib.Path | None:
+    """Returns the ledger that would pay, None for a new one in the workdir."""
+    root = None if workdir is None else pathlib.Path(workdir)
+    if not config.get("images"):  # the frontend says how images in a folder are prepared
+        return frame.chosen(choice, config, root)
+    stored = _stored(config, None, None)
+    private = _private_sets(config, *stored, queries=has_queries)
+    return frame.asked(choice, config, root, private)
+
+
+def _images_name(config: Any) -> str:
+    """Returns the name of a client's few images in its ledger."""
+    return f"{_dataset(config)}/images"
+
+
+def _queries_name(config: Any) -> str:
+    """Returns the name of a client's test images in its ledger."""
+    return f"{_dataset(config)}/queries"
+
+
+def _dataset(config: Any) -> str:
+    # A config of an earlier version has no such field, and its ledger has the default.
+    named = config.get("dataset", DATASET)
+    return named or pathlib.Path(config.get("images", "")).stem or DATASET
+
+
+def _private_sets(
+    config: Any, few: _Images, test: _Images, *, queries: bool
+) -> list[frame.PrivateSet]:
+    """Returns the sets of images that leave the client, for the registry."""
+    is_public = not config.images and data.whole(config.data).is_public
+    images = from_arrays(**few)
+    private = [frame.PrivateSet(_images_name(config), images, is_public)]
+    if queries and len(test["image"]):
+        asked = from_arrays(**test)
+        private.append(frame.PrivateSet(_queries_name(config), asked, is_public))
+    return private
+
+
+def _stored(
+    config: Any, preprocessing: Preprocessing | None, limits: Limits | None
 ) -> tuple[_Images, _Images]:
     """Returns the client's few images with labels, and its test images, with labels if they
-    exist.
+    exist: as they are stored.
+
+    Args:
+      config, limits: As in `run_client`.
+      preprocessing: For images of several sizes, which the model's preprocessing cuts.
     """
     if config.images:
         arrays = read_npz(
@@ -573,14 +643,30 @@ def _client_images(
             remedy="Make it again with the arrays 'image' and 'label'.",
             limits=limits,
         )
-        few = {"image": preprocessing.prepare(arrays["image"]), "label": arrays["label"]}
-        test = {"image": preprocessing.prepare(arrays.get("test_image", few["image"][:0]))}
+        few = {"image": arrays["image"], "label": arrays["label"]}
+        test = {"image": arrays.get("test_image", few["image"][:0])}
         if "test_label" in arrays:
             test["label"] = arrays["test_label"]
         return few, test
-    images = _read(config.data, preprocessing)
+    prepare = None if preprocessing is None else preprocessing.prepare
+    images = open_spec(data.whole(config.data), prepare=prepare)
     pool, test_images = images.split((0.5, 0.5), seed=config.data_seed)
     return few_shots(pool, config.shots, seed=None), everything(test_images)
+
+
+def _prepared(
+    config: Any, preprocessing: Preprocessing, few: _Images, test: _Images
+) -> tuple[_Images, _Images]:
+    """Returns images in the size of the model, float32 in [0, 1]."""
+    if config.images:
+        return (
+            few | {"image": preprocessing.prepare(few["image"])},
+            test | {"image": preprocessing.prepare(test["image"])},
+        )
+    size = (preprocessing.size, len(preprocessing.mean))
+    resized = [resize_images(from_arrays(**images), *size) for images in (few, test)]
+    few, test = map(everything, resized)
+    return few, test
 
 
 def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:

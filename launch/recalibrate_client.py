@@ -15,13 +15,13 @@ def experiment(
     config: Any, workdir: str, *, dry_run: bool = False, choice: frame.Choice = frame.DEFAULT
 ) -> None:
     """Runs the hospital."""
-    from . import hospitals
+    from . import hospitals, report
 
-    ledger = frame.chosen(choice, config, None if workdir is None else pathlib.Path(workdir))
     if dry_run:
-        charges = hospitals.charges(config, ledger_path=ledger)
+        charges = hospitals.charges(config, workdir, choice=choice)
         return plans.show(charges, None if workdir is None else pathlib.Path(workdir))
-    hospitals.run_client(config, workdir, links.serve(), ledger_path=ledger)
+    hospitals.run_client(config, workdir, links.serve(), choice=choice)
+    print(report.write(workdir))
 
 
 if __name__ == "__main__":

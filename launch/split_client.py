@@ -45,19 +45,20 @@ def experiment(
 
     fields = {flag.name: flag.value for flag in _FIELDS if flag.value is not None}
     config.client.update(fields)
-    ledger = frame.chosen(choice, config, None if workdir is None else pathlib.Path(workdir))
     if dry_run:
-        charges = parties.client_charges(config.client, ledger_path=ledger, queries=_QUERIES.value)
+        charges = parties.client_charges(
+            config.client, workdir, choice=choice, queries=_QUERIES.value
+        )
         return plans.show(charges, None if workdir is None else pathlib.Path(workdir))
     parties.run_client(
         config.client,
         workdir,
         links.serve(),
-        ledger_path=ledger,
+        choice=choice,
         queries=_QUERIES.value,
         limits=links.limits(),
     )
-    print(report.write(workdir, ledger=ledger))
+    print(report.write(workdir))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@ exists."""
 
 import importlib.util
 import re
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -103,6 +106,31 @@ def test_the_makefile_and_the_pages_name_what_exists():
         assert not [
             link for link in re.findall(r"\]\(([^):#]+)\)", text) if not (ROOT / link).exists()
         ]
+
+
+def locked(folder, *flags):
+    """Returns whether uv takes the lock file of a folder for that of its pyproject.toml, offline
+    and without a cache."""
+    command = [sys.executable, "-m", "uv", "lock", "--check", "--offline", "--no-cache"]
+    return not subprocess.run([*command, *flags], cwd=folder, capture_output=True).returncode
+
+
+def test_the_lock_file_is_that_of_the_project(tmp_path):
+    """`make lock` renews it. The twin has a dependency that the lock file lacks."""
+    assert locked(ROOT)
+    for name in ("uv.lock", "pyproject.toml", "jaxdp/version.py", "README.md", "LICENSE"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    assert locked(tmp_path)
+    text = (tmp_path / "pyproject.toml").read_text()
+    changed = text.replace('"scipy>=1.14"', '"scipy>=1.14", "attrs>=23"')
+    (tmp_path / "pyproject.toml").write_text(changed)
+    assert not locked(tmp_path)
+
+
+def test_the_lock_file_names_no_index_but_that_of_pypi():
+    hosts = set(re.findall(r"https?://([^/\"]+)", (ROOT / "uv.lock").read_text()))
+    assert hosts == {"pypi.org", "files.pythonhosted.org"}
 
 
 def test_the_hooks_run_tools_of_the_lint_group():

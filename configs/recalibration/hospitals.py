@@ -30,7 +30,8 @@ def get_config() -> ConfigDict:
             "client": {
                 # an .npz file with logits [n, m] and labels [n], optionally group [n]
                 "records": "",
-                "dataset": "records",  # its name on the hospital's ledger
+                # their name on the hospital's ledger. "" is that of the file, without .npz.
+                "dataset": "",
                 "unit": "record",  # what one entry is, or what `group` has in common
             },
         }

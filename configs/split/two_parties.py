@@ -69,6 +69,8 @@ def get_config() -> ConfigDict:
             "client": {
                 # an .npz file with image and label, optionally test_image and test_label
                 "images": "",
+                # their name on the client's ledger. "" is that of the file, without .npz.
+                "dataset": "",
                 "data": {**digits, "classes": (5, 6, 7, 8, 9)},  # without a file: half is for tests
                 "data_seed": 0,
                 "shots": 5,

@@ -26,7 +26,7 @@ from jaxdp.data.selection import image_shape
 from jaxdp.data.sources import Examples, read_ids
 from jaxdp.data.tables import read_table
 from jaxdp.data.tabular import from_csv
-from jaxdp.data.tfds import from_tfds
+from jaxdp.data.tfds import from_tfds, is_published
 from jaxdp.files import Limits, npz_names, read_npz, shown
 
 Prepare = Callable[[Sequence[np.ndarray]], np.ndarray]
@@ -131,8 +131,10 @@ class DataSpec:
 
     @property
     def is_public(self) -> bool:
-        """Whether everybody has the records. Own data in the format of TFDS counts as public."""
-        return self.source in ("bundled", "tfds")
+        """Whether everybody has the records: those of scikit-learn, and those whose name TensorFlow
+        Datasets itself knows. Own data in the format of TFDS is private.
+        """
+        return self.source == "bundled" or (self.source == "tfds" and is_published(self.name))
 
     @property
     def terms(self) -> dict[str, str]:

@@ -39,6 +39,9 @@ _ADULT_CATEGORIES = (
     "workclass",
 )
 
+# Data sets that everybody has and TFDS lacks, which configs of this package read in its format.
+_PUBLISHED = ("usps", "pneumonia_mnist", "cifar100_subset")
+
 
 def from_tfds(
     name: str,
@@ -118,6 +121,23 @@ def from_tfds(
         num_classes=features["label"].num_classes,
         name=f"{name}/{split}",
     )
+
+
+def is_published(name: str) -> bool:
+    """Returns whether a data set of this name comes with TensorFlow Datasets, or is unknown here
+    because the library is missing.
+
+    Args:
+      name: The TFDS name, with configuration and version if any, such as "cifar10_corrupted/fog_5".
+    """
+    try:
+        tfds = optional("tensorflow_datasets", "tfds")
+    except ImportError:  # then no run can read it either
+        return True
+    if name in _PUBLISHED:
+        return True
+    base = name.partition("/")[0].partition(":")[0]
+    return base in tfds.list_builders(with_community_datasets=False)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,7 +29,7 @@ from ..study import PrivateSet, Program, Report, Row, Study
 from .accounts import account, own_account
 from .fields import check_watch, known, some, watching
 from .launcher import main
-from .ledgers import DEFAULT, Choice, asked, chosen, of_workdir
+from .ledgers import DEFAULT, Choice, asked, chosen, of_workdir, settled
 from .ledgers import NAME as LEDGER
 from .program import MISTAKES, keep_compiled, start, tell
 from .running import Work, compute, distinct, run
@@ -63,6 +63,7 @@ __all__ = [
     "own_account",
     "run",
     "run_of",
+    "settled",
     "some",
     "start",
     "tell",

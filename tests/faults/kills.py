@@ -320,8 +320,8 @@ def _split_client_claims(root: pathlib.Path) -> list[tuple[float, float]]:
     found = _result(root / "client")
     path = root / "client" / "ledger.sqlite"
     return [
-        (found["epsilon"], _spent(path, parties.DATASET)),
-        (math.inf, _spent(path, parties.QUERIES)),
+        (found["epsilon"], _spent(path, "client/images")),
+        (math.inf, _spent(path, "client/queries")),
     ]
 
 

@@ -78,7 +78,7 @@ def test_the_commands_of_the_howto_recalibrate(federation):
         "recalibrate_server clinic-1"
     )
     for name in CLINICS:
-        settled(federation, "howto", name, records=1)
+        settled(federation, "howto", name, **{name: 1})
 
 
 def split_alone(federation):
@@ -135,7 +135,7 @@ def test_split_adaptation_survives_the_death_of_every_process(federation, monkey
             federation.start_program(key.split()[0], "clinic-1", "split")
         federation.wait(server, client)
         found, expected = federation.folder / "split" / "clinic-1", alone.result()
-    settled(federation, "split", "clinic-1", client_images=1, client_queries=1)
+    settled(federation, "split", "clinic-1", images_images=1, images_queries=1)
     assert (found / "upload").read_bytes() == (expected / "upload").read_bytes()
     np.testing.assert_array_equal(
         np.load(found / "predictions.npy"), np.load(expected / "predictions.npy")

@@ -63,7 +63,9 @@ class Direct:
 
     def config(self, **changes):
         config = configs.get_config()
-        config.update_from_flattened_dict({"method.iterations": 2, **self.changes, **changes})
+        config.update_from_flattened_dict(
+            {"method.iterations": 2, "client.dataset": "records", **self.changes, **changes}
+        )
         return config
 
     def ask(self, questions, *, timeout):

@@ -9,10 +9,11 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import digits_dpsgd
+from configs.recalibration import hospitals as hospital_configs
 from configs.tta import digits as tta_digits
 from jaxdp.data import DataSpec
 from jaxdp.privacy import BudgetExceeded, Ledger, PureDpEvent
-from launch import adapt, data, finetune, frame, run_report
+from launch import adapt, data, finetune, frame, hospitals, run_report
 
 RECORDS = 96
 BUDGET = 1.0
@@ -266,5 +267,47 @@ def test_a_study_with_ledgers_of_its_own_refuses_one(files):
 
 
 def test_which_records_are_public():
-    assert DataSpec(source="bundled").is_public and DataSpec(source="tfds").is_public
+    assert DataSpec(source="bundled").is_public
+    for name in ("cifar10", "cifar10_corrupted/fog_5", "cifar10:3.0.2"):
+        assert DataSpec(source="tfds", name=name).is_public
+    assert not DataSpec(source="tfds", name="chest_scans/small").is_public
     assert not any(DataSpec(source=source).is_public for source in ("npz", "folder", "hf", "a:b"))
+
+
+def hospital_file(path, count=RECORDS):
+    rng = np.random.default_rng(2)
+    logits, labels = rng.normal(size=(RECORDS, 5)), rng.integers(0, 5, RECORDS)
+    np.savez(path, logits=logits[:count], labels=labels[:count])
+    return path
+
+
+def begin(records, workdir, choice=frame.DEFAULT):
+    config = hospital_configs.get_config()
+    config.client.records = str(records)
+    with hospitals.Hospital(config, workdir, choice=choice):
+        return config
+
+
+def test_a_hospital_has_one_ledger_for_its_records(tmp_path, home):
+    records = hospital_file(tmp_path / "ward.npz")
+    (tmp_path / "copies").mkdir()
+    begin(records, tmp_path / "a")
+    begin(records, tmp_path / "b")
+    with Ledger(home / "ward.sqlite", read_only=True) as ledger:
+        assert [entry["name"] for entry in ledger.report()["datasets"]] == ["ward"]
+    assert not list(tmp_path.glob("[ab]/*.sqlite"))
+    copy = hospital_file(tmp_path / "copies" / "others.npz", count=40)
+    for choice in (frame.DEFAULT, frame.Choice(tmp_path / "own.sqlite")):
+        with pytest.raises(ValueError, match="40 of these 40 records"):
+            begin(copy, tmp_path / "c", choice)
+    assert not (tmp_path / "c").exists() and not (tmp_path / "own.sqlite").exists()
+    begin(copy, tmp_path / "c", frame.Choice(tmp_path / "own.sqlite", count_anew=True))
+    bound = json.loads((tmp_path / "c" / "config.json").read_text())
+    assert bound["ledger"] == str(tmp_path / "own.sqlite")
+
+
+def test_the_dry_run_of_a_hospital_names_the_ledger(tmp_path, home):
+    records = hospital_file(tmp_path / "ward.npz")
+    config = begin(records, tmp_path / "a")
+    (charge,) = hospitals.charges(config, tmp_path / "b")
+    assert charge.ledger == str(home / "ward.sqlite") and charge.dataset == "ward"

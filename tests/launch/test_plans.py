@@ -130,13 +130,13 @@ def test_the_charges_of_a_client(capsys):
     config = ConfigDict(
         {**terms, "laplace_scale": 0.5, "query_laplace_scale": 0.5, "mode": "private"}
     )
-    plans.show(parties.client_charges(config, ledger_path=None, queries=None), None)
+    plans.show(parties.client_charges(config, queries=None), None)
     private = parts(capsys.readouterr().out)
     assert (
         "8 afterwards" in private["the upload, private"]["ledger"] and "the queries" not in private
     )
     config.mode = "published"
-    plans.show(parties.client_charges(config, ledger_path=None, queries=None), None)
+    plans.show(parties.client_charges(config, queries=None), None)
     published = parts(capsys.readouterr().out)
     assert (
         published["the upload, published"]["epsilon"].startswith("inf")

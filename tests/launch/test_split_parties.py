@@ -134,7 +134,7 @@ def test_two_processes_adapt_privately(private, images):
     )
     assert f"uploaded {result['bytes']:,} bytes (private). 100 queries were answered" in server
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
-        assert ledger.epsilon("client/images") == result["epsilon"]
+        assert ledger.epsilon("images/images") == result["epsilon"]
     assert not (root / "client" / "secret_seed").exists()
     with np.load(images) as file:
         predicted = np.load(root / "client" / "predictions.npy")
@@ -161,7 +161,7 @@ def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
     assert {path: path.read_bytes() for path in kept} == kept
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         entries = ledger.report()["datasets"]
-    assert sorted(entry["name"] for entry in entries) == ["client/images", "client/queries"]
+    assert sorted(entry["name"] for entry in entries) == ["images/images", "images/queries"]
     assert all(sum(row["spends"] for row in entry["spends"]) == 1 for entry in entries), entries
 
 
@@ -188,7 +188,7 @@ def test_two_processes_adapt_as_published(private, images, tmp_path):
     assert {name: x.shape for name, x in arrays.items()} == {"copies": (3, 25, 17, 16)}
     assert list((tmp_path / "exchange").iterdir()) == []
     with Ledger(ledger) as opened:
-        assert opened.epsilon("client/images", delta=1e-5) == math.inf
+        assert opened.epsilon("images/images", delta=1e-5) == math.inf
     assert not (tmp_path / "client" / "ledger.sqlite").exists()
 
 

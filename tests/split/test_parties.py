@@ -12,18 +12,19 @@ from ml_collections import ConfigDict
 
 from configs.split import two_parties
 from jaxdp import split
-from jaxdp.data import bundled
+from jaxdp.data import bundled, from_arrays, record_digests
 from jaxdp.files import Limits, pack, read_package, unpack, write_package
 from jaxdp.models import save_params
-from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.privacy import BudgetExceeded, Ledger, Registry
 from jaxdp.release import alone, notes
 from jaxdp.split.exchange import Shipment, pack_frontend
 from jaxdp.split.noisy_upload import public_projection
-from launch import parties
+from launch import frame, parties
 from launch.parties import run_client, run_server
 from tests import forked
 
 COUNT = 12
+DATASET, QUERIES = "images/images", "images/queries"  # after the file of images
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +71,11 @@ class Client:
                 raise TimeoutError
 
         with contextlib.suppress(TimeoutError):
-            run_client(config, self.root, serve, ledger_path=ledger_path, queries=queries)
+            choice = frame.Choice(ledger_path)
+            run_client(config, self.root, serve, choice=choice, queries=queries)
         return told
 
-    def spends(self, name=parties.DATASET, path="ledger.sqlite"):
+    def spends(self, name=DATASET, path="ledger.sqlite"):
         """Counts the charges of the ledger, by default for the images to adapt to."""
         with Ledger(self.root / path) as ledger:
             entries = [entry for entry in ledger.report()["datasets"] if entry["name"] == name]
@@ -193,9 +195,7 @@ def test_an_upload_that_could_not_be_sent_costs_nothing(client, monkeypatch, mod
 def test_a_budget_is_kept(client, mode, match):
     client.root.mkdir()
     with Ledger(client.root / "ledger.sqlite") as ledger:
-        ledger.register(
-            parties.DATASET, adjacency="replace_one", unit="image", epsilon=7.0, delta=1e-5
-        )
+        ledger.register(DATASET, adjacency="replace_one", unit="image", epsilon=7.0, delta=1e-5)
     with pytest.raises(BudgetExceeded, match=match):
         client.run(mode=mode)
     assert client.spends() == 0 and not (client.root / "upload").exists()
@@ -211,7 +211,7 @@ def full(*args):
 KILLED = """
 import os, pathlib, signal, sys
 from ml_collections import ConfigDict
-from launch import parties
+from launch import frame, parties
 
 config, root, frontend, place = sys.argv[1:]
 write = parties.write_package
@@ -247,10 +247,10 @@ def test_a_client_that_is_killed_pays_once_and_sends_the_same(client, tmp_path, 
     again = forked.run(KILLED, *given, "", modules=forked.PARTIES)
     assert again.returncode == 0, again.stderr
     assert read_package(client.root / place) == read_package(tmp_path / "client-lost")
-    assert client.spends() == client.spends(parties.QUERIES) == 1
+    assert client.spends() == client.spends(QUERIES) == 1
     assert client.labels() == {
-        parties.DATASET: {f"split adaptation, {mode}"},
-        parties.QUERIES: {"split adaptation, queries"},
+        DATASET: {f"split adaptation, {mode}"},
+        QUERIES: {"split adaptation, queries"},
     }
 
 
@@ -305,17 +305,17 @@ def test_other_noise_is_paid_again(client, monkeypatch):
             client.run(mode="noise_once")
     monkeypatch.setenv("XLA_ANYTHING", "1")
     client.run(mode="noise_once")
-    rows = [row for row in notes(client.root) if row["charges"][0][0] == parties.DATASET]
+    rows = [row for row in notes(client.root) if row["charges"][0][0] == DATASET]
     assert client.spends() == len({row["token"] for row in rows}) == 2
 
 
 @pytest.mark.slow
-def test_another_ledger_is_charged_for_what_was_uploaded(client):
-    for _ in range(2):
-        for path in ("ledger.sqlite", "other.sqlite"):
-            client.run(ledger_path=client.root / path, queries=True)
-    for path in ("ledger.sqlite", "other.sqlite"):
-        assert client.spends(path=path) == client.spends(parties.QUERIES, path=path) == 1
+def test_a_workdir_keeps_the_ledger_that_paid(client):
+    client.run(queries=True)
+    with pytest.raises(ValueError, match="pays for this workdir"):
+        client.run(ledger_path=client.root / "other.sqlite", queries=True)
+    assert client.spends() == client.spends(QUERIES) == 1
+    assert not (client.root / "other.sqlite").exists()
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_images_do_not_pay_for_queries_that_are_not_asked_any_more(client):
     for queries in (True, False):
         client.run(queries=queries)
     with Ledger(client.root / "ledger.sqlite") as ledger:
-        assert ledger.epsilon(parties.DATASET) <= 8.0
+        assert ledger.epsilon(DATASET) <= 8.0
     assert client.spends() == 1
 
 
@@ -344,7 +344,7 @@ def test_a_run_that_ended_without_queries_asks_none(client):
         ValueError, match=r"has ended without queries, and the secret .* is deleted.*new workdir"
     ):
         client.run(queries=True)
-    assert client.spends() == 1 and client.spends(parties.QUERIES) == 0 and not client.has_secret
+    assert client.spends() == 1 and client.spends(QUERIES) == 0 and not client.has_secret
 
 
 # --- The server ---------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def test_noise_once_between_two_parties(client, server, batch, monkeypatch):
     )
     too_large("adapted")
     assert run() == result and len(found["direct"].asked) == 3  # both tell what they have kept
-    assert not client.has_secret and client.spends() == client.spends(parties.QUERIES) == 1
+    assert not client.has_secret and client.spends() == client.spends(QUERIES) == 1
 
 
 @pytest.mark.slow
@@ -469,3 +469,29 @@ def test_a_server_refuses_before_it_begins(client, server, tmp_path):
     both.names = ("a", "b")
     with pytest.raises(ValueError, match="has one client, got a, b"):
         run_server(config, root, both)
+
+
+@pytest.mark.slow
+def test_images_of_another_run_or_stage_are_recognised(client, tmp_path, monkeypatch):
+    """A client's images have one ledger. The twin without digests is the ledger of the workdir,
+    which all tests above have."""
+    monkeypatch.setenv("JAXDP_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("JAXDP_RECORD_DIGESTS")
+    client.run(mode="private")
+    ledger = tmp_path / "home" / "images.sqlite"
+    bound = json.loads((client.root / "config.json").read_text())
+    assert bound["ledger"] == str(ledger)
+    assert not (client.root / "ledger.sqlite").exists()
+    with np.load(client.file) as arrays:  # another ledger counts the test images
+        stored = from_arrays(image=arrays["test_image"])
+    registry = Registry(tmp_path / "home" / "registry.sqlite")
+    digests = record_digests(stored, key=registry.key)
+    registry.claim(tmp_path / "wards.sqlite", "wards", digests)
+    client.root = tmp_path / "again"
+    with pytest.raises(ValueError, match="5 of these 5 records are counted"):
+        client.run(mode="private", queries=True)
+    assert not (client.root / "upload").exists()
+    with pytest.raises(BudgetExceeded):
+        client.run(mode="private")
+    with Ledger(ledger, read_only=True) as opened:
+        assert len(opened.history()) == 1
