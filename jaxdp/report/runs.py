@@ -5,12 +5,13 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxdp.files import read_json, shown, understood, write_durably
+from jaxdp.files import read_json, shown, understood, write_durably, write_json
 from jaxdp.privacy import Ledger
-from jaxdp.report.books import Books, accounts_of, check
+from jaxdp.report.books import Books, accounts_of, check, checked
 from jaxdp.report.document import page
 from jaxdp.report.intervals import interval
 from jaxdp.report.metrics import read_metrics
+from jaxdp.report.past import Past
 
 _TEMPLATE = pathlib.Path(__file__).parent / "pages" / "fit.html.jinja"
 _RUN = "run.json"
@@ -22,6 +23,7 @@ _SHAPE = {
     "settings": dict,
     "versions": {str: str},
 }
+_SAID = {"measured": [[str]], "told": [[str]]}  # the types of report.json
 _NOT_SHOWN = {"step", "time", "seconds"}  # how long a step takes tells about its batch
 
 
@@ -47,7 +49,9 @@ def write(
       metrics: Numbers that were measured on public or held-out data, by name. A pair of a share and
         the number of cases, such as (0.96, 114), gets its 95 % interval. They are shown as they
         are, because a page cannot know from which data they come.
-      facts: What else the page shall say, as text by name. Never put private data in it.
+      facts: What else the page shall say, as text by name. Never put private data in it. Facts and
+        metrics of the last call are kept in report.json in the workdir, or beside the ledger with
+        its name, so that `jaxdp report --verify` can compare the page.
 
     Returns:
       The path of the page.
@@ -58,18 +62,60 @@ def write(
       ValueError: The workdir is of a launcher, or a file is damaged.
     """
     root = pathlib.Path(workdir)
+    measured = {name: _measured(value) for name, value in (metrics or {}).items()}
+    said = {"measured": _rows(measured), "told": _rows(facts or {})}
+    books, run = _accounts(root, ledger, None)
+    path = _write(root, output, books, run, said)
+    place = _place(root)
+    if any(said.values()):
+        write_json(place, said)
+    else:
+        place.unlink(missing_ok=True)
+    return path
+
+
+def rewrite(
+    workdir: str | os.PathLike[str], output: str | os.PathLike[str], past: Past
+) -> pathlib.Path:
+    """Writes the page again as it was, with the metrics and facts of the last `write`.
+
+    Args:
+      workdir: The workdir of `fit`, or the file of a ledger.
+      output: The HTML file.
+      past: The ledger as it was then.
+
+    Raises:
+      As `write` and `Past.report`.
+    """
+    root = pathlib.Path(workdir)
+    said: dict[str, Any] = {"measured": [], "told": []}
+    place = _place(root)
+    if place.exists():
+        said = checked(place, _SAID, "report", remedy="Write the report again.")
+    books, run = _accounts(root, None, past)
+    return _write(root, output, books, run, said)
+
+
+def _place(root: pathlib.Path) -> pathlib.Path:
+    """Returns the file that keeps the metrics and facts of the last page."""
+    return pathlib.Path(f"{root}.report.json") if root.is_file() else root / "report.json"
+
+
+def _accounts(
+    root: pathlib.Path, ledger: Ledger | str | os.PathLike[str] | None, past: Past | None
+) -> tuple[Books, dict[str, Any]]:
+    """Returns the accounts of a workdir or ledger, and run.json, {} for a ledger."""
     if not root.exists():
         raise FileNotFoundError(f"workdir {shown(root)} does not exist. Give that of a run.")
     if root.is_file():
-        return _write(root.parent, output, Books(accounts_of({"": root})), {}, metrics, facts)
+        return Books(accounts_of({"": root}, past=past)), {}
     path = root / _RUN
     if not path.exists():
         raise _not_a_run(root)
-    run = read_json(path, remedy=_REMEDY)
+    run: dict[str, Any] = read_json(path, remedy=_REMEDY)
     with understood(path, _REMEDY):
         check(run, _SHAPE, "run")
-    books = _books(root, run, ledger)
-    return _write(root, output, books, run, metrics, facts)
+    return _books(root, run, ledger, past), run
 
 
 def _not_a_run(root: pathlib.Path) -> Exception:
@@ -85,7 +131,10 @@ def _not_a_run(root: pathlib.Path) -> Exception:
 
 
 def _books(
-    root: pathlib.Path, run: Mapping[str, Any], ledger: Ledger | str | os.PathLike[str] | None
+    root: pathlib.Path,
+    run: Mapping[str, Any],
+    ledger: Ledger | str | os.PathLike[str] | None,
+    past: Past | None,
 ) -> Books:
     """Returns the account of a run. Its ledger may be gone if ledger.json has a copy."""
     names = [run["dataset"]]
@@ -97,12 +146,12 @@ def _books(
         place = os.path.normpath(root / run["ledger"])
     ledgers = {} if place is None else {"": pathlib.Path(place)}
     is_there = any(path.exists() for path in ledgers.values())
-    if not is_there and not (root / "ledger.json").exists():
+    if past is None and not is_there and not (root / "ledger.json").exists():
         raise FileNotFoundError(
             f"the ledger of the run, {shown(place or 'in memory')}, is gone. Name it with ledger= "
             "or --ledger, or restore it from a copy."
         )
-    return Books.read(root, ledgers, remedy=_REMEDY, names=names, runs=run["runs"])
+    return Books.read(root, ledgers, remedy=_REMEDY, names=names, runs=run["runs"], past=past)
 
 
 def _write(
@@ -110,8 +159,7 @@ def _write(
     output: str | os.PathLike[str] | None,
     books: Books,
     run: Mapping[str, Any],
-    metrics: Mapping[str, Any] | None,
-    facts: Mapping[str, Any] | None,
+    said: Mapping[str, list[list[str]]],
 ) -> pathlib.Path:
     settings = run.get("settings", {})
     rows = _history(root) if run else []
@@ -119,20 +167,19 @@ def _write(
     for row in rows:
         headings |= dict.fromkeys(row)
     title = "Privacy report: private training" if run else "Privacy report of a ledger"
-    measured = {name: _measured(value) for name, value in (metrics or {}).items()}
     shown_facts: dict[str, Any] = {}
     shown_facts["title"] = title
     shown_facts["nothing"] = "No data set was charged."
     shown_facts["settings"] = _rows(settings)
     shown_facts["history"] = rows
     shown_facts["headings"] = list(headings)
-    shown_facts["measured"] = _rows(measured)
-    shown_facts["told"] = _rows(facts or {})
+    shown_facts |= said
     versions = run.get("versions", {})
     content = page(
         _TEMPLATE, books=books, released=[], config=settings, versions=versions, **shown_facts
     )
-    path = root / "report.html" if output is None else pathlib.Path(output)
+    folder = root.parent if root.is_file() else root
+    path = folder / "report.html" if output is None else pathlib.Path(output)
     write_durably(path, content)
     return path
 

@@ -9,6 +9,7 @@ import pytest
 
 from jaxdp.files import write_json
 from jaxdp.privacy import GaussianDpEvent, Ledger
+from launch import report
 from launch.lifecycle import cache, document
 
 FORGED = "<script>alert(1)</script>"
@@ -143,6 +144,14 @@ def test_names_are_text_too(root):
     path = root / "cells" / "adapt" / "key" / "row.json"
     path.write_text(path.read_text().replace('"fog"', json.dumps(FORGED)))
     assert "Accuracy under &lt;script&gt;" in document.write(root).read_text()
+
+
+def test_the_page_of_a_lifecycle_is_verified(root):
+    page = document.write(root)
+    answer = report.verify(page)
+    assert answer.is_true, answer.text
+    page.write_text(page.read_text().replace("digits", "letters", 1))
+    assert not report.verify(page).is_true
 
 
 def test_the_policy_allows_the_style_and_nothing_else(root):
