@@ -55,8 +55,11 @@ def verify(
       ledger: The ledger's file, if it is not where the workdir says.
 
     Raises:
+      FileNotFoundError: There is no such page.
       ValueError, OSError: It cannot be told. The message says why, and what to do.
     """
+    if not pathlib.Path(page).is_file():
+        raise FileNotFoundError(f"the page {shown(page)} is not a file. Give a report.html.")
     root = _root(pathlib.Path(page), workdir, ledger)
 
     def rewrite(output: pathlib.Path, past: Past) -> pathlib.Path:

@@ -39,7 +39,7 @@ def write(
 
         jaxdp.report.write("run", metrics={"test accuracy": (0.96, 114)})
 
-    `jaxdp report RUN` writes the same without `metrics` and `facts`, and the reports of launchers.
+    `jaxdp report RUN` writes the same again, and the reports of launchers.
 
     Args:
       workdir: The workdir of `fit`, or the file of a ledger, whose data sets are then all shown.
@@ -49,9 +49,10 @@ def write(
       metrics: Numbers that were measured on public or held-out data, by name. A pair of a share and
         the number of cases, such as (0.96, 114), gets its 95 % interval. They are shown as they
         are, because a page cannot know from which data they come.
-      facts: What else the page shall say, as text by name. Never put private data in it. Facts and
-        metrics of the last call are kept in report.json in the workdir, or beside the ledger with
-        its name, so that `jaxdp report --verify` can compare the page.
+      facts: What else the page shall say, as text by name. Never put private data in it. Metrics
+        and facts are kept in report.json in the workdir, or beside the ledger with its name, so
+        that `jaxdp report --verify` can compare the page. None takes those that were kept, and {}
+        takes none.
 
     Returns:
       The path of the page.
@@ -62,16 +63,15 @@ def write(
       ValueError: The workdir is of a launcher, or a file is damaged.
     """
     root = pathlib.Path(workdir)
-    measured = {name: _measured(value) for name, value in (metrics or {}).items()}
-    said = {"measured": _rows(measured), "told": _rows(facts or {})}
     books, run = _accounts(root, ledger, None)
-    path = _write(root, output, books, run, said)
-    place = _place(root)
-    if any(said.values()):
-        write_json(place, said)
-    else:
-        place.unlink(missing_ok=True)
-    return path
+    said = _said(root)
+    if metrics is not None:
+        said["measured"] = _rows({name: _measured(value) for name, value in metrics.items()})
+    if facts is not None:
+        said["told"] = _rows(facts)
+    if any(said.values()) or _place(root).exists():
+        write_json(_place(root), said)
+    return _write(root, output, books, run, said)
 
 
 def rewrite(
@@ -88,17 +88,23 @@ def rewrite(
       As `write` and `Past.report`.
     """
     root = pathlib.Path(workdir)
-    said: dict[str, Any] = {"measured": [], "told": []}
-    place = _place(root)
-    if place.exists():
-        said = checked(place, _SAID, "report", remedy="Write the report again.")
     books, run = _accounts(root, None, past)
-    return _write(root, output, books, run, said)
+    return _write(root, output, books, run, _said(root))
 
 
 def _place(root: pathlib.Path) -> pathlib.Path:
     """Returns the file that keeps the metrics and facts of the last page."""
     return pathlib.Path(f"{root}.report.json") if root.is_file() else root / "report.json"
+
+
+def _said(root: pathlib.Path) -> dict[str, Any]:
+    """Returns the metrics and facts of the last page as rows."""
+    place = _place(root)
+    said: dict[str, Any] = {"measured": [], "told": []}
+    if place.exists():
+        remedy = "Restore it from a copy, or delete it and give metrics and facts again."
+        said = checked(place, _SAID, "report", remedy=remedy)
+    return {name: said[name] for name in _SAID}
 
 
 def _accounts(

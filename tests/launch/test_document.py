@@ -9,7 +9,7 @@ import pytest
 
 from jaxdp.files import write_json
 from jaxdp.privacy import GaussianDpEvent, Ledger
-from launch import report
+from jaxdp.report import verification
 from launch.lifecycle import cache, document
 
 FORGED = "<script>alert(1)</script>"
@@ -148,10 +148,16 @@ def test_names_are_text_too(root):
 
 def test_the_page_of_a_lifecycle_is_verified(root):
     page = document.write(root)
-    answer = report.verify(page)
+    certificates = (root / "certificates.html").read_bytes()
+
+    def write(output, past):
+        document.write(root, output, past)
+
+    answer = verification.verify(page, write)
     assert answer.is_true, answer.text
     page.write_text(page.read_text().replace("digits", "letters", 1))
-    assert not report.verify(page).is_true
+    assert not verification.verify(page, write).is_true
+    assert (root / "certificates.html").read_bytes() == certificates
 
 
 def test_the_policy_allows_the_style_and_nothing_else(root):

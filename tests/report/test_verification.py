@@ -121,7 +121,18 @@ def test_a_difference_is_named_with_its_section(root):
     page_of(root).write_text(text)
     said = root / "run" / "report.json"
     write_json(said, read_json(said, remedy="") | {"told": [["model", "CNN"]]})
-    assert "'model'" not in text and "CNN" in report.verify(page_of(root)).text
+    assert "CNN" not in text and "CNN" in report.verify(page_of(root)).text
+    said.write_text('{"measured": 3, "told": []}')
+    with pytest.raises(ValueError, match=r"report\.json is damaged: .* give metrics and facts"):
+        report.verify(page_of(root))
+    said.unlink()
+    # The command writes the page with the metrics that were kept, unless none are asked for.
+    jaxdp.report.write(root / "run", metrics={"accuracy": (0.96, 114)}, facts={"model": "MLP"})
+    content = page_of(root).read_bytes()
+    report.main(["report", str(root / "run")])
+    assert b"114 cases" in content and page_of(root).read_bytes() == content
+    jaxdp.report.write(root / "run", metrics={}, facts={})
+    assert "114 cases" not in page_of(root).read_text() and report.verify(page_of(root)).is_true
 
 
 def test_another_ledger_is_named(root):
