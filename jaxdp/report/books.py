@@ -175,9 +175,9 @@ class Books:
 
     @property
     def origin(self) -> str:
-        """What a page says about itself for `jaxdp report --verify`, and a digest of it, in JSON.
+        """What a page says about itself, and a digest of it, in JSON.
 
-        The digest shows damage, not intent.
+        `jaxdp report --verify PAGE` reads it. The digest shows damage, not intent.
         """
         fields = {"jaxdp": __version__, "ledgers": self.states, "shared": self.shared}
         return json.dumps([fields, digest_of(fields)])

@@ -51,8 +51,8 @@ def write(
         are, because a page cannot know from which data they come.
       facts: What else the page shall say, as text by name. Never put private data in it. Metrics
         and facts are kept in report.json in the workdir, or beside the ledger with its name, so
-        that `jaxdp report --verify` can compare the page. None takes those that were kept, and {}
-        takes none.
+        that `jaxdp report --verify PAGE` can compare the page. None takes those that were kept, and
+        {} takes none.
 
     Returns:
       The path of the page.
