@@ -10,7 +10,7 @@ import pytest
 import jaxdp
 from jaxdp.files import read_json, write_json
 from jaxdp.privacy import GaussianDpEvent, Ledger
-from jaxdp.report import MetricsWriter, signatures
+from jaxdp.report import MetricsWriter, books, signatures
 from launch import report
 
 TERMS = {"adjacency": "add_remove", "unit": "patient", "epsilon": 3.0, "delta": 1e-4}
@@ -158,6 +158,28 @@ def test_a_ledger_alone_has_a_page_too(root):
         page = jaxdp.report.write(root / "ledger.sqlite", root / "page.html")
     answer = report.verify(page, root / "ledger.sqlite")
     assert answer.is_true and "1 payment(s) committed" in answer.text
+
+
+def test_a_page_that_hides_an_account_is_caught(root, monkeypatch):
+    """The page agrees with itself, as a program of its writer could make it."""
+    ledger = root / "ledger.sqlite"
+    with Ledger(ledger) as opened:
+        opened.spend("others", GaussianDpEvent(5.0))
+    accounts = books._chosen
+    with monkeypatch.context() as patched:
+        patched.setattr(books, "_chosen", lambda *options: list(accounts(*options))[1:])
+        page = jaxdp.report.write(ledger, root / "page.html")
+    assert "others" not in page.read_text()
+    answer = report.verify(page, ledger)
+    assert not answer.is_true and "others" in answer.text
+
+
+def test_records_may_be_declared_later(root):
+    with Ledger(root / "ledger.sqlite") as ledger:
+        ledger.register("patients", **TERMS, records=455)
+    assert report.verify(page_of(root)).is_true
+    page = jaxdp.report.write(root / "run")
+    assert report.verify(page).is_true and "455" in page.read_text()
 
 
 def test_a_page_without_a_head_cannot_be_told(root):
