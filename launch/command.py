@@ -12,6 +12,9 @@
                                                   a launcher, here of private fine-tuning
     jaxdp finetune --help                         its configs, and their fields with defaults
 
+    jaxdp report RUN                              the report of a run, written again
+    jaxdp report --verify PAGE                    whether ledger and workdir make this page
+
     jaxdp ledger show PATH                        what every dataset has spent
     jaxdp ledger show PATH --if "data: 100 * Gaussian(5)"
                                                   and what it would have spent after that

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxdp.files import read_json, understood
+from jaxdp.report.past import Past
 
 from . import document, studies
 from .study import Report
@@ -23,7 +24,7 @@ def write(
     output: str | os.PathLike[str] | None = None,
     ledger: str | os.PathLike[str] | None = None,
     report: Report | None = None,
-    books: document.Books | None = None,
+    past: Past | None = None,
 ) -> pathlib.Path:
     """Writes the report of a finished run.
 
@@ -33,7 +34,7 @@ def write(
       ledger: The ledger, if the run was told to use another one than its workdir's.
       report: What the report tells about runs of this study. By default it is that of the study
           which config.json names.
-      books: The accounts, by default those of the ledger.
+      past: The ledger as it was when a page was written, for `launch.report.verify`.
 
     Raises:
       FileNotFoundError: The workdir has no run that is finished.
@@ -50,7 +51,7 @@ def write(
     report = report or _report(bound["study"])
     place = None if output is None else pathlib.Path(output)
     if report.write is not None:
-        return report.write(root, place, books)
+        return report.write(root, place, past)
     config = bound["config"]
     with understood(root, _REMEDY):
         result = {}
@@ -62,7 +63,7 @@ def write(
             report.page,
             output=place,
             title=f"Privacy report: {report.title}",
-            books=books or _books(root, report, ledger or bound.get("ledger"), bound),
+            books=_books(root, report, ledger or bound.get("ledger"), bound, past),
             released=_released(root, report),
             config=config,
             versions=bound["versions"],
@@ -94,6 +95,7 @@ def _books(
     report: Report,
     ledger: str | os.PathLike[str] | None,
     bound: Mapping[str, Any],
+    past: Past | None,
 ) -> document.Books:
     """Returns the accounts of a workdir.
 
@@ -102,9 +104,11 @@ def _books(
       bound: The content of config.json, with the word for the runs of this workdir in that ledger.
     """
     if ledger is None:
-        return document.Books.read(root, _ledgers(root, report), remedy=_REMEDY)
+        paths = _ledgers(root, report)
+        return document.Books.read(root, paths, remedy=_REMEDY, past=past)
     runs = [bound["run"]] if bound.get("run") else []
-    return document.Books.read(root, {"": pathlib.Path(ledger)}, remedy=_REMEDY, runs=runs)
+    paths = {"": pathlib.Path(ledger)}
+    return document.Books.read(root, paths, remedy=_REMEDY, runs=runs, past=past)
 
 
 def _ledgers(root: pathlib.Path, report: Report) -> dict[str, pathlib.Path]:

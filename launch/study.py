@@ -46,8 +46,8 @@ class Report:
       ledgers: The patterns of the ledgers in the workdir.
       references: Whether config.references adds models that no ledger counts.
       no_account: The verdict on a run that charged no ledger.
-      write: `write(workdir, output, books)` writes a report of another form and returns its path.
-          Without a path or accounts, None, they are those of the workdir.
+      write: `write(workdir, output, past)` writes a report of another form and returns its path.
+          Without an output it is report.html. Without a past the accounts are today's.
     """
 
     title: str

@@ -109,7 +109,7 @@ def write_release(
     inputs = np.asarray(probe)
     if inputs.ndim < 1 or not len(inputs):
         raise ValueError(f"probe must hold at least one public input, got shape {inputs.shape}.")
-    run_root, books, run = runs.opened(workdir, ledger)
+    books, run = runs.opened(workdir, ledger)
     books = books.anonymous()
     leaves = flatten(params)
     program = _exported(predict, params, list(leaves.values()), inputs)
@@ -119,7 +119,8 @@ def write_release(
     save_params(root / _PARAMS, params)
     write_durably(root / _PROGRAM, bytes(program.serialize()))
     write_durably(root / _PROBE, lambda file: np.savez(file, inputs=inputs, outputs=outputs))
-    runs.write_page(root / _REPORT, run_root, books, run, metrics=metrics)
+    page = root / _REPORT
+    runs.write_page(page, pathlib.Path(workdir), books, run, runs.statements(metrics))
     content = _content(card, leaves, inputs, books.entries, metrics or {})
     write_json(root / _CARD, content)
     write_durably(root / _README, _readme(content).encode())

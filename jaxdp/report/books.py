@@ -1,5 +1,6 @@
 """The accounts of a report: those of ledgers, or the copy of them that the last report kept."""
 
+import hashlib
 import json
 import os
 import pathlib
@@ -11,7 +12,9 @@ from jaxdp.privacy import Ledger, SelfComposedDpEvent, epsilon
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.events import from_json
 from jaxdp.report.html import round_up
+from jaxdp.report.past import Past, state_of
 from jaxdp.report.verdicts import verdict
+from jaxdp.version import __version__
 
 _NUMBER = (float, type(None))
 _TEXT = (str, type(None))
@@ -35,6 +38,11 @@ _ACCOUNT["open"] = list
 _ACCOUNT["runs"] = [_RUN]
 _ACCOUNT["spends"] = [_SPEND]
 _CONTENT = {"head": (dict, type(None)), "datasets": [_ACCOUNT]}
+_STATE: dict[str, Any] = dict.fromkeys(("ledger", "link"), str)
+_STATE |= dict.fromkeys(("spend", "contacts"), int)
+_STATE["records"] = {str: (int, type(None))}
+_STATE["unfinished"] = [int]
+STATES = [_STATE]
 
 
 def checked(
@@ -97,6 +105,9 @@ class Books:
       head: The ledger, number and link of the last spend, if there is one ledger.
       shared: The path of a ledger outside of the workdir, or "".
       runs: The words for the runs of this workdir in that ledger.
+      states: What `jaxdp.report.past.state_of` returns for each ledger. None, if an earlier release
+        made the copy of the accounts.
+      public: Whether the page leaves out who spent, when and where.
     """
 
     def __init__(self, content: Mapping[str, Any]):
@@ -109,6 +120,10 @@ class Books:
         self.head = content["head"]
         self.shared = content.get("shared", "")
         self.runs = content.get("runs", [])
+        self.states = content.get("states")
+        self.public = bool(content.get("public", False))
+        if self.states is not None:
+            check(self.states, STATES, "ledger.states")
         if self.head is not None:
             check(self.head, {"spend": int, "link": str}, "ledger.head")
         self.entries: list[dict[str, Any]] = []
@@ -129,6 +144,7 @@ class Books:
         remedy: str,
         names: Sequence[str] | None = None,
         runs: Sequence[str] = (),
+        past: Past | None = None,
     ) -> "Books":
         """Reads the accounts of ledgers, and keeps them in ledger.json. Without a ledger it reads
         that copy.
@@ -140,11 +156,15 @@ class Books:
           names: The accounts to read, by default all.
           runs: The words for the runs of this workdir in a ledger that other workdirs share. Of
             such a ledger only the accounts are read from which this workdir spent.
+          past: The accounts as they were when a page was written. Nothing is written then.
 
         Raises:
           ValueError: A ledger lacks an account, or the copy is damaged.
         """
-        content = accounts_of(ledgers, names, runs)
+        content = accounts_of(ledgers, names, runs, past)
+        if past is not None:
+            copied = json.loads(json.dumps(content))
+            return cls(copied | {"shared": past.shared, "runs": list(runs)})
         copy = root / "ledger.json"
         if any(path.exists() for path in ledgers.values()):
             write_json(copy, content)
@@ -161,7 +181,18 @@ class Books:
         for entry in self.entries:
             spends = [row | {"first_at": "", "last_at": ""} for row in entry["spends"]]
             entries.append(entry | {"runs": [], "spends": spends})
-        return Books({"head": self.head, "datasets": entries})
+        content = {"head": self.head, "datasets": entries, "states": self.states, "public": True}
+        return Books(content)
+
+    @property
+    def origin(self) -> str:
+        """What a page says about itself, and a digest of it, in JSON.
+
+        `jaxdp report --verify PAGE` reads it. The digest shows damage, not intent.
+        """
+        fields = {"jaxdp": __version__, "ledgers": self.states, "shared": self.shared}
+        fields["public"] = self.public
+        return json.dumps([fields, digest_of(fields)])
 
     @property
     def people(self) -> list[list[str]]:
@@ -217,6 +248,11 @@ class Books:
 _ALIKE = ("adjacency", "unit", "records", "budget", "delta", "headline", *FIELDS)
 
 
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of plain data."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
 def _picked(row: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
     return [row[key] for key in keys]
 
@@ -225,26 +261,32 @@ def accounts_of(
     ledgers: Mapping[str, pathlib.Path | Ledger],
     names: Sequence[str] | None = None,
     runs: Sequence[str] = (),
+    past: Past | None = None,
 ) -> dict[str, Any]:
     """Returns the accounts of ledgers as plain data, with the arguments of `Books.read`.
 
     A ledger that does not exist has none.
     """
     heads: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
     datasets: list[dict[str, Any]] = []
     for prefix, ledger in ledgers.items():
         if isinstance(ledger, Ledger):
             report = ledger.report()
+        elif past is not None:
+            report = past.report(ledger)
         elif ledger.exists():
             with Ledger(ledger, read_only=True) as opened:
                 report = opened.report()
         else:
             continue
         heads.append(report["head"])
-        for entry in _chosen(report, names, runs):
+        entries = list(_chosen(report, names, runs))
+        states.append(state_of(report, entries))
+        for entry in entries:
             datasets.append(entry | {"name": prefix + entry["name"]})
     head = heads[0] if len(heads) == 1 else None
-    return {"head": head, "datasets": datasets}
+    return {"head": head, "datasets": datasets, "states": states}
 
 
 def _chosen(

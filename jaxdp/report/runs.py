@@ -5,12 +5,13 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jaxdp.files import read_json, shown, understood, write_durably
+from jaxdp.files import read_json, shown, understood, write_durably, write_json
 from jaxdp.privacy import Ledger
-from jaxdp.report.books import Books, accounts_of, check
+from jaxdp.report.books import Books, accounts_of, check, checked
 from jaxdp.report.document import page
 from jaxdp.report.intervals import measured
 from jaxdp.report.metrics import read_metrics
+from jaxdp.report.past import Past
 
 _TEMPLATE = pathlib.Path(__file__).parent / "pages" / "fit.html.jinja"
 FILE = "run.json"  # what `fit` writes of its run
@@ -23,6 +24,7 @@ _SHAPE = {
     "settings": dict,
     "versions": {str: str},
 }
+_SAID = {"measured": [[str]], "told": [[str]]}  # the types of report.json
 _NOT_SHOWN = {"step", "time", "seconds"}  # how long a step takes tells about its batch
 
 
@@ -39,7 +41,7 @@ def write(
 
         jaxdp.report.write("run", metrics={"test accuracy": (0.96, 114)})
 
-    `jaxdp report RUN` writes the same without `metrics` and `facts`, and the reports of launchers.
+    `jaxdp report RUN` writes the same again, and the reports of launchers.
 
     Args:
       workdir: The workdir of `fit`, or the file of a ledger, whose data sets are then all shown.
@@ -49,7 +51,10 @@ def write(
       metrics: Numbers that were measured on public or held-out data, by name. A pair of a share and
         the number of cases, such as (0.96, 114), gets its 95 % interval. They are shown as they
         are, because a page cannot know from which data they come.
-      facts: What else the page shall say, as text by name. Never put private data in it.
+      facts: What else the page shall say, as text by name. Never put private data in it. Metrics
+        and facts are kept in report.json in the workdir, or beside the ledger with its name, so
+        that `jaxdp report --verify PAGE` can compare the page. None takes those that were kept, and
+        {} takes none.
       public: Whether the page leaves out who spent, when, on which machine, and where the ledger
         is. The accounts are the same.
 
@@ -61,18 +66,70 @@ def write(
         left no copy.
       ValueError: The workdir is of a launcher, or a file is damaged.
     """
-    root, books, run = opened(workdir, ledger)
+    root = pathlib.Path(workdir)
+    books, run = opened(root, ledger)
     if public:
         books = books.anonymous()
-    path = root / "report.html" if output is None else pathlib.Path(output)
-    write_page(path, root, books, run, metrics=metrics, facts=facts)
+    said = _said(root) | statements(metrics, facts)
+    if any(said.values()) or _place(root).exists():
+        write_json(_place(root), said)
+    folder = root.parent if root.is_file() else root
+    path = folder / "report.html" if output is None else pathlib.Path(output)
+    write_page(path, root, books, run, said)
     return path
 
 
+def statements(
+    metrics: Mapping[str, Any] | None, facts: Mapping[str, Any] | None = None
+) -> dict[str, list[list[str]]]:
+    """Returns the rows of a page for the arguments of `write`, without those that are None."""
+    rows = {}
+    if metrics is not None:
+        rows["measured"] = _rows({name: measured(value) for name, value in metrics.items()})
+    if facts is not None:
+        rows["told"] = _rows(facts)
+    return rows
+
+
+def rewrite(workdir: str | os.PathLike[str], output: pathlib.Path, past: Past) -> None:
+    """Writes the page again as it was, with the metrics and facts of the last `write`.
+
+    Args:
+      workdir: The workdir of `fit`, or the file of a ledger.
+      output: The HTML file.
+      past: The ledger as it was then.
+
+    Raises:
+      As `write` and `Past.report`.
+    """
+    root = pathlib.Path(workdir)
+    books, run = opened(root, past=past)
+    if past.public:
+        books = books.anonymous()
+    write_page(output, root, books, run, _said(root))
+
+
+def _place(root: pathlib.Path) -> pathlib.Path:
+    """Returns the file that keeps the metrics and facts of the last page."""
+    return pathlib.Path(f"{root}.report.json") if root.is_file() else root / "report.json"
+
+
+def _said(root: pathlib.Path) -> dict[str, Any]:
+    """Returns the metrics and facts of the last page as rows."""
+    place = _place(root)
+    said: dict[str, Any] = {"measured": [], "told": []}
+    if place.exists():
+        remedy = "Restore it from a copy, or delete it and give metrics and facts again."
+        said = checked(place, _SAID, "report", remedy=remedy)
+    return {name: said[name] for name in _SAID}
+
+
 def opened(
-    workdir: str | os.PathLike[str], ledger: Ledger | str | os.PathLike[str] | None = None
-) -> tuple[pathlib.Path, Books, dict[str, Any]]:
-    """Returns the folder, the accounts and the facts of a run. A ledger alone has no facts.
+    workdir: str | os.PathLike[str],
+    ledger: Ledger | str | os.PathLike[str] | None = None,
+    past: Past | None = None,
+) -> tuple[Books, dict[str, Any]]:
+    """Returns the accounts and the facts of a run. A ledger alone has no facts.
 
     Raises:
       FileNotFoundError, ValueError: As in `write`.
@@ -81,18 +138,18 @@ def opened(
     if not root.exists():
         raise FileNotFoundError(f"workdir {shown(root)} does not exist. Give that of a run.")
     if root.is_file():
-        return root.parent, Books(accounts_of({"": root})), {}
+        return Books(accounts_of({"": root}, past=past)), {}
     path = root / FILE
     if not path.exists():
         raise _not_a_run(root)
-    run = read_json(path, remedy=_REMEDY)
+    run: dict[str, Any] = read_json(path, remedy=_REMEDY)
     if run.get("kind") != _KIND:
         raise ValueError(
             f"{shown(path)} is not of jaxdp.finetune.fit. Give the workdir of a private training."
         )
     with understood(path, _REMEDY):
         check(run, _SHAPE, "run")
-    return root, _books(root, run, ledger), run
+    return _books(root, run, ledger, past), run
 
 
 def _not_a_run(root: pathlib.Path) -> Exception:
@@ -108,7 +165,10 @@ def _not_a_run(root: pathlib.Path) -> Exception:
 
 
 def _books(
-    root: pathlib.Path, run: Mapping[str, Any], ledger: Ledger | str | os.PathLike[str] | None
+    root: pathlib.Path,
+    run: Mapping[str, Any],
+    ledger: Ledger | str | os.PathLike[str] | None,
+    past: Past | None,
 ) -> Books:
     """Returns the account of a run. Its ledger may be gone if ledger.json has a copy."""
     names = [run["dataset"]]
@@ -120,12 +180,12 @@ def _books(
         place = os.path.normpath(root / run["ledger"])
     ledgers = {} if place is None else {"": pathlib.Path(place)}
     is_there = any(path.exists() for path in ledgers.values())
-    if not is_there and not (root / "ledger.json").exists():
+    if past is None and not is_there and not (root / "ledger.json").exists():
         raise FileNotFoundError(
             f"the ledger of the run, {shown(place or 'in memory')}, is gone. Name it with ledger= "
             "or --ledger, or restore it from a copy."
         )
-    return Books.read(root, ledgers, remedy=_REMEDY, names=names, runs=run["runs"])
+    return Books.read(root, ledgers, remedy=_REMEDY, names=names, runs=run["runs"], past=past)
 
 
 def write_page(
@@ -133,26 +193,23 @@ def write_page(
     root: pathlib.Path,
     books: Books,
     run: Mapping[str, Any],
-    *,
-    metrics: Mapping[str, Any] | None,
-    facts: Mapping[str, Any] | None = None,
+    said: Mapping[str, list[list[str]]],
 ) -> None:
-    """Writes the page at `path`, from what `opened` returns and the arguments of `write`."""
+    """Writes the page at `path`, from what `opened` and `statements` return."""
     settings = run.get("settings", {})
     rows = _history(root) if run else []
     headings: dict[str, None] = {}
     for row in rows:
         headings |= dict.fromkeys(row)
     title = "Privacy report: private training" if run else "Privacy report of a ledger"
-    results = {name: measured(value) for name, value in (metrics or {}).items()}
     shown_facts: dict[str, Any] = {}
     shown_facts["title"] = title
     shown_facts["nothing"] = "No data set was charged."
     shown_facts["settings"] = _rows(settings)
     shown_facts["history"] = rows
     shown_facts["headings"] = list(headings)
-    shown_facts["measured"] = _rows(results)
-    shown_facts["told"] = _rows(facts or {})
+    shown_facts["measured"] = said.get("measured", [])
+    shown_facts["told"] = said.get("told", [])
     versions = run.get("versions", {})
     content = page(
         _TEMPLATE, books=books, released=[], config=settings, versions=versions, **shown_facts

@@ -8,6 +8,7 @@ from typing import Any
 from jaxdp.files import understood, write_durably
 from jaxdp.privacy import unit_words
 from jaxdp.report import Chart, format_table, render_page, verdict
+from jaxdp.report.past import Past
 
 from .. import document, frame
 from . import stages
@@ -29,7 +30,7 @@ _BOUND = {"versions": {str: str}}
 def write(
     workdir: str | os.PathLike[str],
     output: pathlib.Path | None = None,
-    books: document.Books | None = None,
+    past: Past | None = None,
 ) -> pathlib.Path:
     """Writes report.html, or `output`. Writes certificates.html if the config asks for it, and
     removes it otherwise.
@@ -39,8 +40,7 @@ def write(
     Args:
       workdir: The workdir of `launch.lifecycle.run`.
       output: The HTML file, by default report.html in the workdir.
-      books: The accounts, by default those of the ledger. With them certificates.html stays as it
-        is.
+      past: The ledger as it was when a page was written. With it certificates.html stays as it is.
 
     Returns:
       The path of the report.
@@ -51,9 +51,9 @@ def write(
     """
     root = pathlib.Path(workdir)
     with understood(root, _REMEDY):
-        life = Life(root, books=books)
+        life = Life(root, past=past)
         name = life.config["data"]["name"]
-        if books is None:
+        if past is None:
             _write_certificates(life, name)
         bound = document.checked(root / "config.json", _BOUND, "config", remedy=_REMEDY)
         return document.write(
@@ -136,14 +136,14 @@ class Life:
         root: pathlib.Path,
         result: Mapping[str, Any] | None = None,
         *,
-        books: document.Books | None = None,
+        past: Past | None = None,
     ):
         """Reads a workdir.
 
         Args:
           root: The workdir.
           result: The content of result.json, if it is not written yet.
-          books: The accounts, by default those of the ledger.
+          past: The ledger as it was when a page was written.
         """
         path = root / "result.json"
         if result is None and not path.exists():
@@ -157,8 +157,8 @@ class Life:
         ledger = pathlib.Path(
             self.config["ledger"] or frame.of_workdir(root) or root / frame.LEDGER
         )
-        self.books = books or document.Books.read(
-            root, {"": ledger}, remedy=_REMEDY, names=result["accounts"]
+        self.books = document.Books.read(
+            root, {"": ledger}, remedy=_REMEDY, names=result["accounts"], past=past
         )
 
     def is_done(self, stage: str) -> bool:

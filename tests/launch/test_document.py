@@ -9,6 +9,7 @@ import pytest
 
 from jaxdp.files import write_json
 from jaxdp.privacy import GaussianDpEvent, Ledger
+from jaxdp.report import verification
 from launch.lifecycle import cache, document
 
 FORGED = "<script>alert(1)</script>"
@@ -143,6 +144,20 @@ def test_names_are_text_too(root):
     path = root / "cells" / "adapt" / "key" / "row.json"
     path.write_text(path.read_text().replace('"fog"', json.dumps(FORGED)))
     assert "Accuracy under &lt;script&gt;" in document.write(root).read_text()
+
+
+def test_the_page_of_a_lifecycle_is_verified(root):
+    page = document.write(root)
+    certificates = (root / "certificates.html").read_bytes()
+
+    def write(output, past):
+        document.write(root, output, past)
+
+    answer = verification.verify(page, write)
+    assert answer.is_true, answer.text
+    page.write_text(page.read_text().replace("digits", "letters", 1))
+    assert not verification.verify(page, write).is_true
+    assert (root / "certificates.html").read_bytes() == certificates
 
 
 def test_the_policy_allows_the_style_and_nothing_else(root):

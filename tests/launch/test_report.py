@@ -171,6 +171,18 @@ def test_the_numbers_are_those_of_the_ledger(tmp_path):
     assert report.write(root).read_bytes() == text
 
 
+def test_the_page_of_a_launcher_is_verified(tmp_path):
+    root = workdir(tmp_path, "finetune")
+    page = report.write(root)
+    with Ledger(root / "ledger.sqlite") as ledger, ledger.spend("digits", GaussianDpEvent(9.0)):
+        pass
+    answer = report.verify(page)
+    assert answer.is_true and "1 spend(s) have come since" in answer.text
+    (root / "params.safetensors").write_bytes(b"another model")
+    answer = report.verify(page)
+    assert not answer.is_true and "below 'Released files'" in answer.text
+
+
 def test_a_twin_that_rounds_down_is_caught(tmp_path, monkeypatch):
     root = workdir(tmp_path, "finetune")
     monkeypatch.setattr(verdicts, "round_up", round_down)
