@@ -11,7 +11,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart=0 --dist loa
 # Python writes its bytecode even where the environment forbids it: every process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test parity accessibility compilers docs lint format bench lock faults clean
+.PHONY: demo check test parity accessibility compilers docs lint format bench lock licences faults clean
 
 demo: $(VENV)/.run
 	$(BIN)/python -m launch.lifecycle --config configs/lifecycle_digits.py --workdir $(WORKDIR)
@@ -61,6 +61,10 @@ bench: $(VENV)/.run
 lock: $(VENV)/.test
 	env -u UV_INDEX_URL -u UV_DEFAULT_INDEX -u UV_EXTRA_INDEX_URL $(BIN)/python -m uv lock
 
+# Fails on a licence that [tool.pip-licenses] in pyproject.toml does not allow.
+licences: .venv-licences/.licences
+	.venv-licences/bin/pip-licenses
+
 # Hours: kills of every launcher, and damaged ledgers and files by the thousand.
 faults: $(VENV)/.test
 	$(BIN)/python -m tests.faults --output docs/design/faults.md
@@ -92,11 +96,16 @@ $(VENV)/.docs: $(VENV)/.run
 	.venv-accessibility/bin/python -m pip install --quiet --group accessibility
 	@touch $@
 
+.venv-licences/.licences: pyproject.toml
+	$(MAKE) VENV=.venv-licences .venv-licences/.run
+	.venv-licences/bin/python -m pip install --quiet --group licences
+	@touch $@
+
 .venv-compilers/.compilers: pyproject.toml
 	$(MAKE) VENV=.venv-compilers .venv-compilers/.run
 	.venv-compilers/bin/python -m pip install --quiet --editable ".[compilers]"
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv-parity .venv-accessibility .venv-compilers build dist site .jax_cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-parity .venv-accessibility .venv-compilers .venv-licences build dist site .jax_cache .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -41,6 +41,11 @@ _TARGET = (
     "and the compiler's estimates of memory and time are shown. One of v5e, v6e, v5p, h100."
 )
 
+_LOG_JSON = (
+    "A file that gets one line of JSON per event: start, cell, payment, checkpoint, cell_end, "
+    "cell_error, end, error. The lines have no private value. - is stderr."
+)
+
 
 class Flags(NamedTuple):
     """The flags of a launcher."""
@@ -77,10 +82,18 @@ def define() -> Flags:
         devices=flags.DEFINE_string("devices", "one", _DEVICES),
         target=flags.DEFINE_string("target", "", _TARGET),
     )
+    define_log()
     for flag in defined:
         # --help lists the flags of the program itself, and these are defined in another module.
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     return defined
+
+
+def define_log() -> None:
+    """Defines the flag of all programs, once."""
+    if "log_json" not in flags.FLAGS:
+        flags.DEFINE_string("log_json", "", _LOG_JSON)
+    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS["log_json"])
 
 
 def of_launcher(name: str, arguments: Sequence[str]) -> str:

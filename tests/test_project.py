@@ -180,3 +180,65 @@ def test_nobody_is_told_to_install_another_project():
 def test_the_check_of_advice_can_fail(advice):
     assert BY_NAME.search(advice)
     assert not BY_NAME.search('pip install ".[flower]", pip install jaxdp_ledger-*.whl')
+
+
+def faults_of_image(text, ignored):
+    """Returns what is wrong with a Dockerfile: sources of COPY that are missing or not sent to the
+    builder, an installation that ignores the lock file or follows the code, root, no volume."""
+    lines = re.sub(r"\\\n", " ", text)
+    commands = re.findall(r"^([A-Z]+) (.+)$", lines, flags=re.MULTILINE)
+    stages = re.findall(r"^FROM (?:\S+) AS (\w+)$", text, flags=re.MULTILINE)
+    faults = []
+    code_was_copied = False
+    for command, arguments in commands:
+        if command == "FROM":
+            code_was_copied = False
+        if command == "COPY" and not arguments.startswith("--from="):
+            *sources, _ = arguments.split()
+            faults += [name for name in sources if not (ROOT / name).exists()]
+            faults += [name for name in sources if f"!{name}" not in ignored.splitlines()]
+            code_was_copied |= "jaxdp" in sources
+        faults += [name for name in re.findall(r"from=(\w+)", arguments) if name not in stages]
+        if "uv sync" in arguments:
+            faults += [] if "--locked" in arguments else ["not locked"]
+            faults += ["dependencies after the code"] if code_was_copied else []
+        if "pip install" in arguments and not {"--offline", "--no-deps"} <= {*arguments.split()}:
+            faults.append("not locked")
+    extras = re.findall(r"--extra (\w+)", text)
+    faults += [name for name in extras if name not in PYPROJECT["project"]["optional-dependencies"]]
+    groups = re.findall(r"--only-group (\w+)", text)
+    faults += [name for name in groups if name not in PYPROJECT["dependency-groups"]]
+    users = [arguments for command, arguments in commands if command == "USER"]
+    faults += [] if users and users[-1] not in ("root", "0") else ["root"]
+    home = re.search(r"JAXDP_HOME=(\S+)", text)
+    faults += [] if home and ("VOLUME", home.group(1)) in commands else ["no volume"]
+    return faults
+
+
+IMAGE, IGNORED = ((ROOT / name).read_text() for name in ("Dockerfile", ".dockerignore"))
+
+
+def test_the_image_is_made_of_the_lock_file():
+    """A parser, not a build: no machine of the tests has a Docker daemon."""
+    assert faults_of_image(IMAGE, IGNORED) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "fault"),
+    [
+        ("COPY launch launch", "COPY launchers launchers", "launchers"),
+        ("uv sync --locked --no", "uv sync --no", "not locked"),
+        ("--offline --no-deps", "", "not locked"),
+        ("COPY pyproject.toml uv.lock ./\nRUN", "COPY jaxdp jaxdp\nRUN", "dependencies after"),
+        ("--extra bundled", "--extra bundles", "bundles"),
+        ("--only-group build", "--only-group builds", "builds"),
+        ("--from=dependencies", "--from=dependency", "dependency"),
+        ("USER jaxdp", "USER root", "root"),
+        ("VOLUME /ledgers", "VOLUME /work", "no volume"),
+    ],
+)
+def test_the_check_of_the_image_can_fail(before, after, fault):
+    assert before in IMAGE
+    faults = faults_of_image(IMAGE.replace(before, after), IGNORED)
+    assert any(text.startswith(fault) for text in faults)
+    assert "uv.lock" in faults_of_image(IMAGE, IGNORED.replace("!uv.lock", ""))

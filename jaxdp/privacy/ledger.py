@@ -46,13 +46,15 @@ satisfies its event:
   several.
 """
 
+import functools
 import math
 import os
 import secrets
 import sqlite3
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
+from jaxdp.files import happened
 from jaxdp.privacy import contacts, holds
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.accounts import (
@@ -70,6 +72,7 @@ from jaxdp.privacy.datasets import dataset_of, find_dataset, insert_dataset, pai
 from jaxdp.privacy.events import Counts, DpEvent, compose, composition, describe, from_json, to_json
 from jaxdp.privacy.ledger_reader import LedgerReader, check_text
 from jaxdp.privacy.privacy_warnings import warn_if_weak, warn_of_another_contact
+from jaxdp.privacy.reports import finite
 from jaxdp.privacy.store import Head, LedgerDamaged
 from jaxdp.privacy.terms import Accounting, Terms
 from jaxdp.privacy.times import now
@@ -398,7 +401,28 @@ class Ledger(LedgerReader):
         check_text("partition", partition)
         check_text("token", token)
         self._admission.prepare(requests)
-        return self._admission.settled(lambda db: self._reserve_in(db, requests, partition, token))
+        spends = self._admission.settled(
+            lambda db: self._reserve_in(db, requests, partition, token)
+        )
+        for spend, request in zip(spends, requests, strict=True):
+            if not spend.replay:
+                happened("payment", functools.partial(self._payment, spend, request.label))
+        return spends
+
+    def _payment(self, spend: Spend, label: str) -> dict[str, Any]:
+        """Returns what an event tells about a spend, with epsilon after it as `report` has it."""
+        registered = self.delta(spend.dataset)
+        delta = 1e-5 if registered is None else registered
+        epsilon = self.epsilon(spend.dataset, delta=delta)
+        return {
+            "ledger": self._path,
+            "dataset": spend.dataset,
+            "spend": spend.id,
+            "label": label,
+            "charge": describe(spend.event),
+            "epsilon": finite(epsilon),
+            "delta": delta,
+        }
 
     def _reserve_in(
         self,

@@ -19,7 +19,15 @@ from typing import Any
 
 import jax
 
-from jaxdp.files import explained_if_full, read_json, sha256_of, shown, sync_tree, write_json
+from jaxdp.files import (
+    explained_if_full,
+    happened,
+    read_json,
+    sha256_of,
+    shown,
+    sync_tree,
+    write_json,
+)
 from jaxdp.release.hosts import Hosts
 from jaxdp.release.identity import digest
 
@@ -112,6 +120,8 @@ class Checkpoints:
         # Orbax has deleted what exceeds `keep`.
         steps = sorted(self._manager.all_steps())
         self._write({number: self._digests[number] for number in steps})
+        # Without the folder, whose name may be a hash of what a stage reads.
+        happened("checkpoint", lambda: {"step": step})
 
     def _checked_digests(self) -> list[tuple[int, tuple[str, str]]]:
         """Returns the listed digests after a check of the newest files."""

@@ -22,6 +22,7 @@ With `--devices` the processes of `jax.distributed` compute each cell together
     ledgers   which ledger counts    code      which code made a cell
     launcher  the flags of a launcher    accounts  the accounts of the ledgers
     program   errors become sentences    fields    checks of single fields of a config
+    events    lines of JSON for --log_json
     guide     --help, and what to say about the config of another launcher
 """
 

@@ -17,7 +17,7 @@ from jaxdp.release import HostFailed, digest
 from jaxdp.release.identity import processor
 
 from .. import catalogue, usage
-from . import guide
+from . import events, guide
 
 LARGEST_CACHE = 2**31  # bytes of compiled programs that later runs find
 # A user can correct these. The program prints the message without a traceback.
@@ -46,8 +46,9 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
             logging.set_verbosity(logging.WARNING)
         warnings.formatwarning = lambda message, *_: f"Warning: {shown_lines(str(message))}\n"
         keep_compiled()
-        tell(program, argv)
+        tell(_watched, program, argv)
 
+    usage.define_log()
     memory.keep_freed_memory()
     try:
         app.run(run_program, flags_parser=_parse)
@@ -55,6 +56,11 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
         message = shown_lines(str(error))
         print(f"\n{message or 'Interrupted. The same command goes on from here.'}", file=sys.stderr)
         sys.exit(130)
+
+
+def _watched(program: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
+    with events.as_lines(flags.FLAGS["log_json"].value, guide.launcher()):
+        program(argv)
 
 
 def _parse(argv: list[str]) -> list[str]:

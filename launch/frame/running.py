@@ -9,7 +9,7 @@ import os
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,7 +17,15 @@ import numpy as np
 
 from jaxdp import memory
 from jaxdp.data.finite import warn_of_not_finite
-from jaxdp.files import optional, read_json, read_npz, understood, write_durably, write_json
+from jaxdp.files import (
+    happened,
+    optional,
+    read_json,
+    read_npz,
+    understood,
+    write_durably,
+    write_json,
+)
 from jaxdp.privacy import Account, BudgetExceeded
 from jaxdp.release import Hosts, locked
 from jaxdp.report import check_figures, progress_bar
@@ -101,9 +109,25 @@ class Work:
                 return read_json(path, remedy="Delete it. The same command makes it again.")
 
             if not self.hosts.first(begin):
-                row = cell._asdict() | self._run(cell, folder)
-                self.hosts.first(lambda: write_json(path, row))
+                with self._told(cell):
+                    row = cell._asdict() | self._run(cell, folder)
+                    self.hosts.first(lambda: write_json(path, row))
             return self.hosts.first(end)
+
+    @contextlib.contextmanager
+    def _told(self, cell: Any) -> Iterator[None]:
+        """Tells when a cell starts and ends."""
+        coordinates = cell._asdict()
+        coordinates.pop("key", None)  # a hash of what a stage of a lifecycle reads
+        fields = {"study": self.study.name, "workdir": os.fspath(self.root), "cell": coordinates}
+        happened("cell", lambda: fields)
+        try:
+            yield
+        except BaseException as error:
+            kind = {"kind": type(error).__name__}
+            happened("cell_error", lambda: fields | kind)
+            raise
+        happened("cell_end", lambda: fields)
 
     @functools.cached_property
     def _codes(self) -> Mapping[Any, code.Code]:

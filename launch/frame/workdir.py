@@ -18,6 +18,14 @@ from ..usage import flat
 
 FORMAT = 3  # The first releases wrote no number.
 _REMEDY = "Restore it from a copy, or use a new workdir."
+# Fields that workdirs of earlier versions lack, with the value that does what these versions did.
+_ADDED = {
+    "private.clip_parts": "",
+    "private.truncated_batch_size": 0,
+    "training.threat": "add_remove",
+    "training.dampening": 0.0,
+    "training.nesterov": False,
+}
 
 
 def file_name(coordinate: Any) -> str:
@@ -70,7 +78,8 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
         fields.pop("watch", None)  # It changes how a run is shown, and nothing in its results.
         # It decides whether a run starts, and older workdirs do not have it.
         fields.pop("private.allow_nonfinite", None)
-        fields.setdefault("private.clip_parts", "")  # Older workdirs clip by one norm.
+        for field, default in _ADDED.items():
+            fields.setdefault(field, default)
     changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     # A field that is None and a missing field are two configs, though `get` gives None for both.
     changed |= before.keys() ^ after.keys()
