@@ -78,6 +78,8 @@ def get_config(columns: str = "") -> ConfigDict:
                 "accountant": "auto",
                 "epsilon": 3.0,
                 "delta": 1e-4,
+                # above 0, epsilon also pays means and deviations of the columns with ranges
+                "scaler_noise_multiplier": 0.0,
                 "batch_size": 64,  # expected size of a Poisson-sampled batch
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 0,  # the library chooses

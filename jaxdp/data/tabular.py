@@ -215,7 +215,7 @@ class _Columns:
             if isinstance(values, str) or len(set(values)) < len(values):
                 raise ValueError(f"{argument} must be different texts, got {values!r}.")
         for column, limits in self.ranges.items():
-            if not _is_range(limits):
+            if not is_range(limits):
                 raise ValueError(f"ranges must have low < high for {column!r}, got {limits!r}.")
         for column, date in self.dates.items():
             if isinstance(date, str) or len(date) != 2:
@@ -310,7 +310,7 @@ class _Columns:
         if column in self.indicators:
             is_missing = np.zeros(len(table), np.float32)
             is_missing[np.array(cells.missing, int)] = 1
-            features[f"{column} is missing"] = is_missing
+            features[indicator_of(column)] = is_missing
         return features
 
     def label_of(self, table: Table, cells: _Cells) -> np.ndarray:
@@ -352,7 +352,12 @@ class _Columns:
         return numbers.astype(np.float32)
 
 
-def _is_range(limits: Any) -> bool:
+def indicator_of(column: str) -> str:
+    """Returns the name of the feature that says which cells of a column were missing."""
+    return f"{column} is missing"
+
+
+def is_range(limits: Any) -> bool:
     """Returns whether an object is two finite numbers, the first below the second."""
     if not isinstance(limits, Sequence) or len(limits) != 2:
         return False
