@@ -125,7 +125,7 @@ def noise_and_options(
 def _constant_noise(
     sampler: PoissonSampler, *, steps: int, besides: DpEvent | None = None, **target: Any
 ) -> float:
-    """Returns the smallest noise multiplier with which `steps` steps and `besides` meet a target."""
+    """Returns the smallest noise multiplier with which steps and `besides` meet a target."""
 
     def whole(noise_multiplier: float) -> DpEvent:
         return beside(event(noise_multiplier, sampler, steps), besides)

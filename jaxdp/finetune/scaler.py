@@ -70,14 +70,15 @@ class Scaler:
 
     def normalise(self, features: jax.Array) -> jax.Array:
         """Returns features [..., d] with the columns scaled. A missing cell and NaN become 0."""
-        low, high, mean, std = (
-            jnp.asarray(numbers, features.dtype)
-            for numbers in (self.low, self.high, self.mean, self.std)
-        )
         cells = features[..., list(self.columns)]
-        scaled = (jnp.clip(cells, low, high) - mean) / std
-        is_known = np.array(self.missing) >= 0
-        is_missing = (features[..., list(self.missing)] == 1) & is_known
+
+        def of_columns(numbers: Sequence[float]) -> jax.Array:
+            return jnp.broadcast_to(jnp.asarray(numbers, features.dtype), cells.shape)
+
+        inside = jnp.clip(cells, of_columns(self.low), of_columns(self.high))
+        scaled = (inside - of_columns(self.mean)) / of_columns(self.std)
+        has_count = jnp.broadcast_to(np.array(self.missing) >= 0, cells.shape)
+        is_missing = (features[..., list(self.missing)] == 1) & has_count
         filled = jnp.where(is_missing | jnp.isnan(cells), 0, scaled)
         return features.at[..., list(self.columns)].set(filled)
 
@@ -172,8 +173,8 @@ def charged_scaler(
 ) -> Scaler:
     """Releases the means and standard deviations of columns of private rows.
 
-    The mean of a column is over its cells that are not missing: where `source` has the feature
-    "age is missing" (`indicators=` of `jaxdp.data.from_csv`), the rows with 1 there do not count for
+    The mean of a column is over its cells that are not missing. Where `source` has the feature "age
+    is missing" (`indicators=` of `jaxdp.data.from_csv`), the rows with 1 there do not count for
     "age", and their number is part of the release. The constant of `missing=` then plays no role.
     For owners with several rows, the mean over owners of the mean over their rows is released.
 
@@ -239,7 +240,7 @@ def columns_of(source: Examples | Groups, ranges: Mapping[str, tuple[float, floa
       ValueError: A name is no feature, or a range is none.
     """
     rows: Any = source.source if isinstance(source, Groups) else source
-    example = check_source(rows, "features")
+    example = check_source(rows, "features", values=False)  # NaN is a missing cell
     width = int(np.prod(example["features"].shape))
     names = list(getattr(rows, "feature_names", ())) or [str(place) for place in range(width)]
     if not ranges:
