@@ -9,7 +9,7 @@ A scaler or an imputer that is fitted to private rows is a release. This one is 
 
     1. u = cell, cut to its public range, from [low, high] to [-1, 1]
     2. v = (u, u^2 - 1/2) of a column, and (u, u^2 - 1/2, 1/2) if its missing cells are known;
-       a missing cell, or NaN, then has (0, 0, -1/2), and else adds nothing         `contributions`
+       a missing cell or NaN then has (0, 0, -1/2), and NaN of the first kind 0     `contributions`
     3. S = sum over rows of v, or over owners of the mean of v over their rows      `column_sums`
     4. S + z C N(0, I), with C = sqrt(5/4 a + 3/2 b) for a columns of the first kind and b of the
        second                                                                       `sensitivity`
