@@ -148,7 +148,7 @@ def table(config: Any) -> Opened:
     are used as they are.
     """
     roles = ("public", "private", "test") if config.features else ("private", "test")
-    sources = open_parts(data.specs(config, *roles))
+    sources = open_parts(data.specs(config, *roles, tables=True))
     for role, source in sources.items():
         check_source(source, "features", "label", argument=f"config.data.parts.{role}")
     if config.features and "public" not in sources:

@@ -26,6 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import recalibration
+from jaxdp.data import from_csv
+from jaxdp.data.selection import everything
+from jaxdp.data.tables import read_table
 from jaxdp.files import Limits, pack, read_npz, shown, unpack, write_durably, write_json
 from jaxdp.privacy import Ledger
 from jaxdp.release import alone
@@ -141,6 +144,23 @@ def load(config: Any, workdir: _Path) -> recalibration.Recalibration:
 # --- A hospital ---------------------------------------------------------------------------------
 
 
+def _records(path: str, num_classes: int) -> dict[str, Any]:
+    """Returns logits, labels and possibly group, from an .npz file or a table.
+
+    A table has the columns label and possibly group. Its other columns are the logits of the
+    classes, in their order.
+    """
+    if pathlib.Path(path).suffix != ".csv":
+        return read_npz(path, ["logits", "labels"], optional=["group"])
+    group = "group" if "group" in read_table(path).columns else ""
+    table = from_csv(path, label="label", num_classes=num_classes, group=group)
+    columns = everything(table)
+    records: dict[str, Any] = {"logits": columns["features"], "labels": columns["label"]}
+    if group:
+        records["group"] = table.text(group)
+    return records
+
+
 class Hospital(contextlib.AbstractContextManager["Hospital"]):
     """The answers of a hospital.
 
@@ -164,8 +184,7 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
         self._talk: recalibration.Conversation | None = None
         self._method, self._how, self._terms = _agreed(config)
         frame.check_same_config("recalibrate client", config, root)
-        records: dict[str, Any] = read_npz(mine.records, ["logits", "labels"], optional=["group"])
-        party = recalibration.Party(**records)
+        party = recalibration.Party(**_records(mine.records, config.num_classes))
         if party.logits.shape[1] != config.num_classes:
             raise ValueError(
                 f"logits in {shown(mine.records)} must have {config.num_classes} columns, the "

@@ -104,8 +104,10 @@ class Task:
 
 def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
-    specs = data.specs(config.data, "public", "private", "test", grouped=True)
-    sources = open_parts(specs, images=bool(config.model.preprocessing))
+    images = bool(config.model.preprocessing)
+    roles = ("public", "private", "test")
+    specs = data.specs(config.data, *roles, grouped=True, tables=not images)
+    sources = open_parts(specs, images=images)
     spec = specs["private"]
     frozen.check(config.model, config.private, spec)
     network = network_of(config, sources, sources["private"].num_classes)

@@ -70,6 +70,7 @@ class Scaler:
 
     def normalise(self, features: jax.Array) -> jax.Array:
         """Returns features [..., d] with the columns scaled. A missing cell and NaN become 0."""
+        features = jnp.asarray(features)
         cells = features[..., list(self.columns)]
 
         def of_columns(numbers: Sequence[float]) -> jax.Array:

@@ -53,6 +53,7 @@ def loop(features, ranges, missing):
     return np.array(vectors).T
 
 
+@pytest.mark.slow
 def test_little_noise_gives_the_moments_of_numpy(rows):
     """The constant of a missing cell plays no role: the mean is over the others."""
     scaler = scaler_of(rows)
@@ -172,6 +173,7 @@ def test_arguments_are_checked_before_anything_is_spent(rows, options, message):
     assert not pays.ledger.events("t")
 
 
+@pytest.mark.slow
 def test_the_target_of_training_pays_for_the_scaler_too():
     sampler = data.PoissonSampler(400, 0.1)
     target = {"epsilon": 2.0, "delta": 1e-5, "steps": 20}
