@@ -282,7 +282,8 @@ def test_a_scaler_and_the_training_share_one_budget_and_one_release(table, tmp_p
     expected = jax.nn.softmax(task.network.apply_fn(params, rows))
     np.testing.assert_allclose(load_released(folder)(rows), expected, atol=1e-5)
     with pytest.raises(ValueError, match="scaler_noise_multiplier must be 0 without columns"):
-        finetune.STUDY.open(table_config(table, **charged, **{"data.options.ranges": ()}), tmp_path)
+        no_ranges = table_config(table, **GROUP, **charged, **{"data.options.ranges": ()})
+        finetune.STUDY.open(no_ranges, tmp_path)
 
 
 @pytest.mark.slow
