@@ -637,7 +637,7 @@ def _check_values(
 def _check_source(f: ClippedGrad, params: Any, source: Any, key: Any) -> list[Finding]:
     """Returns the finding about the first examples that a step with `params` would drop."""
     count = min(len(source), LEAST_EXAMPLES)
-    f = jax.jit(f)
+    gradient = jax.jit(f)
     dropped = 0
     for start in range(0, count, _ROWS_AT_ONCE):
         rows = np.arange(start, start + _ROWS_AT_ONCE)
@@ -645,7 +645,7 @@ def _check_source(f: ClippedGrad, params: Any, source: Any, key: Any) -> list[Fi
         batch = source.gather(np.where(mask, rows, 0))
         if hasattr(batch, "present"):  # `jaxdp.data.Records`
             batch, mask = batch.records, mask[:, None] & batch.present
-        out = f(params, batch, mask, key=key)
+        out = gradient(params, batch, mask, key=key)
         is_finite = np.isfinite(out.norms) & np.isfinite(out.losses)
         dropped += int((~is_finite).sum())
     if not dropped:

@@ -4,7 +4,7 @@ The canary lies at the end of every range, or far outside of it for the twin wit
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -53,11 +53,10 @@ def releases(
     """Returns the audit of releases under the honest claim, with something patched."""
 
     def run(trials: int, seed: bytes) -> Audit:
-        fixed = {"delta": DELTA, "rows": canaries, "confidence": case.CONFIDENCE, "seed": seed}
+        fixed: dict[str, Any] = {"delta": DELTA, "confidence": case.CONFIDENCE, "seed": seed}
+        fixed |= {"rows": canaries, "noise_multiplier": sigma, "trials": trials}
         with patch():
-            audit = auditing.audit_scaler(
-                source, RANGES, noise_multiplier=sigma, trials=trials, **fixed, **terms
-            )
+            audit = auditing.audit_scaler(source, RANGES, **fixed, **terms)
         return under(audit, CLAIMED)
 
     return run
@@ -94,7 +93,7 @@ def patched(owner: Any, name: str, broken: Callable[..., Any]) -> Callable[[], A
     return lambda: mock.patch.object(owner, name, broken)
 
 
-TWINS = {
+TWINS: Mapping[str, Run | str] = {
     case.HALF_THE_NOISE: releases(sigma=SIGMA / 2),
     case.NO_CLIPPING: releases(
         rows((600, 600)), patch=patched(scaler, "contributions", without_a_clip)
@@ -103,7 +102,7 @@ TWINS = {
     case.REUSED_KEY: releases(patch=patched(auditing, "draw", with_one_key)),
     case.ADD_REMOVE_FOR_REPLACE_ONE: releases(canaries=(0, 1), adjacency="replace_one"),
 }
-OWNER_TWINS = {
+OWNER_TWINS: Mapping[str, Run | str] = {
     case.HALF_THE_NOISE: releases(OWNERS, sigma=SIGMA / 2),
     case.NO_CLIPPING: "as of rows",
     case.SENSITIVITY_OFF_BY_TWO: releases(OWNERS, patch=patched(auditing, "column_sums", twice)),
