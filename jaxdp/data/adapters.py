@@ -309,6 +309,11 @@ def from_folder(
         message names the line or file and no cell, for the owner of the data.
     """
     root = pathlib.Path(folder)
+    if root.is_file():
+        raise ValueError(
+            f"folder must be a folder, got the file {shown(root)}. Give its folder, and the name "
+            "of the CSV file as the second argument."
+        )
     check_range(pixel_range)
     rows = _read_image_table(root, table, texts)
     cells = {key: column for key, column in rows.columns.items() if key != "path"}
