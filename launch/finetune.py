@@ -102,6 +102,7 @@ def _scaled(work: frame.Work) -> _Opened:
                     tasks.scaler_ranges(task.spec),
                     account=account,
                     noise_multiplier=event.noise_multiplier,
+                    unit=task.spec.unit,
                     workdir=work.root / "scaler",
                 )
             scaler.save(path)

@@ -169,6 +169,7 @@ def charged_scaler(
     *,
     account: Account,
     noise_multiplier: float,
+    unit: str = "example",
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> Scaler:
@@ -185,11 +186,12 @@ def charged_scaler(
       ranges: {column: (low, high)}, public numbers in the units of the feature. Cells outside are
         cut to them. The narrower a range, the smaller is the error. A column with `ranges=` of
         `from_csv` has (0, 1). Other columns stay as they are.
-      account: The account that is charged, `ledger.account(name)` of the data set. Its unit is a
-        row, or an owner for `by_group`.
+      account: The account that is charged, `ledger.account(name)` of the data set.
       noise_multiplier: z, the standard deviation of the noise over C. The error of a mean is about
         z C / n half ranges, where C = sqrt(5/4 k) for k columns whose missing cells are unknown,
         and at most sqrt(3/2 k).
+      unit: What one row is, or one owner for `by_group`, in the words of the ledger. For rows,
+        "patient" says that every patient has one row.
       workdir: A folder for this release only. It keeps the estimates, so a repeated call is free.
         None keeps nothing.
       seed: 16 secret bytes for tests. The default is OS entropy.
@@ -200,7 +202,7 @@ def charged_scaler(
     Raises:
       BudgetExceeded: The account cannot pay. Only the first and last rows are read, for a check.
       ValueError: noise_multiplier is not positive and finite, or a range is none, or a name is no
-        feature. Nothing is spent.
+        feature, or the account has another unit. Nothing is spent.
       TypeError: source is no `Source`.
 
     Formal guarantees:
@@ -212,6 +214,13 @@ def charged_scaler(
         raise ValueError(
             f"noise_multiplier must be positive and finite, got {noise_multiplier}. A scaler of "
             "public rows needs no ledger: compute it with NumPy."
+        )
+    is_owner = isinstance(source, Groups)
+    if account.unit != unit or (is_owner and unit == "example"):
+        what = "owner of several rows" if is_owner else "row"
+        raise ValueError(
+            f"unit must be that of account {account.name!r}, {account.unit!r}, and say what one "
+            f"{what} of source is, got {unit!r}. Rows of one patient need jaxdp.data.by_group."
         )
     measured = columns_of(source, ranges)
     noise.check_product("noise_multiplier", noise_multiplier, sensitivity(measured))

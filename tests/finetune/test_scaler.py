@@ -29,7 +29,7 @@ def rows(tmp_path):
 
 def account(**terms):
     ledger = Ledger.in_memory()
-    ledger.register("t", adjacency="add_remove", unit="example", **terms)
+    ledger.register("t", **{"adjacency": "add_remove", "unit": "example"} | terms)
     return ledger.account("t")
 
 
@@ -171,6 +171,21 @@ def test_arguments_are_checked_before_anything_is_spent(rows, options, message):
     with pytest.raises(ValueError, match=message):
         scaler_of(rows, **({"account": pays} | options))
     assert not pays.ledger.events("t")
+
+
+def test_the_unit_of_the_ledger_is_that_of_the_source(rows):
+    """An account of rows does not pay for owners, and one of patients not for rows by mistake."""
+    owners = data.by_group(rows, "patient", max_records=2)
+    patients = account(delta=1e-5, unit="patient")
+    assert scaler_of(owners, account=patients, unit="patient").mean != scaler_of(rows).mean
+    for source, options in (
+        (owners, {}),
+        (owners, {"unit": "patient"}),
+        (rows, {"account": patients}),
+        (owners, {"account": patients}),
+    ):
+        with pytest.raises(ValueError, match="unit must be that of account 't'"):
+            scaler_of(source, **options)
 
 
 @pytest.mark.slow
