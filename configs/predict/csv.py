@@ -35,6 +35,6 @@ def get_config(columns: str = "") -> ConfigDict:
         "parts": {"public": 0.1, "private": 0.6, "test": 0.3},  # shares of the rows
         "features": {"dimensions": 0, "whiten": 0.5, "radius": 1.0},
     }
-    config.training.records = 0  # the declared, public number of private rows
+    config.training.records = 1000  # change: the declared, public number of private rows
     config.dp_sgd.batch_size = 64
     return config

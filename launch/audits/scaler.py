@@ -104,10 +104,10 @@ TWINS: Mapping[str, Run | str] = {
 }
 OWNER_TWINS: Mapping[str, Run | str] = {
     case.HALF_THE_NOISE: releases(OWNERS, sigma=SIGMA / 2),
-    case.NO_CLIPPING: "as of rows",
+    case.NO_CLIPPING: "cells are cut by the same lines as those of rows",
     case.SENSITIVITY_OFF_BY_TWO: releases(OWNERS, patch=patched(auditing, "column_sums", twice)),
     case.REUSED_KEY: releases(OWNERS, patch=patched(auditing, "draw", with_one_key)),
-    case.ADD_REMOVE_FOR_REPLACE_ONE: "as of rows",
+    case.ADD_REMOVE_FOR_REPLACE_ONE: "a replaced owner moves the sums as a replaced row does",
     "every record of an owner counts": releases(
         OWNERS, patch=patched(auditing, "column_sums", of_every_record)
     ),
