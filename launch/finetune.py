@@ -19,8 +19,8 @@ import jax
 from jaxdp import finetune
 from jaxdp.data import augmentation
 from jaxdp.models import load_params, merge_pretrained, save_params
-from jaxdp.privacy import Account
-from jaxdp.release import Hosts, locked
+from jaxdp.privacy import Account, ComposedDpEvent
+from jaxdp.release import Hosts, locked, notes
 from jaxdp.report import Callback, format_table, plot_training
 
 from . import curve, dpadapter, frame, models, plans, results, tasks, trainers
@@ -84,26 +84,31 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
 def _scaled(work: frame.Work) -> _Opened:
     """Returns task and trainer with the scaler of the private rows, if the config has one.
 
-    The first cell pays for it, and the others read its file.
+    The first cell pays for it, unless the budget has no room for the training behind it. The others
+    read its file.
     """
     task, trainer = work.shared
     event = trainers.scaler_event(work.config.private)
     if event is None:
         return work.shared
     path = work.root / SCALER
+    folder = work.root / "scaler"
 
     def release() -> None:
         with locked(path.with_name(f"{path.name}.lock"), wait=True):
             if path.exists():
                 return
             with _account(Model("private"), work) as account:
+                if not notes(folder):  # after a crash the scaler is paid already
+                    whole = trainer.event(0, trainers.steps(work.config.private))
+                    account.check(ComposedDpEvent([event, whole]))
                 scaler = finetune.charged_scaler(
                     task.units,
                     tasks.scaler_ranges(task.spec),
                     account=account,
                     noise_multiplier=event.noise_multiplier,
                     unit=task.spec.unit,
-                    workdir=work.root / "scaler",
+                    workdir=folder,
                 )
             scaler.save(path)
 

@@ -18,7 +18,7 @@ from jaxdp.data import bundled, read_column
 from jaxdp.data import open as open_spec
 from jaxdp.finetune import Scaler
 from jaxdp.models import load_params, load_released
-from jaxdp.privacy import ComposedDpEvent, GaussianDpEvent, Ledger, epsilon
+from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, GaussianDpEvent, Ledger, epsilon
 from jaxdp.privacy.events import composition
 from launch import data, finetune, frame, predict, release
 from tests.launch import tiny
@@ -273,6 +273,12 @@ def test_a_scaler_and_the_training_share_one_budget_and_one_release(table, tmp_p
     with Ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
         spent = composition(ledger.events("table/private")[None])
     assert spent == composition(ComposedDpEvent([scaler, training]))
+    # Another run finds no room for both, and pays for neither.
+    with pytest.raises(BudgetExceeded):
+        again = frame.Choice(tmp_path / "run" / "ledger.sqlite")
+        finetune.experiment(given, str(tmp_path / "again"), choice=again)
+    with Ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
+        assert composition(ledger.events("table/private")[None]) == spent
     # What is published takes rows as from_csv reads them, and scales them itself.
     folder = release.write(tmp_path / "run")
     released = Scaler.load(tmp_path / "run" / "scaler.json")
