@@ -102,6 +102,11 @@ def make(
 def scaler_event(config: Any) -> DpEvent | None:
     """Returns the event of the charged scaler of the `private` part of a config, or None."""
     noise_multiplier = config.get("scaler_noise_multiplier", 0.0)
+    if noise_multiplier < 0:
+        raise ValueError(
+            "config.private.scaler_noise_multiplier must be 0, for no scaler, or positive, got "
+            f"{noise_multiplier}."
+        )
     return GaussianDpEvent(noise_multiplier) if noise_multiplier else None
 
 

@@ -290,6 +290,9 @@ def test_a_scaler_and_the_training_share_one_budget_and_one_release(table, tmp_p
     with pytest.raises(ValueError, match="scaler_noise_multiplier must be 0 without columns"):
         no_ranges = table_config(table, **GROUP, **charged, **{"data.options.ranges": ()})
         finetune.STUDY.open(no_ranges, tmp_path)
+    with pytest.raises(ValueError, match="scaler_noise_multiplier must be 0, for no scaler, or"):
+        given.private.scaler_noise_multiplier = -1.0
+        finetune.STUDY.open(given, tmp_path)
 
 
 @pytest.mark.slow
