@@ -16,7 +16,7 @@ from jaxdp.data.ids import identifiers
 from jaxdp.data.pictures import ImageFiles, check_range, path_inside
 from jaxdp.data.sources import Examples
 from jaxdp.data.storage import ExampleReader
-from jaxdp.data.tables import Table, numbers, places, read_table
+from jaxdp.data.tables import Table, check_classes, numbers, places, read_table
 from jaxdp.files import Limits, optional, read_npz, shown
 
 Prepare = Callable[[Any], Any]
@@ -330,6 +330,8 @@ def from_folder(
         raise ValueError(
             f"{where} must have a column 'label' of integers, or of names that classes= declares."
         )
+    if num_classes:
+        check_classes(rows, "label", columns["label"], num_classes)
     if columns:
         columns = dict(from_arrays(**columns, num_classes=num_classes).arrays)
     images = ImageFiles(root, rows.columns["path"], prepare, limits or Limits(), pixel_range)

@@ -279,6 +279,17 @@ def places(
     return np.array([place_of[cell] for cell in cells], np.int32)
 
 
+def check_classes(table: Table, name: str, labels: np.ndarray, num_classes: int) -> None:
+    """Raises ValueError for a number of a class, int32 [n], outside of [0, num_classes)."""
+    outside = np.flatnonzero((labels < 0) | (labels >= num_classes)).tolist()
+    if outside:
+        raise table.error(
+            f"has a label in the column {name!r} that must be in [0, {num_classes}). Correct it, "
+            "or declare num_classes to fit.",
+            outside[0],
+        )
+
+
 def other_than_numbers(cells: Sequence[str]) -> list[int]:
     """Returns the rows whose cells are no numbers."""
     return [row for row, cell in enumerate(cells) if not _DECIMAL.fullmatch(cell)]

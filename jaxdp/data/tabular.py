@@ -34,6 +34,7 @@ from jaxdp.data.numbers import check_digits
 from jaxdp.data.sources import Examples
 from jaxdp.data.tables import (
     Table,
+    check_classes,
     has_leading_zero,
     number_column,
     other_than_numbers,
@@ -168,6 +169,8 @@ def from_csv(
         arrays["label"] = columns.label_of(table, cells[label])
     if classes is not None:
         num_classes = len(classes)
+    if label and num_classes:
+        check_classes(table, label, arrays["label"], num_classes)
     title = name or table.path.stem
     source = from_arrays(**arrays, num_classes=num_classes, name=title)
     cells_of_texts = {column: table.columns[column] for column in columns.all_texts}

@@ -298,12 +298,15 @@ def test_damaged_and_unlike_images_are_refused_by_name(folder):
             from_folder(folder).gather([0, 1])
 
 
-def test_an_image_that_is_missing_and_what_is_no_folder_are_said_with_a_remedy(folder):
+def test_missing_images_wrong_labels_and_what_is_no_folder_are_said_with_a_remedy(folder):
     (folder / "labels.csv").write_text("path\n0.png\n7.png\n")
     with pytest.raises(
         FileNotFoundError, match=r"image .*7\.png does not exist\. Correct its path"
     ):
         from_folder(folder).gather([0, 1])
+    (folder / "labels.csv").write_text("path,label\n0.png,1\n1.png,2\n")
+    with pytest.raises(ValueError, match=r"line 3 of .*labels\.csv has a label .* in \[0, 2\)"):
+        from_folder(folder, num_classes=2)
     with pytest.raises(ValueError, match=r"folder must be a folder, got the file .*labels\.csv"):
         from_folder(folder / "labels.csv")
     with pytest.raises(ValueError, match=r"is a folder, not an \.npz file"):

@@ -117,7 +117,7 @@ REFUSED = [
     (HEAD + "0,4711,f\n", {"ranges": {"agee": (0, 1)}}, r"ranges= names 'agee', .* y|age, sex"),
     (HEAD + "0,4711,f\n", {"dates": {"age": ("%Y-%m", "2020-01-01")}}, r"line 2 .* no date of"),
     (HEAD + "0,4711,f\n", {"dates": {"age": ("%Y", "soon")}}, r"dates must have a day"),
-    (HEAD + "7,4711,f\n", {}, "must be in .0, 2."),
+    (HEAD + "1,4711,f\n7,2,f\n", {}, r"line 3 of .* label in the column 'y' .* in \[0, 2\)"),
     (b"\x1f\x8b4711", {}, r"t\.csv is a gzip file\. Unpack it"),
     (b"PK\x03\x044711", {}, r"t\.csv is a zip archive or a workbook of Excel"),
     (b"", {}, "must have rows, and a header with 'y'"),
