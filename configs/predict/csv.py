@@ -1,6 +1,6 @@
 r"""Private predictions about the rows of a table, with a certificate of each answer.
 
-    python -m launch.predict --config configs/predict/csv.py:columns.json \
+    python -m launch.predict --config configs/predict/csv.py:/my/columns.json \
         --workdir workdir/predict_table --config.data.path=patients.csv \
         --config.data.label=outcome --config.data.class_names="('well', 'ill')" \
         --config.training.records=340
