@@ -69,13 +69,22 @@ _SHARED = (
     *("group", "max_records", "crop_padding", "flip"),
 )
 _NOT_OWNERS = ("example", "image", "record")
+_FOR_TABLES = (
+    "launch.finetune takes tables with configs/finetune/csv.py, launch.predict with "
+    "configs/predict/csv.py, and launch.recalibrate_client takes a table of logits"
+)
 
 
 # --- From a config to specs ---------------------------------------------------------------------
 
 
 def specs(
-    config: Any, *roles: str, grouped: bool = False, unit: str = "example", source: str = ""
+    config: Any,
+    *roles: str,
+    grouped: bool = False,
+    tables: bool = False,
+    unit: str = "example",
+    source: str = "",
 ) -> dict[str, DataSpec]:
     """Returns the specs of some roles. A role with several parts has "sources 0", "sources 1", ...
 
@@ -86,22 +95,26 @@ def specs(
       config: The `data` part of a study's config, see above.
       roles: The roles. A role without a part is left out.
       grouped: Whether the study can protect the owners of several records.
+      tables: Whether the study works on the features of tables.
       unit, source: The defaults of config.unit and config.source.
 
     Raises:
       ValueError: The source is unknown, or the parts do not fit the data or share a record. Or
-        config.data.group is set for a study that protects records.
+        config.data.group is set for a study that protects records. Or config.data is a table for a
+        study of images.
       FileNotFoundError: Data is missing whose splits or names are compared. The message says how
         to get it.
     """
     source = config.get("source", source)
     format_of(source, where="config.data")  # raises if the source is unknown
+    if not tables:
+        _refuse_table(source, "config.data")
     check_group(config, grouped=grouped)
     part_by_role = _parts(config)
     shared = _shared_fields(config) | terms(config, unit=unit) | {"source": source}
     if source == "bundled":
         places = _bundled_places(config, part_by_role)
-    elif source == "csv" and not os.path.isdir(config.path):
+    elif source == "csv" and not os.path.isdir(config.get("path", "")):
         places = _shares_of_file(config, part_by_role)
     else:
         places = {role: _place(config, source, role, part) for role, part in part_by_role.items()}
@@ -145,6 +158,7 @@ def whole(config: Any, where: str = "config.data") -> DataSpec:
       where: The field of the config with the set, for errors.
     """
     format_of(config.source, where=where)
+    _refuse_table(config.source, where)
     check_group(config, where=where)
     part = "" if config.source == "bundled" else config.split
     _check_part(config, config.source, part, where)
@@ -155,6 +169,15 @@ def whole(config: Any, where: str = "config.data") -> DataSpec:
         where=where,
         **_shared_fields(config),
     )
+
+
+def _refuse_table(source: str, where: str) -> None:
+    """Raises ValueError for a table in a study of images."""
+    if source == "csv":
+        raise ValueError(
+            f"{where}.source='csv' is a table, and this config is for images, tokens or texts. "
+            f"{_FOR_TABLES}."
+        )
 
 
 def _shared_fields(config: Any) -> dict[str, Any]:
@@ -314,7 +337,7 @@ def _check_part(config: Any, source: str, part: str, where: str) -> None:
     """
     if source == "npz" and not part.endswith(".npz"):
         content = f"{', '.join(medmnist_arrays(part))} (as MedMNIST distributes it)"
-        _check_file(config.path, f"{where}.path", content)
+        _check_file(config.get("path", ""), f"{where}.path", content)
     if source == "hf" and set("[+") & set(part):
         raise ValueError(
             f"{where}.parts must have whole splits for 'hf', got {part!r}. Cut them before."

@@ -24,6 +24,7 @@ import numpy as np
 import optax
 
 from jaxdp.data import Examples, bundled, from_arrays, read_column
+from jaxdp.data.protocol import check_source
 from jaxdp.data.selection import everything, image_shape
 from jaxdp.data.spec import open_parts
 from jaxdp.models import Preprocessing, Pretrained, load_params
@@ -41,6 +42,7 @@ class Task(NamedTuple):
       provenance: The origin of the features, for people.
       network: Parameters of the frozen network, if one is used.
       start: Initial parameters of the dense layers, if the network's own are trained on.
+      rows: The private rows of a table before any map, which a ledger recognises.
     """
 
     train: Examples
@@ -48,6 +50,7 @@ class Task(NamedTuple):
     provenance: str
     network: Mapping[str, Any] | None = None
     start: Mapping[str, Any] | None = None
+    rows: Examples | None = None
 
 
 class Opened(NamedTuple):
@@ -69,8 +72,8 @@ def read(config: Any) -> Opened:
     """Opens the data of a study.
 
     Args:
-      config: The `data` part of its config. It has `kind`, "images", "text", "embeddings" or
-        "blobs", and the fields of the function of this name. All but blobs have `features`:
+      config: The `data` part of its config. It has `kind`, "images", "table", "text", "embeddings"
+        or "blobs", and the fields of the function of this name. All but blobs have `features`:
         dimensions, whiten and radius of a `FeatureMap`.
 
     Raises:
@@ -135,6 +138,45 @@ def embeddings(config: Any) -> Opened:
         return Task(records("train"), records("test"), origin)
 
     return Opened(len(arrays["test_features"]), config.num_classes, compute)
+
+
+def table(config: Any) -> Opened:
+    """Returns the features of a table, which `jaxdp.data.from_csv` reads.
+
+    Fields: the fields of a set of records in launch/data.py. The parts are `private`, `test` and,
+    with `features`, `public` (used without its labels). Without `features` the numbers of the table
+    are used as they are.
+    """
+    roles = ("public", "private", "test") if config.features else ("private", "test")
+    sources = open_parts(data.specs(config, *roles, tables=True))
+    for role, source in sources.items():
+        check_source(source, "features", "label", argument=f"config.data.parts.{role}")
+    if config.features and "public" not in sources:
+        raise ValueError(
+            "config.data.parts.public must name rows that are public, on which features are "
+            "centred and scaled. Or set config.data.features=()."
+        )
+    private, test = sources["private"], sources["test"]
+
+    def compute(_: pathlib.Path) -> Task:
+        origin = "the numbers of a table"
+        project: Callable[[np.ndarray], np.ndarray] = np.asarray
+        if config.features:
+            public = read_column(sources["public"], "features")
+            project = FeatureMap.from_public(public, **config.features)
+            origin += f", centred and scaled on {len(public)} public rows without their labels"
+
+        def records(source: Examples) -> Examples:
+            return from_arrays(
+                features=project(read_column(source, "features")),
+                label=read_column(source, "label"),
+                num_classes=source.num_classes,
+                name=source.name,
+            )
+
+        return Task(records(private), records(test), origin, rows=private)
+
+    return Opened(len(test), private.num_classes, compute)
 
 
 # --- Images -------------------------------------------------------------------------------------
@@ -405,4 +447,10 @@ def signs(tokens: Sequence[str], negation: int) -> list[float]:
     return signs
 
 
-_KINDS = {"blobs": blobs, "images": images, "text": text, "embeddings": embeddings}
+_KINDS = {
+    "blobs": blobs,
+    "images": images,
+    "table": table,
+    "text": text,
+    "embeddings": embeddings,
+}

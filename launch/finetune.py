@@ -19,8 +19,8 @@ import jax
 from jaxdp import finetune
 from jaxdp.data import augmentation
 from jaxdp.models import load_params, merge_pretrained, save_params
-from jaxdp.privacy import Account
-from jaxdp.release import Hosts
+from jaxdp.privacy import Account, ComposedDpEvent
+from jaxdp.release import Hosts, locked, notes
 from jaxdp.report import Callback, format_table, plot_training
 
 from . import curve, dpadapter, frame, models, plans, results, tasks, trainers
@@ -33,6 +33,7 @@ _CHANGES = {
     "zero_out": "zeroing out",
 }
 _REFERENCES = "references/ledger.sqlite"
+SCALER = "scaler.json"  # of the columns of a table
 REFERENCES = {"no privacy": "no_privacy", "no pre-training": "no_pretraining"}
 
 
@@ -65,7 +66,9 @@ def _cells(config: Any) -> Iterator[Model]:
 
 
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
-    config, task = work.config, work.shared.task
+    config = work.config
+    opened = _scaled(work)
+    task = opened.task
     start = models.fresh(task.network, config.init_seed)
     backbone = None
     if cell.model != "no_pretraining":
@@ -75,7 +78,43 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         start = merge_pretrained(start, backbone, exclude=exclude)
     if cell.model == "no_privacy":
         return work.hosts.first(lambda: _without_privacy(config, task, start))
-    return _private(cell, work, start)
+    return _private(cell, work, opened, start)
+
+
+def _scaled(work: frame.Work) -> _Opened:
+    """Returns task and trainer with the scaler of the private rows, if the config has one.
+
+    The first cell pays for it, unless the budget has no room for the training behind it. The others
+    read its file.
+    """
+    task, trainer = work.shared
+    event = trainers.scaler_event(work.config.private)
+    if event is None:
+        return work.shared
+    path = work.root / SCALER
+    folder = work.root / "scaler"
+
+    def release() -> None:
+        with locked(path.with_name(f"{path.name}.lock"), wait=True):
+            if path.exists():
+                return
+            with _account(Model("private"), work) as account:
+                if not notes(folder):  # after a crash the scaler is paid already
+                    whole = trainer.event(0, trainers.steps(work.config.private))
+                    account.check(ComposedDpEvent([event, whole]))
+                scaler = finetune.charged_scaler(
+                    task.units,
+                    tasks.scaler_ranges(task.spec),
+                    account=account,
+                    noise_multiplier=event.noise_multiplier,
+                    unit=task.spec.unit,
+                    workdir=folder,
+                )
+            scaler.save(path)
+
+    work.hosts.first(release)
+    task = task.scaled(finetune.Scaler.load(path))
+    return _Opened(task, task.trainer(work.config.private, trainer.mesh))
 
 
 def _without_privacy(config: Any, task: tasks.Task, start: Params) -> dict[str, Any]:
@@ -92,10 +131,10 @@ def _without_privacy(config: Any, task: tasks.Task, start: Params) -> dict[str, 
     return {"accuracy": finetune.accuracy(task.network.apply_fn, params, task.test)}
 
 
-def _private(cell: Model, work: frame.Work, start: Params) -> dict[str, Any]:
+def _private(cell: Model, work: frame.Work, opened_task: _Opened, start: Params) -> dict[str, Any]:
     """Trains a private model. Process 0 alone has the account and writes files."""
     config, private, root, hosts = work.config, work.config.private, work.root, work.hosts
-    task, trainer = work.shared
+    task, trainer = opened_task
     folder = work.folder(cell)
     judge = functools.partial(finetune.accuracy, task.network.apply_fn)
     with contextlib.ExitStack() as opened:
@@ -225,6 +264,9 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
         yield plans.public_training(
             "public pre-training", loss, start, task.public, config.pretrain
         )
+    if scaler := trainers.scaler_event(private):
+        terms = task.terms(private)
+        yield plans.Item("scaler", task.private.name, scaler, terms, folder="scaler")
     for cell in _cells(config):
         if cell.model == "no_privacy":
             yield plans.public_training(
@@ -278,6 +320,7 @@ STUDY = frame.Study(
         released={
             "params.safetensors": "fine-tuned model",
             "pretrained.safetensors": "public backbone",
+            SCALER: "scaler of the columns",
         },
         references=True,
     ),

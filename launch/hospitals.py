@@ -26,7 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import recalibration
-from jaxdp.data import from_arrays
+from jaxdp.data import from_arrays, from_csv
+from jaxdp.data.selection import everything
+from jaxdp.data.tables import read_table
 from jaxdp.files import Limits, pack, read_npz, shown, unpack, write_durably, write_json
 from jaxdp.privacy import Ledger
 from jaxdp.release import alone
@@ -142,6 +144,23 @@ def load(config: Any, workdir: _Path) -> recalibration.Recalibration:
 # --- A hospital ---------------------------------------------------------------------------------
 
 
+def _records(path: str, num_classes: int) -> dict[str, Any]:
+    """Returns logits, labels and possibly group, from an .npz file or a table.
+
+    A table has the columns label and possibly group. Its other columns are the logits of the
+    classes, in their order.
+    """
+    if pathlib.Path(path).suffix != ".csv":
+        return read_npz(path, ["logits", "labels"], optional=["group"])
+    group = "group" if "group" in read_table(path).columns else ""
+    table = from_csv(path, label="label", num_classes=num_classes, group=group)
+    columns = everything(table)
+    records: dict[str, Any] = {"logits": columns["features"], "labels": columns["label"]}
+    if group:
+        records["group"] = table.text(group)
+    return records
+
+
 class Hospital(contextlib.AbstractContextManager["Hospital"]):
     """The answers of a hospital.
 
@@ -166,7 +185,7 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
         self._talk: recalibration.Conversation | None = None
         self._method, self._how, self._terms = _agreed(config)
         frame.check_same_config("recalibrate client", config, root)
-        records = _records(mine)
+        records = _records(mine.records, config.num_classes)
         party = recalibration.Party(**records)
         if party.logits.shape[1] != config.num_classes:
             raise ValueError(
@@ -237,16 +256,6 @@ def run_client(
         print(f"hospital: answered under {hospital._terms}.")
 
 
-def _records(mine: Any) -> dict[str, Any]:
-    """Returns the arrays of a hospital's file."""
-    return read_npz(mine.records, ["logits", "labels"], optional=["group"])
-
-
-def _name(mine: Any) -> str:
-    """Returns the name of a hospital's records in its ledger."""
-    return mine.dataset or pathlib.Path(mine.records).stem
-
-
 def _private_set(mine: Any, records: dict[str, Any]) -> frame.PrivateSet:
     """Returns the records by which the registry knows them: without the group, which is no part of
     a record.
@@ -261,7 +270,9 @@ def charges(
     """Returns what a hospital would charge."""
     method, how, _ = _agreed(config)
     root, mine = None if workdir is None else pathlib.Path(workdir), config.client
-    private = [_private_set(mine, _records(mine))] if mine.records else []
+    private = []
+    if mine.records:
+        private.append(_private_set(mine, _records(mine.records, config.num_classes)))
     path = frame.asked(choice, config, root, private)
     terms = {
         "adjacency": config.adjacency,

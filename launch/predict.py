@@ -276,7 +276,8 @@ def _private(bench: Bench) -> list[PrivateSet]:
     """
     config, train = bench.config.data, bench.task.train
     source = {"blobs": "bundled", "text": "tfds"}.get(config.kind) or config.get("source", "")
-    return [PrivateSet(train.name, train, DataSpec(source=source).is_public)]
+    rows = train if bench.task.rows is None else bench.task.rows
+    return [PrivateSet(train.name, rows, DataSpec(source=source).is_public)]
 
 
 # --- Results ------------------------------------------------------------------------------------

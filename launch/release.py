@@ -15,14 +15,15 @@ import numpy as np
 from jaxdp.data import DataSpec
 from jaxdp.data.spec import open_parts
 from jaxdp.files import read_json, shown
+from jaxdp.finetune import Scaler
 from jaxdp.models import ModelCard, Pretrained, load_params, write_release
 from jaxdp.models.checkpoints import blank_inputs
 from jaxdp.models.preprocessing import Vectors
 
 from . import data, frame
-from .finetune import STUDY, Model
+from .finetune import SCALER, STUDY, Model
 from .frame.workdir import bound_to
-from .tasks import network_of
+from .tasks import network_of, scaled
 
 __all__ = ["main", "write"]
 
@@ -54,8 +55,8 @@ def write(
         )
     config = ml_collections.ConfigDict(bound["config"])
     result = read_json(workdir / "result.json", keys=("private", "tested", "dataset"))
-    specs = data.specs(config.data, "test")
-    network = _network(config, specs)
+    specs = data.specs(config.data, "test", grouped=True, tables=True)
+    network = _network(workdir, config, specs)
     inputs = _probe(network)
     card = ModelCard(
         name=f"{result['dataset']}, {config.model.name}",
@@ -80,10 +81,12 @@ def write(
     )
 
 
-def _network(config: Any, specs: Mapping[str, DataSpec]) -> Pretrained:
+def _network(workdir: pathlib.Path, config: Any, specs: Mapping[str, DataSpec]) -> Pretrained:
     """Returns the network that the run served, without parameters."""
     sources = open_parts(specs, images=bool(config.model.preprocessing))
-    return network_of(config, sources, sources["test"].num_classes)
+    network = network_of(config, sources, sources["test"].num_classes)
+    path = workdir / SCALER
+    return scaled(network, Scaler.load(path)) if path.exists() else network
 
 
 def _probe(network: Pretrained) -> np.ndarray:

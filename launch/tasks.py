@@ -11,6 +11,7 @@ from jaxdp.data import DataSpec, Examples, Groups, by_group, from_arrays
 from jaxdp.data.protocol import check_source
 from jaxdp.data.selection import units
 from jaxdp.data.spec import open_parts
+from jaxdp.finetune.scaler import columns_of
 from jaxdp.models import Pretrained, load_params, merge_lora
 
 from . import data, frozen, models, trainers
@@ -73,6 +74,10 @@ class Task:
         budget = {"epsilon": private.epsilon, "delta": private.delta}
         return self.spec.terms | {"records": len(self.units)} | budget
 
+    def scaled(self, scaler: Any) -> "Task":
+        """Returns the task with a network that scales its features."""
+        return dataclasses.replace(self, network=scaled(self.network, scaler))
+
     def blank(self) -> tuple[Any, Any]:
         """Returns records and units with the shapes of the private ones, for a plan.
 
@@ -99,11 +104,15 @@ class Task:
 
 def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
-    specs = data.specs(config.data, "public", "private", "test", grouped=True)
-    sources = open_parts(specs, images=bool(config.model.preprocessing))
+    images = bool(config.model.preprocessing)
+    roles = ("public", "private", "test")
+    specs = data.specs(config.data, *roles, grouped=True, tables=not images)
+    sources = open_parts(specs, images=images)
     spec = specs["private"]
     frozen.check(config.model, config.private, spec)
     network = network_of(config, sources, sources["private"].num_classes)
+    if trainers.scaler_event(config.private):
+        columns_of(sources["private"], scaler_ranges(spec))
     sources = {role: models.resize(network, source) for role, source in sources.items()}
     _check_start(config, sources)
     sizes = [f"{len(source)} {role} ({source.name})" for role, source in sources.items()]
@@ -172,6 +181,29 @@ def _width(sources: Mapping[str, Examples], num_classes: int) -> int:
             "config.data.class_names their texts, got none."
         )
     return int(*widths.pop())
+
+
+def scaled(network: Pretrained, scaler: Any) -> Pretrained:
+    """Returns a network of tables that scales its features."""
+    preprocessing = network.preprocessing._replace(scaler=scaler)
+    return dataclasses.replace(network, preprocessing=preprocessing)
+
+
+def scaler_ranges(spec: DataSpec) -> dict[str, tuple[float, float]]:
+    """Returns the columns of a table with public ranges, which a charged scaler measures.
+
+    Raises:
+      ValueError: The records are no table, or no column has a range.
+    """
+    ranges = dict(spec.options.get("ranges", {}))
+    if spec.source != "csv" or not ranges:
+        raise ValueError(
+            "config.private.scaler_noise_multiplier must be 0 without columns of a table that have "
+            "public ranges. Set config.data.source='csv', and ranges among config.data.options."
+        )
+    ranges.pop(spec.label, None)
+    # `from_csv` makes 0 and 1 of the ends of a range.
+    return dict.fromkeys(ranges, (0.0, 1.0))
 
 
 def _check_start(config: Any, sources: Mapping[str, Examples]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxdp import finetune, split_clip_norm
 from jaxdp.data import Groups, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
-from jaxdp.privacy import Account
+from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
 from jaxdp.report import Callback, read_metrics
 
 from . import frame, models, settings
@@ -55,6 +55,8 @@ def make(
         ema_decay, ascent_radius     0 for none
         allow_nonfinite              True starts although more than a tenth of the first examples
                                      have no finite gradient; no field is False
+        scaler_noise_multiplier      of tables: above 0, the target also pays a `charged_scaler` of
+                                     the columns with public ranges; 0 or no field has none
       network: The network to train.
       private: The private images, or `Groups` of them.
       public: PUBLIC images, from which GEP takes its anchors.
@@ -83,6 +85,7 @@ def make(
             delta=config.delta,
             steps=steps(config),
             accountant=config.accountant,
+            besides=scaler_event(config),
             adjacency=getattr(images, "adjacency", "add_remove"),
             physical_batch_size=config.physical_batch_size or None,
             augment=augmentation(images) if config.augmult else None,
@@ -94,6 +97,17 @@ def make(
             **options,
             **method_options,
         )
+
+
+def scaler_event(config: Any) -> DpEvent | None:
+    """Returns the event of the charged scaler of the `private` part of a config, or None."""
+    noise_multiplier = config.get("scaler_noise_multiplier", 0.0)
+    if noise_multiplier < 0:
+        raise ValueError(
+            "config.private.scaler_noise_multiplier must be 0, for no scaler, or positive, got "
+            f"{noise_multiplier}."
+        )
+    return GaussianDpEvent(noise_multiplier) if noise_multiplier else None
 
 
 def steps(config: Any) -> int:

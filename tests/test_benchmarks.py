@@ -1,10 +1,12 @@
 """The gate against slower steps, and the table of all benchmarks."""
 
 import contextlib
+import io
 import json
 import os
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -12,7 +14,7 @@ import types
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks import device, hospitals, suites, timing
+from benchmarks import device, evidence, hospitals, suites, timing
 from benchmarks.registry import BENCHMARKS, COMMANDS, Benchmark
 
 # The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of
@@ -202,3 +204,42 @@ def test_a_benchmark_runs_by_its_name_and_an_unknown_one_is_refused(tmp_path, ca
         runner.main(["run", "nose"])
     with pytest.raises(SystemExit, match="usage: python -m benchmarks"):
         runner.main(["steps"])
+
+
+# --- Documented commands ------------------------------------------------------------------------
+
+
+def commands():
+    """Returns the commands of this folder's programs in the documentation, each once."""
+    pages = [suites.ROOT / "README.md", *sorted((suites.ROOT / "docs").rglob("*.md"))]
+    text = "\n".join(page.read_text().replace("\\\n", " ") for page in pages)
+    return sorted(set(re.findall(r"python -m (benchmarks(?:\.evidence| run) [^`\n#]*)", text)))
+
+
+def mistake(command):
+    """Returns what is wrong with a command, "" if nothing is. It runs nothing."""
+    module, *rest = shlex.split(command)
+    if module == "benchmarks.evidence":
+        pages = {one.page for one in evidence.EVIDENCE}
+        return "" if pages.issuperset(rest) else f"{rest} is no page"
+    name, *flags = rest[1:]
+    if name not in BENCHMARKS:
+        return f"there is no benchmark {name}"
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+        timing.parser_of(BENCHMARKS[name]).parse_args(flags)
+    return said.getvalue()
+
+
+def test_documented_commands_of_benchmarks_parse():
+    """The broken twins: a benchmark, a flag, a study and a page that do not exist."""
+    assert len(commands()) > 20
+    assert not {command: said for command in commands() if (said := mistake(command))}
+    for twin in (
+        "benchmarks run evidence_tat --update",
+        "benchmarks run evidence_tta --updates",
+        "benchmarks run evidence_tta --study cifar11",
+        "benchmarks run evidence_split --update",
+        "benchmarks.evidence results/ttta.md",
+    ):
+        assert mistake(twin)

@@ -15,26 +15,13 @@ patient with all rows, and put each patient into one part. docs/howto/your_own_d
 run. Ten seconds on two CPU cores for 569 rows.
 """
 
-import json
-import pathlib
-
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
+from configs.tables import columns_of
 
 
 def get_config(columns: str = "") -> ConfigDict:
-    options = {"delimiter": ",", "encoding": "utf-8", "decimal": "."}
-    if columns:
-        path = pathlib.Path(columns)
-        if not path.is_file():
-            raise ValueError(
-                f"there is no file {columns!r}. Give configs/finetune/csv.py a JSON file after the "
-                "colon."
-            )
-        # Pairs, since names of columns may have dots, which no field of a config has.
-        for name, value in json.loads(path.read_text("utf-8")).items():
-            options[name] = tuple(value.items()) if isinstance(value, dict) else value
     return ConfigDict(
         {
             "init_seed": 0,
@@ -47,7 +34,7 @@ def get_config(columns: str = "") -> ConfigDict:
                 "label": "",
                 "class_names": (),  # texts of the label, or
                 "num_classes": 0,  # the number of classes, if the label has numbers
-                "options": options,
+                "options": columns_of(columns),
                 "split_seed": 0,
                 # shares of the rows, or with a group of the owners
                 "parts": {"public": "", "private": 0.8, "test": 0.2},
@@ -78,6 +65,8 @@ def get_config(columns: str = "") -> ConfigDict:
                 "accountant": "auto",
                 "epsilon": 3.0,
                 "delta": 1e-4,
+                # above 0, epsilon also pays means and deviations of the columns with ranges
+                "scaler_noise_multiplier": 0.0,
                 "batch_size": 64,  # expected size of a Poisson-sampled batch
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 0,  # the library chooses

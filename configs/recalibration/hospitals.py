@@ -28,7 +28,8 @@ def get_config() -> ConfigDict:
             # the number of hospitals that must answer every round. 0 is all.
             "server": {"fewest": 0},
             "client": {
-                # an .npz file with logits [n, m] and labels [n], optionally group [n]
+                # an .npz file with logits [n, m] and labels [n], optionally group [n]; or a table,
+                # a .csv file with a column for each logit, label, and optionally group
                 "records": "",
                 # their name on the hospital's ledger. "" is that of the file, without .npz.
                 "dataset": "",

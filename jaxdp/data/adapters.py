@@ -16,7 +16,7 @@ from jaxdp.data.ids import identifiers
 from jaxdp.data.pictures import ImageFiles, check_range, path_inside
 from jaxdp.data.sources import Examples
 from jaxdp.data.storage import ExampleReader
-from jaxdp.data.tables import Table, numbers, places, read_table
+from jaxdp.data.tables import Table, check_classes, numbers, places, read_table
 from jaxdp.files import Limits, optional, read_npz, shown
 
 Prepare = Callable[[Any], Any]
@@ -309,6 +309,11 @@ def from_folder(
         message names the line or file and no cell, for the owner of the data.
     """
     root = pathlib.Path(folder)
+    if root.is_file():
+        raise ValueError(
+            f"folder must be a folder, got the file {shown(root)}. Give its folder, and the name "
+            "of the CSV file as the second argument."
+        )
     check_range(pixel_range)
     rows = _read_image_table(root, table, texts)
     cells = {key: column for key, column in rows.columns.items() if key != "path"}
@@ -325,6 +330,8 @@ def from_folder(
         raise ValueError(
             f"{where} must have a column 'label' of integers, or of names that classes= declares."
         )
+    if num_classes:
+        check_classes(rows, "label", columns["label"], num_classes)
     if columns:
         columns = dict(from_arrays(**columns, num_classes=num_classes).arrays)
     images = ImageFiles(root, rows.columns["path"], prepare, limits or Limits(), pixel_range)

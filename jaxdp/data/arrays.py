@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tree
 
-from jaxdp.data.numbers import check_digits, native
+from jaxdp.data.numbers import check_digits, check_mask, native
 from jaxdp.data.sources import Examples
 from jaxdp.files import shown
 
@@ -108,6 +108,7 @@ def _as_text(values: Any) -> list[Any] | None:
 def _as_column(name: str, path: tuple[Any, ...], values: Any) -> np.ndarray:
     """Returns a column of numbers as an array. A memory-mapped column is not read."""
     key = shown("/".join(map(str, path)))
+    check_mask(values, f"{key} of source {name!r}")
     array = values if isinstance(values, np.memmap) else np.asarray(values)
     if array.dtype.kind in "OSUMmT" or not array.ndim:
         raise TypeError(
@@ -128,6 +129,7 @@ def _as_column(name: str, path: tuple[Any, ...], values: Any) -> np.ndarray:
 
 def _as_labels(label: Any, num_classes: int) -> np.ndarray:
     """Returns labels as int32 [n], in [0, num_classes)."""
+    check_mask(label, "label")
     labels = np.asarray(label)
     if labels.ndim != 1:
         raise ValueError(
@@ -159,6 +161,7 @@ def _as_labels(label: Any, num_classes: int) -> np.ndarray:
 
 def _as_images(image: Any) -> np.ndarray:
     """Returns pixels [n, H, W, C]. Memory-mapped pixels are not read."""
+    check_mask(image, "image")
     image = image if isinstance(image, np.memmap) else np.asarray(image)
     if image.ndim == 3:
         image = image[..., None]
@@ -185,6 +188,7 @@ def _as_images(image: Any) -> np.ndarray:
 
 def _as_features(features: Any) -> np.ndarray:
     """Returns real numbers [n, d]. Memory-mapped features are not read."""
+    check_mask(features, "features")
     features = features if isinstance(features, np.memmap) else np.asarray(features)
     if features.ndim != 2:
         raise ValueError(

@@ -11,7 +11,7 @@ module.
 | float64 | kept; a warning by name where float32 merges numbers or rounds a whole one |
 | float64 that is infinite in float32 | refused by name |
 | big-endian | the same numbers in the order of the machine |
-| long double, records, texts, objects | refused by name |
+| long double, records, texts, objects, masked arrays | refused by name |
 """
 
 import warnings
@@ -30,8 +30,9 @@ def native(array: np.ndarray, where: str) -> np.ndarray:
     """Returns an array in the byte order of the machine, the same object if it has that order.
 
     Raises:
-      TypeError: The array does not hold numbers of at most 64 bits. `where` names it.
+      TypeError: The array does not hold numbers of at most 64 bits, or is masked. `where` names it.
     """
+    check_mask(array, where)
     dtype = array.dtype
     numeric = jax.dtypes.issubdtype(dtype, np.number) or dtype == np.bool_
     if dtype.hasobject or not numeric:
@@ -45,6 +46,15 @@ def native(array: np.ndarray, where: str) -> np.ndarray:
             "astype(np.float32)."
         )
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+
+
+def check_mask(array: Any, where: str) -> None:
+    """Raises TypeError for a masked array. NumPy would return what is under the mask."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise TypeError(
+            f"{where} is a masked array, whose mask would be lost. Put a public constant where it "
+            "is masked: array.filled(0)."
+        )
 
 
 def _keeps_64_bits() -> bool:

@@ -92,8 +92,8 @@ def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> 
         raise ValueError(f"{what} has {frames} images. Store each in a file of its own.")
     if is_unbounded and pixel_range is None:
         raise ValueError(
-            f"{what} has grey pixels of 32 bits (mode {mode}), which have no largest value. "
-            "Give their public range: pixel_range=(low, high)."
+            f"{what} has grey pixels of 32 bits, or with a sign (mode {mode}), which have no "
+            "largest value. Give their public range: pixel_range=(low, high)."
         )
     if is_16_bits:
         pixels = pixels.astype(np.uint16)
@@ -196,6 +196,11 @@ class ImageFiles:
         if not file.resolve().is_relative_to(self.root.resolve()):
             raise ValueError(
                 f"{what} is a link to a file outside of the folder. Copy the file into the folder."
+            )
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{what} does not exist. Correct its path in the table, which is relative to the "
+                "folder, or leave its row out."
             )
         data = file.read_bytes()
         # The header is checked first: a small file can decode to an image that fills the memory.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import tree
 
-from jaxdp.data.numbers import check_digits, check_whole, native
+from jaxdp.data.numbers import check_digits, check_mask, check_whole, native
 from jaxdp.files import shown
 from jaxdp.transforms.not_finite import is_floating
 
@@ -323,6 +323,7 @@ def _array(leaf: Any) -> np.ndarray:
     if hasattr(leaf, "detach"):
         # PyTorch makes NumPy arrays only of tensors on the host without a gradient.
         leaf = leaf.detach().cpu()
+    check_mask(leaf, "a record")
     array = np.asarray(leaf)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 

@@ -21,9 +21,13 @@ _SAVE = "Save the table as CSV with commas, in UTF-8."
 # The first bytes of files that are no text, and what to do.
 _NOT_TEXT = {
     b"\x1f\x8b": "a gzip file. Unpack it.",
-    b"PK\x03\x04": "a zip archive or a workbook of Excel. Unpack it, or save the sheet as CSV.",
+    b"PK\x03\x04": "a zip archive or a workbook of Excel, or an .npz file for jaxdp.data.from_npz. "
+    "Unpack it, or save the sheet as CSV.",
     b"\xd0\xcf\x11\xe0": "a workbook of Excel. Save the sheet as CSV.",
     b"PAR1": "a Parquet file. Write it as CSV, or give its columns to jaxdp.data.from_arrays.",
+    b"ARROW1": "an Arrow file. Write it as CSV, or give its columns to jaxdp.data.from_arrays.",
+    b"\x93NUMPY": "an .npy file of NumPy. Give its array to jaxdp.data.from_arrays.",
+    b"\x89HDF": "an HDF5 file. Write it as CSV, or give its columns to jaxdp.data.from_arrays.",
 }
 # NUL is a byte of each ASCII letter of UTF-16 and UTF-32.
 _WIDE = (b"\xff\xfe", b"\xfe\xff")
@@ -32,6 +36,8 @@ _CONTROL = re.compile("[\x80-\x84\x86-\x9f]")
 _LEADING_ZERO = re.compile(r"[+-]?0[0-9]", re.ASCII)
 _SEPARATORS = {";": "semicolons", "\t": "tabs", "|": "bars", ",": "commas"}
 _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
+# Numbers with a decimal comma or marks of thousands. Points may be those of dates.
+_OTHER_MARKS = re.compile("[+-]?([0-9]+,[0-9]+|[0-9]{1,3}([,'’   ][0-9]{3})+([.,][0-9]+)?)")
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
 
 
@@ -84,6 +90,8 @@ def read_table(
     if "://" in os.fspath(path):
         raise ValueError(f"{where} is an address. Download the file, and give its path.")
     path = pathlib.Path(path)
+    if path.is_dir():
+        raise ValueError(f"{where} is a folder. Give the path of a CSV file.")
     text = _text(path.read_bytes(), where, encoding)
     rows = _rows(text, where, delimiter or ",")
     if not rows:
@@ -214,14 +222,23 @@ def numbers(table: Table, *, texts: Collection[str] = ()) -> dict[str, np.ndarra
       texts: Columns that are text, whatever their cells are, and left out.
 
     Raises:
-      ValueError: A column has numbers, and a blank or a text in another row. Or a whole number does
-        not fit into 32 bits. The message has the file, the line and the remedy, and no cell.
+      ValueError: A column has numbers, and a blank or a text in another row. Or all its numbers
+        have a decimal comma or marks of thousands, or one does not fit into 32 bits. The message
+        has the file, the line and the remedy, and no cell.
     """
     features = {}
     for name, cells in table.columns.items():
         if name in texts:
             continue
-        column = number_column(table, name, [cell.strip() for cell in cells])
+        stripped = [cell.strip() for cell in cells]
+        if all(map(_OTHER_MARKS.fullmatch, stripped)):
+            raise table.error(
+                f"has a decimal comma or a mark of thousands in the column {name!r}, as all rows "
+                "have. Write its numbers with a decimal point and without other marks, or give "
+                f"texts=({name!r},) if the column is text.",
+                0,
+            )
+        column = number_column(table, name, stripped)
         if column is not None:
             features[name] = column
     return features
@@ -260,6 +277,17 @@ def places(
                 row,
             )
     return np.array([place_of[cell] for cell in cells], np.int32)
+
+
+def check_classes(table: Table, name: str, labels: np.ndarray, num_classes: int) -> None:
+    """Raises ValueError for a number of a class, int32 [n], outside of [0, num_classes)."""
+    outside = np.flatnonzero((labels < 0) | (labels >= num_classes)).tolist()
+    if outside:
+        raise table.error(
+            f"has a label in the column {name!r} that must be in [0, {num_classes}). Correct it, "
+            "or declare num_classes to fit.",
+            outside[0],
+        )
 
 
 def other_than_numbers(cells: Sequence[str]) -> list[int]:

@@ -13,6 +13,7 @@
 A mean, a deviation, a list of the categories that occur or a fitted imputer would be computed from
 private rows, and is a release that no ledger knows. So ranges, categories and constants are public:
 write them from the manual of the device, from the code book, or from published studies.
+`jaxdp.finetune.charged_scaler` pays for means and deviations, and puts missing cells at the mean.
 """
 
 import collections
@@ -21,6 +22,7 @@ import datetime
 import math
 import numbers
 import os
+import re
 import types
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,6 +34,7 @@ from jaxdp.data.numbers import check_digits
 from jaxdp.data.sources import Examples
 from jaxdp.data.tables import (
     Table,
+    check_classes,
     has_leading_zero,
     number_column,
     other_than_numbers,
@@ -49,6 +52,8 @@ Constants = Mapping[str, float | str]
 
 _NOTHING: Any = types.MappingProxyType({})
 _COMMA_AND_POINT = str.maketrans(",.", ".,")
+# Patterns of the marks of thousands. A blank may be one of those that do not break a line.
+_THOUSANDS = {",": ",", ".": r"\.", "'": "'", "’": "’", " ": "[    ]"}
 _DAY = datetime.timedelta(days=1)
 _MOST_NAMES = 5  # of columns in an error
 
@@ -71,8 +76,9 @@ def from_csv(
     delimiter: str = ",",
     encoding: str = "utf-8",
     decimal: str = ".",
+    thousands: str = "",
     name: str = "",
-) -> Examples:  # Seventeen arguments, since each says what a file cannot say about itself.
+) -> Examples:  # Eighteen arguments, since each says what a file cannot say about itself.
     """Reads a table into memory, as the column "features" and the column "label".
 
         patients = jaxdp.data.from_csv(
@@ -114,7 +120,10 @@ def from_csv(
       delimiter: The separator of the cells, such as ";" or a tab.
       encoding: A codec of Python, such as "cp1252" (Windows) or "utf-16". A byte order mark is
         dropped.
-      decimal: The decimal mark, "." or ",". No number has a mark of thousands.
+      decimal: The decimal mark, "." or ",".
+      thousands: The mark between groups of three digits, as in "12,500": one of ",", ".", "'", "’"
+        and " ", which is any blank. "" has none. Numbers without marks are read too. A mark at any
+        other place is refused.
       name: The name of the source. The default is the file's.
 
     Returns:
@@ -144,6 +153,7 @@ def from_csv(
         indicators=indicators,
         marks=frozenset({"", *missing_marks}),
         decimal=decimal,
+        thousands=thousands,
     )
     needed = [column for column in (label, group) if column]
     table = read_table(path, needed=needed, delimiter=delimiter, encoding=encoding)
@@ -159,6 +169,8 @@ def from_csv(
         arrays["label"] = columns.label_of(table, cells[label])
     if classes is not None:
         num_classes = len(classes)
+    if label and num_classes:
+        check_classes(table, label, arrays["label"], num_classes)
     title = name or table.path.stem
     source = from_arrays(**arrays, num_classes=num_classes, name=title)
     cells_of_texts = {column: table.columns[column] for column in columns.all_texts}
@@ -190,10 +202,16 @@ class _Columns:
     indicators: Texts
     marks: frozenset[str]
     decimal: str
+    thousands: str
 
     def __post_init__(self) -> None:
         if self.decimal not in (".", ","):
             raise ValueError(f"decimal must be '.' or ',', got {self.decimal!r}.")
+        if self.thousands not in ("", *_THOUSANDS) or self.thousands == self.decimal:
+            raise ValueError(
+                f"thousands must be one of {', '.join(map(repr, _THOUSANDS))} and not the decimal "
+                f"mark {self.decimal!r}, got {self.thousands!r}."
+            )
         of_numbers = {*self.dates, *self.ranges} - {self.label}
         declared = [*self.all_texts, *self.drop, *self.categories, *of_numbers]
         if self.label:
@@ -215,7 +233,7 @@ class _Columns:
             if isinstance(values, str) or len(set(values)) < len(values):
                 raise ValueError(f"{argument} must be different texts, got {values!r}.")
         for column, limits in self.ranges.items():
-            if not _is_range(limits):
+            if not is_range(limits):
                 raise ValueError(f"ranges must have low < high for {column!r}, got {limits!r}.")
         for column, date in self.dates.items():
             if isinstance(date, str) or len(date) != 2:
@@ -282,6 +300,8 @@ class _Columns:
         marks = self.marks.difference(declared)
         missing = [row for row, text in enumerate(texts) if text in marks]
         is_number = not declared and column not in self.dates
+        if self.thousands and is_number:
+            texts = [self._without_marks(text) for text in texts]
         if self.decimal == "," and is_number:
             texts = [text.translate(_COMMA_AND_POINT) for text in texts]
         filled = column in self.missing
@@ -297,6 +317,16 @@ class _Columns:
                 texts[row] = constant
         return _Cells(texts, missing, filled)
 
+    def _without_marks(self, text: str) -> str:
+        """Returns a number without its marks of thousands. Other texts stay as they are."""
+        mark = _THOUSANDS[self.thousands]
+        grouped = rf"([+-]?[0-9]{{1,3}})((?:{mark}[0-9]{{3}})+)({re.escape(self.decimal)}[0-9]*)?"
+        groups = re.fullmatch(grouped, text)
+        if groups is None:
+            return text
+        first, others, fraction = groups.groups(default="")
+        return first + re.sub(mark, "", others) + fraction
+
     def features_of(self, table: Table, column: str, cells: _Cells) -> dict[str, np.ndarray]:
         """Returns the features of a column by name, each float32 [n]."""
         features = {}
@@ -310,7 +340,7 @@ class _Columns:
         if column in self.indicators:
             is_missing = np.zeros(len(table), np.float32)
             is_missing[np.array(cells.missing, int)] = 1
-            features[f"{column} is missing"] = is_missing
+            features[indicator_of(column)] = is_missing
         return features
 
     def label_of(self, table: Table, cells: _Cells) -> np.ndarray:
@@ -352,7 +382,12 @@ class _Columns:
         return numbers.astype(np.float32)
 
 
-def _is_range(limits: Any) -> bool:
+def indicator_of(column: str) -> str:
+    """Returns the name of the feature that says which cells of a column were missing."""
+    return f"{column} is missing"
+
+
+def is_range(limits: Any) -> bool:
     """Returns whether an object is two finite numbers, the first below the second."""
     if not isinstance(limits, Sequence) or len(limits) != 2:
         return False
@@ -388,7 +423,7 @@ def _refuse_missing(table: Table, cells: Mapping[str, _Cells]) -> None:
         f"such as missing={{{first!r}: 0}}, and indicators=({first!r},) for a feature that says "
         f"where it was put. Or leave the column out: drop=({first!r},). Or complete the rows in "
         "the file, or declare the mark as a category of its own. A mean of the rows is no public "
-        "constant. "
+        "constant: jaxdp.finetune.charged_scaler pays for it. "
         "Keep this message to yourself: it counts private cells."
     )
 
@@ -402,8 +437,8 @@ def _check_numbers(table: Table, column: str, cells: _Cells, remedy: str) -> Non
         raise table.error(
             f"has text in the column {column!r}, whose other cells are numbers. Correct the cell, "
             "or say what it is: missing_marks= if it stands for a missing cell, decimal=',' if a "
-            f"comma is its decimal mark. Marks of thousands must go. If the column is text: "
-            f"{remedy}",
+            "comma is its decimal mark, thousands=',' if commas divide groups of three digits. If "
+            f"the column is text: {remedy}",
             others[0],
         )
     for row, text in enumerate(cells.texts):

@@ -10,6 +10,7 @@ import io
 import math
 import os
 import pathlib
+import re
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -81,8 +82,9 @@ def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
         # An error of this library that says all that is needed.
         if isinstance(error, ValueError) and name in str(error):
             raise
-        # One line, without its full stop.
-        cause = shown(" ".join(str(error).split())[:200]).removesuffix(".")
+        # One line, without its full stop. Pillow names the object that it reads.
+        cause = re.sub(" <[^>]*>$", "", " ".join(str(error).split())[:200])
+        cause = shown(cause).removesuffix(".")
         raise ValueError(f"{name} is damaged: {type(error).__name__}, {cause}. {remedy}") from error
 
 
@@ -168,9 +170,11 @@ def npz_names(path: str | os.PathLike[str], *, remedy: str = AGAIN) -> list[str]
 @contextlib.contextmanager
 def _archive(path: str | os.PathLike[str], remedy: str) -> Iterator[zipfile.ZipFile]:
     """Opens an .npz file. The error of another kind of file says what it is."""
+    where = shown(os.fspath(path))
+    if os.path.isdir(path):
+        raise ValueError(f"{where} is a folder, not an .npz file. Give the path of a file.")
     with open(path, "rb") as file:
         start = file.read(len(np.lib.format.MAGIC_PREFIX))
-    where = shown(os.fspath(path))
     if start == np.lib.format.MAGIC_PREFIX:
         raise ValueError(
             f"{where} is an .npy file with one array, not an .npz file. Give "

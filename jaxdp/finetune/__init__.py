@@ -20,6 +20,7 @@ from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import RunOptions, fit
 from jaxdp.finetune.options import event
 from jaxdp.finetune.random_round import random_round
+from jaxdp.finetune.scaler import Scaler, charged_scaler
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
 
@@ -36,6 +37,7 @@ __all__ = [
     "SCHEDULES",
     "PrivateTrainer",
     "RunOptions",
+    "Scaler",
     "Tally",
     "TrainState",
     "accuracy",
@@ -43,6 +45,7 @@ __all__ = [
     "adp_clip",
     "calibrate_schedule",
     "charged_accuracy",
+    "charged_scaler",
     "constant_noise",
     "dp_adam_bc",
     "dp_sgd",

@@ -23,7 +23,7 @@ import optax
 from jaxdp.data import PoissonSampler
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.dp_sgd import dp_sgd
-from jaxdp.finetune.options import OPTION_DEFAULTS, Options, noise_and_options
+from jaxdp.finetune.options import OPTION_DEFAULTS, Options, beside, noise_and_options
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import (
     ComposedDpEvent,
@@ -122,6 +122,7 @@ def calibrate_schedule(
     delta: float,
     adjacency: Adjacency = "add_remove",
     method: Method = "auto",
+    besides: DpEvent | None = None,
 ) -> float:
     """Returns the smallest sigma_0 with which all steps together cost at most the target.
 
@@ -133,6 +134,7 @@ def calibrate_schedule(
       sampler: The sampler of the run. An epoch is ceil(1 / q) steps.
       steps: The number of steps of the whole run.
       epsilon, delta, adjacency, method: As in `jaxdp.privacy.calibrate_noise`.
+      besides: As in `dp_sgd`.
 
     Raises:
       ValueError: No sigma_0 meets the target. The message gives the epsilon that the schedule can
@@ -140,7 +142,7 @@ def calibrate_schedule(
     """
 
     def event(sigma_0: float) -> DpEvent:
-        return schedule_event(schedule, sigma_0, sampler, steps)
+        return beside(schedule_event(schedule, sigma_0, sampler, steps), besides)
 
     floor = _epsilon(event(_LARGEST), delta, adjacency, method)
     if floor > epsilon:

@@ -93,6 +93,8 @@ def dp_sgd(
         `jaxdp.privacy.PrivacyWarning`.
       adjacency, accountant: The neighbouring relation of the target, "add_remove" by default, and
         the `method` of `jaxdp.privacy.calibrate_noise`. The relation must be that of the account.
+      besides: The event that the target pays in addition to the steps, such as the
+        `GaussianDpEvent` of `charged_scaler`. None, the default, is nothing.
       sampler: The sampler of batches and its event. Its expected batch size q * n is the divisor.
         Its own seed is not used: every run draws its batches from its own secret
         (`PrivateTrainer.drawn`). With `truncated_batch_size`, the event is that of truncated

@@ -15,10 +15,13 @@ import numpy as np
 from jaxdp.data import Source
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.transforms.not_finite import FIRST_EXAMPLES, PRIVATE
+from jaxdp.transforms.not_finite import (
+    FIRST_EXAMPLES,
+    LARGEST_SHARE,
+    LEAST_EXAMPLES,
+    PRIVATE,
+)
 
-LARGEST_SHARE = 0.1
-_LEAST_EXAMPLES = 100  # below it, a tenth would be a handful
 _REMEDY = (
     "Each of them contributes nothing, and a step costs the same. jaxdp.data.count_not_finite says "
     "which columns hold NaN or an infinity. If none does, the loss makes them."
@@ -41,7 +44,7 @@ def check_dropped(
       UserWarning: Some would be dropped.
     """
     size = trainer.physical(state, source).sizes[0]
-    looked_at = size * math.ceil(_LEAST_EXAMPLES / size)
+    looked_at = size * math.ceil(LEAST_EXAMPLES / size)
     count = min(len(source), FIRST_EXAMPLES, looked_at)
     if not count:
         return

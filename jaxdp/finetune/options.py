@@ -8,7 +8,13 @@ import jax
 import optax
 
 from jaxdp.data import PoissonSampler
-from jaxdp.privacy import DpEvent, GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
+from jaxdp.privacy import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    SelfComposedDpEvent,
+    calibrate_noise,
+)
 from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.privacy.privacy_warnings import warn_if_weak
 from jaxdp.report import counting
@@ -26,6 +32,7 @@ class Target(TypedDict, total=False):
     steps: int
     adjacency: Adjacency
     accountant: Method
+    besides: DpEvent | None
 
 
 class Options(Target, total=False):
@@ -53,6 +60,7 @@ OPTION_DEFAULTS: Mapping[str, Any] = {
     "steps": None,
     "adjacency": "add_remove",
     "accountant": "auto",
+    "besides": None,
     "physical_batch_size": None,
     "augment": None,
     "augmult": 1,
@@ -79,8 +87,8 @@ def noise_and_options(
     """Returns the noise multiplier, and the options without the target of the noise.
 
     A noise multiplier that is not given is calibrated to the target among the options, by
-    `calibrate(sampler, steps=, epsilon=, delta=, adjacency=, method=)`. The default is constant
-    noise.
+    `calibrate(sampler, steps=, epsilon=, delta=, adjacency=, method=, besides=)`. The default is
+    constant noise.
 
     Raises:
       ValueError: Both noise and target are given, or neither, or only a part of the target. No
@@ -114,10 +122,21 @@ def noise_and_options(
     return (calibrate or _constant_noise)(sampler, **target), others
 
 
-def _constant_noise(sampler: PoissonSampler, *, steps: int, **target: Any) -> float:
-    """Returns the smallest noise multiplier with which `steps` steps meet a target."""
-    with counting(lambda z: event(z, sampler, steps), label="noise", unit="trial") as tried:
+def _constant_noise(
+    sampler: PoissonSampler, *, steps: int, besides: DpEvent | None = None, **target: Any
+) -> float:
+    """Returns the smallest noise multiplier with which steps and `besides` meet a target."""
+
+    def whole(noise_multiplier: float) -> DpEvent:
+        return beside(event(noise_multiplier, sampler, steps), besides)
+
+    with counting(whole, label="noise", unit="trial") as tried:
         return calibrate_noise(tried, **target)
+
+
+def beside(steps: DpEvent, besides: DpEvent | None) -> DpEvent:
+    """Returns the event of steps and of what the same target pays besides."""
+    return steps if besides is None else ComposedDpEvent([besides, steps])
 
 
 def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEvent:

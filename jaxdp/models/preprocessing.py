@@ -18,13 +18,18 @@ FILTERS = {0: "nearest", 4: "box", 2: "bilinear", 5: "hamming", 3: "bicubic", 1:
 
 
 class Vectors(NamedTuple):
-    """The inputs of a model of tables: vectors of `width` numbers, which are taken as they are."""
+    """The inputs of a model of tables: vectors of `width` numbers.
+
+    A `scaler`, such as one of `jaxdp.finetune.charged_scaler`, normalises them. None takes them as
+    they are.
+    """
 
     width: int
+    scaler: Any = None
 
     def normalise(self, features: jax.Array) -> jax.Array:
-        """Returns the features."""
-        return features
+        """Returns the features [B, width], scaled if there is a scaler."""
+        return features if self.scaler is None else self.scaler.normalise(features)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

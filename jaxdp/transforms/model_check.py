@@ -24,7 +24,12 @@ from jaxdp.transforms.clipping import (
     clipped_grad,
     paths_of,
 )
-from jaxdp.transforms.not_finite import count_not_finite
+from jaxdp.transforms.not_finite import (
+    LARGEST_SHARE,
+    LEAST_EXAMPLES,
+    PRIVATE,
+    count_not_finite,
+)
 from jaxdp.transforms.parameters import not_finite
 
 __all__ = ["Finding", "ModelCheck", "check"]
@@ -33,6 +38,7 @@ Severity = Literal["error", "warning", "note"]
 _SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 # A leaf without a rule is worth a note if its per-example gradient has at least this many bytes.
 _LARGE = 2**20
+_ROWS_AT_ONCE = 20  # of a source, whose gradients are computed together
 
 
 class Finding(NamedTuple):
@@ -94,7 +100,8 @@ class ModelCheck:
                 "has a row per leaf."
             )
         lines.append(
-            "  Only shapes and dtypes of the example were read. The loss ran on made-up examples."
+            "  Only shapes and dtypes of the example were read. The loss ran on made-up examples, "
+            "and on the first of a source if there is one."
         )
         return "\n".join(lines)
 
@@ -156,7 +163,9 @@ def check(
       group: As in `clipped_grad`: groups of k records are clipped, and `loss_fn` is the loss of one
           record.
       source: A `jaxdp.data.Source` of examples or groups. NaN and infinity among its first thousand
-          are counted by column, as by `jaxdp.data.count_not_finite`.
+          are counted by column, as by `jaxdp.data.count_not_finite`. Among its first hundred, those
+          whose loss or gradient is not finite are counted, as `jaxdp.finetune.fit` does before it
+          spends anything.
 
     Returns:
       The findings and the plan of every leaf. A problem of the loss is a finding and raises
@@ -203,6 +212,8 @@ def check(
         leaves = _plan(f, params, batch, key, n_records if group else None)
         findings += _check_plan(f, params, batch, key, leaves)
         findings += _check_values(f, params, batch, key)
+        if source is not None:
+            findings += _check_source(dataclasses.replace(f, group=group), params, source, key)
     except Exception as error:  # the loss is the caller's, and may fail in any way
         findings.append(Finding("error", _explained(error)))
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
@@ -621,6 +632,36 @@ def _check_values(
         "branches that are not taken."
     )
     return [Finding("warning", message)]
+
+
+def _check_source(f: ClippedGrad, params: Any, source: Any, key: Any) -> list[Finding]:
+    """Returns the finding about the first examples that a step with `params` would drop."""
+    count = min(len(source), LEAST_EXAMPLES)
+    gradient = jax.jit(f)
+    dropped = 0
+    for start in range(0, count, _ROWS_AT_ONCE):
+        rows = np.arange(start, start + _ROWS_AT_ONCE)
+        mask = rows < count
+        batch = source.gather(np.where(mask, rows, 0))
+        if hasattr(batch, "present"):  # `jaxdp.data.Records`
+            batch, mask = batch.records, mask[:, None] & batch.present
+        out = gradient(params, batch, mask, key=key)
+        is_finite = np.isfinite(out.norms) & np.isfinite(out.losses)
+        dropped += int((~is_finite).sum())
+    if not dropped:
+        return []
+    severity: Severity = "warning"
+    remedy = "Each of them contributes nothing, and a step costs the same."
+    if dropped == count:
+        severity = "error"
+        remedy = "Nothing can be learned, and jaxdp.finetune.fit starts no run."
+    elif dropped > LARGEST_SHARE * count:
+        remedy += " jaxdp.finetune.fit starts only with allow_nonfinite=True."
+    message = (
+        f"The loss or its gradient is NaN or infinite for {dropped} of the first {count} examples "
+        f"of source, with these params. {remedy} {PRIVATE}"
+    )
+    return [Finding(severity, message)]
 
 
 def _not_finite_of(values: np.ndarray) -> list[str]:

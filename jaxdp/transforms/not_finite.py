@@ -9,6 +9,8 @@ import jax
 import numpy as np
 
 FIRST_EXAMPLES = 1000
+LEAST_EXAMPLES = 100  # whose gradients are looked at; below, a tenth would be a handful
+LARGEST_SHARE = 0.1  # of examples without a finite gradient, with which a run starts unasked
 PRIVATE = "The counts are private, and for the owner of the data."
 _MOST_BYTES = 2**24  # examples that are read on demand, such as volumes, may be large
 

@@ -50,7 +50,11 @@ ROWS, CLIP = 16, 0.1
 UNIT = CLIP / ROWS
 DELTA, TRIALS = 1e-5, 20_000
 # A twin of each of these shows in rare answers only.
-RARE = {"randomised response of a certified vote", "Cauchy noise on values"}
+RARE = {
+    "randomised response of a certified vote",
+    "Cauchy noise on values",
+    "Laplace noise on votes",
+}
 QUERY = np.float32(1.0)
 # Keys of this kind give the same noise on all devices.
 KEY = jax.random.key(38, impl="threefry2x32")

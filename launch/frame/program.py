@@ -77,6 +77,8 @@ def _parse(argv: list[str]) -> list[str]:
 
 def _clear(error: Exception, arguments: Sequence[str]) -> Exception:
     """Returns an error of ml_collections as a sentence. It names no flag, or has a traceback."""
+    if error.args and isinstance(error.args[0], KeyError):
+        error = error.args[0]  # of the last field of a path, in an AttributeError
     if isinstance(error, KeyError):
         # Its text is the name of a field, quoted, and perhaps "Did you mean ...?" on a second line.
         field, _, hint = str(error.args[0]).partition("\n")

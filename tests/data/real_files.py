@@ -104,6 +104,14 @@ TABLES = [
         r"line 3 of .* has text in the column 'age'.* texts=\('age',\)",
     ),
     (HEADER + "0.png,0,1\n1.png,0,\u0663\n".encode(), r"line 3 of .* has text in the column 'age'"),
+    (
+        HEADER + b'0.png,0,"1,5"\n1.png,0,"2,5"\n',
+        r"line 2 of .* has a decimal comma or a mark of thousands in the column 'age'.* texts=",
+    ),
+    (
+        HEADER + b'0.png,0,"1,500.5"\n1.png,0,12\'500\n',
+        r"line 2 of .* has a decimal comma or a mark of thousands in the column 'age'",
+    ),
     (HEADER + b"0.png,0,1700000000123\n", r"column 'age' of .* has whole numbers outside of"),
     (
         HEADER + b"0.png,0,12345678901234567890\n",

@@ -14,6 +14,7 @@ from jaxdp.data import (
     check_batch,
     check_source,
     from_arrays,
+    from_csv,
     from_folder,
     from_grain,
     from_npz,
@@ -257,7 +258,7 @@ def test_pixels_without_a_range_are_refused(tmp_path):
     for pixels in (FLOATS, GREY_16.astype(np.int32)):
         saved(tmp_path / "0.img", "TIFF", "F", pixels)
         with pytest.raises(
-            ValueError, match=r"0\.img has grey pixels of 32 bits .*: pixel_range=\(low, high\)"
+            ValueError, match=r"0\.img has grey pixels of 32 bits, .*: pixel_range=\(low, high\)"
         ):
             one(tmp_path).gather([0])
     with pytest.raises(ValueError, match=r"pixel_range must be \(low, high\) with low below high"):
@@ -272,6 +273,7 @@ def test_damaged_and_unlike_images_are_refused_by_name(folder):
     cases = {
         "cut.png": lambda path: PIL.Image.fromarray(noise).save(path),
         "text.png": lambda path: path.write_text("no image"),
+        "empty.png": lambda path: path.write_bytes(b""),
         "wide.png": lambda path: PIL.Image.fromarray(np.zeros((2, 3), np.uint16)).save(path),
         "large.png": lambda path: PIL.Image.fromarray(np.zeros((3, 3), np.uint8)).save(path),
         "colour.png": lambda path: PIL.Image.fromarray(np.zeros((2, 3, 3), np.uint8)).save(path),
@@ -279,7 +281,8 @@ def test_damaged_and_unlike_images_are_refused_by_name(folder):
     }
     messages = {
         "cut.png": "is damaged: OSError, .*Get the file again, or leave its row out of the table",
-        "text.png": "is damaged: .*Get the file again",
+        "text.png": "is damaged: UnidentifiedImageError, cannot identify image file. Get the file",
+        "empty.png": "is damaged: UnidentifiedImageError, cannot identify image file. Get the file",
         "wide.png": "has pixels of 16 bits, and the first image 8",
         "large.png": r"has the shape \(3, 3, 1\), and the first one \(2, 3, 1\)",
         "colour.png": r"has the shape \(2, 3, 3\), and the first one \(2, 3, 1\)",
@@ -293,6 +296,33 @@ def test_damaged_and_unlike_images_are_refused_by_name(folder):
         (folder / "labels.csv").write_text(f"path\n0.png\n{name}\n")
         with pytest.raises(ValueError, match=rf"image .*{name} {messages[name]}"):
             from_folder(folder).gather([0, 1])
+
+
+def test_missing_images_wrong_labels_and_what_is_no_folder_are_said_with_a_remedy(folder):
+    (folder / "labels.csv").write_text("path\n0.png\n7.png\n")
+    with pytest.raises(
+        FileNotFoundError, match=r"image .*7\.png does not exist\. Correct its path"
+    ):
+        from_folder(folder).gather([0, 1])
+    (folder / "labels.csv").write_text("path,label\n0.png,1\n1.png,2\n")
+    with pytest.raises(ValueError, match=r"line 3 of .*labels\.csv has a label .* in \[0, 2\)"):
+        from_folder(folder, num_classes=2)
+    with pytest.raises(ValueError, match=r"folder must be a folder, got the file .*labels\.csv"):
+        from_folder(folder / "labels.csv")
+    with pytest.raises(ValueError, match=r"is a folder, not an \.npz file"):
+        from_npz(folder)
+    with pytest.raises(ValueError, match=r"is a folder\. Give the path of a CSV file"):
+        from_csv(folder)
+
+
+@pytest.mark.parametrize("make", [arrays, examples, records, own])
+def test_the_mask_of_an_array_is_never_lost(tmp_path, make):
+    """Broken twin: NumPy returns what is under a mask, such as a missing age of 999."""
+    ages = np.ma.masked_array([40.0, 999.0], mask=[False, True])
+    assert np.asarray(ages)[1] == 999
+    with pytest.raises(TypeError, match=r"masked array, whose mask would be lost.*filled\(0\)"):
+        check_source(make(tmp_path, ages))
+    check_source(make(tmp_path, ages.filled(0)))
 
 
 def test_sixteen_bits_survive_preparation_and_resizing(tmp_path):
@@ -328,6 +358,12 @@ def test_the_advice_is_true_for_the_file_at_hand(folder):
         with pytest.raises(ValueError, match=message) as caught:
             from_npz(folder / name)
         assert "Restore" not in str(caught.value)
+    for name, message in (
+        ("x.npy", r"x\.npy is an \.npy file of NumPy\. .* jaxdp\.data\.from_arrays"),
+        ("cut.npz", r"cut\.npz is a zip archive .* jaxdp\.data\.from_npz"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_csv(folder / name)
 
 
 def test_no_adapter_warns_about_ordinary_features():

@@ -117,7 +117,7 @@ REFUSED = [
     (HEAD + "0,4711,f\n", {"ranges": {"agee": (0, 1)}}, r"ranges= names 'agee', .* y|age, sex"),
     (HEAD + "0,4711,f\n", {"dates": {"age": ("%Y-%m", "2020-01-01")}}, r"line 2 .* no date of"),
     (HEAD + "0,4711,f\n", {"dates": {"age": ("%Y", "soon")}}, r"dates must have a day"),
-    (HEAD + "7,4711,f\n", {}, "must be in .0, 2."),
+    (HEAD + "1,4711,f\n7,2,f\n", {}, r"line 3 of .* label in the column 'y' .* in \[0, 2\)"),
     (b"\x1f\x8b4711", {}, r"t\.csv is a gzip file\. Unpack it"),
     (b"PK\x03\x044711", {}, r"t\.csv is a zip archive or a workbook of Excel"),
     (b"", {}, "must have rows, and a header with 'y'"),
@@ -152,6 +152,8 @@ def test_what_would_be_read_wrongly_is_refused(tmp_path, content, options, messa
         ({"classes": "01"}, "classes must be different texts"),
         ({"categories": {"sex": ("f", "f")}}, "categories of 'sex' must be different"),
         ({"decimal": "'"}, "decimal must be"),
+        ({"thousands": "."}, "thousands must be one of .* not the decimal mark '.', got '.'"),
+        ({"thousands": "_"}, "thousands must be one of"),
         ({"ranges": {"age": 5}}, "ranges must have low < high for 'age'"),
         ({"ranges": {"age": ("a", "b")}}, "ranges must have low < high for 'age'"),
         ({"dates": {"age": "%Y"}}, "dates must have a format and a day for 'age'"),
@@ -186,6 +188,31 @@ def test_a_row_has_features_of_itself_alone(tmp_path, monkeypatch):
 
     monkeypatch.setattr(stage._Columns, "_scaled", fitted)
     assert not first_row_stays()
+
+
+@pytest.mark.parametrize(
+    ("thousands", "decimal", "cells"),
+    [
+        (",", ".", ("12,500", "-1,234,567.25", "7.5", "1500")),
+        (".", ",", ("12.500", "-1.234.567,25", "7,5", "1500")),
+        (" ", ",", ("12\u202f500", "-1 234\u00a0567,25", "7,5", "1500")),
+        ("'", ".", ("12'500", "-1'234'567.25", "7.5", "1500")),
+        ("’", ".", ("12’500", "-1’234’567.25", "7.5", "1500")),
+    ],
+)
+def test_marks_of_thousands_are_declared(tmp_path, thousands, decimal, cells):
+    """A mark at another place is refused, and so is every mark that is not declared."""
+    path = written(tmp_path, "\n".join(["a;b", *(f"{cell};0" for cell in cells)]))
+    options = {"delimiter": ";", "decimal": decimal, "thousands": thousands}
+    numbers = from_csv(path, **options).gather([0, 1, 2, 3])["features"][:, 0]
+    assert numbers.tolist() == [12500, -1234567.25, 7.5, 1500]
+    with pytest.raises(ValueError, match=r"line 2 of .* thousands=|column 'a' of .* is text"):
+        from_csv(path, **options | {"thousands": ""})
+    for wrong in ("12{0}50", "1{0}2345", "-{0}500", "1{0}500{0}0", "1{0}{0}500", "1234{0}567"):
+        bad = wrong.format(thousands)
+        path.write_text(f"a;b\n1;0\n{bad};0\n", encoding="utf-8")
+        with pytest.raises(ValueError, match=r"line 3 of .* has text in the column 'a'"):
+            from_csv(path, **options)
 
 
 def test_a_label_without_classes_is_a_number(tmp_path):

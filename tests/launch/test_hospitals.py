@@ -298,6 +298,28 @@ def test_records_of_another_model_are_refused(tmp_path):
     assert not (tmp_path / "hospital").exists()
 
 
+def test_a_table_of_logits_is_read_as_an_archive_of_numpy(records, tmp_path):
+    """The broken twin is a table whose label is no class."""
+    arrays = np.load(records[NAMES[0]])
+    owners = np.arange(len(arrays["labels"])) // 2
+    lines = ["group,label," + ",".join(f"class {k}" for k in range(5))]
+    for owner, label, row in zip(owners, arrays["labels"], arrays["logits"], strict=True):
+        lines.append(f"P{owner:03},{label}," + ",".join(map(repr, map(float, row))))
+    np.savez(tmp_path / "r.npz", **arrays, group=[f"P{owner:03}" for owner in owners])
+    (tmp_path / "r.csv").write_text("\n".join(lines))
+    parties = []
+    for name in ("r.npz", "r.csv"):
+        config = configs.get_config()
+        config.client.records, config.client.unit = str(tmp_path / name), "patient"
+        with hospitals.Hospital(config, tmp_path / f"of {name}") as hospital:
+            parties.append(hospital._party)
+    for field in ("logits", "labels", "group"):
+        np.testing.assert_array_equal(*(getattr(party, field) for party in parties))
+    (tmp_path / "r.csv").write_text("\n".join([lines[0], lines[1].replace(",", ",5", 1)]))
+    with pytest.raises(ValueError, match=r"must be in \[0, 5\)"):
+        hospitals.Hospital(config, tmp_path / "twin")
+
+
 # --- Canaries -----------------------------------------------------------------------------------
 
 

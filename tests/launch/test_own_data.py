@@ -8,6 +8,7 @@ import sys
 import types
 import warnings
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
@@ -15,8 +16,11 @@ from ml_collections import ConfigDict
 
 from jaxdp.data import bundled, read_column
 from jaxdp.data import open as open_spec
-from jaxdp.privacy import Ledger
-from launch import data, finetune, frame
+from jaxdp.finetune import Scaler
+from jaxdp.models import load_params, load_released
+from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, GaussianDpEvent, Ledger, epsilon
+from jaxdp.privacy.events import composition
+from launch import data, finetune, frame, predict, release
 from tests.launch import tiny
 
 SIZES = {
@@ -199,13 +203,15 @@ GROUP = {"data.group": "patient", "data.unit": "patient", "data.max_records": 2}
 
 
 def test_the_parts_of_a_table_share_no_patient(table):
-    parts = data.specs(table_config(table, **GROUP).data, "private", "test", grouped=True)
+    parts = data.specs(
+        table_config(table, **GROUP).data, "private", "test", grouped=True, tables=True
+    )
     sources = {role: open_spec(spec) for role, spec in parts.items()}
     owners = {role: set(read_column(source, "patient")) for role, source in sources.items()}
     assert (len(owners["private"]), len(owners["test"])) == (120, 30)
     assert not owners["private"] & owners["test"]
     alone = {"data.options.drop": ("patient",)}
-    rows = data.specs(table_config(table, **alone).data, "private", "test")
+    rows = data.specs(table_config(table, **alone).data, "private", "test", tables=True)
     assert [len(open_spec(spec)) for spec in rows.values()] == [240, 60]
 
 
@@ -238,6 +244,74 @@ def test_a_table_is_fine_tuned_under_a_budget_of_patients(table, tmp_path):
     result = finetune.experiment(given, str(tmp_path / "run"))
     assert (result["unit"], result["dataset"]) == ("patient", "table/private")
     assert result["private"] > 0.75 and 2.9 < result["epsilon"] <= 3
+
+
+def test_a_study_of_images_names_the_launchers_of_tables(table):
+    """Before it asks for a field that a config of images lacks."""
+    images = config(source="csv", path=str(table / "patients.csv"))
+    message = "'csv' is a table.* launch.finetune .* launch.predict .* launch.recalibrate_client"
+    with pytest.raises(ValueError, match=rf"config\.data\.source={message}"):
+        data.specs(images, "private")
+    with pytest.raises(ValueError, match=rf"config\.data\.client\.source={message}"):
+        data.whole(images, "config.data.client")
+
+
+@pytest.mark.slow
+def test_a_scaler_and_the_training_share_one_budget_and_one_release(table, tmp_path):
+    """The noise of the training leaves room: `tests/finetune/test_scaler.py` has the twin."""
+    charged = {"private.scaler_noise_multiplier": 8.0}
+    given = table_config(table, **GROUP, **charged)
+    opened = finetune.STUDY.open(given, tmp_path)
+    plan = list(finetune.STUDY.plan(given, lambda: opened))
+    scaler, training = (item.event for item in plan)
+    assert scaler == GaussianDpEvent(8.0)
+    assert 2.99 < epsilon(ComposedDpEvent([scaler, training]), delta=1e-4) <= 3
+    result = finetune.experiment(given, str(tmp_path / "run"))
+    assert 2.99 < result["epsilon"] <= 3
+    with Ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
+        spent = composition(ledger.events("table/private")[None])
+    assert spent == composition(ComposedDpEvent([scaler, training]))
+    # Another run finds no room for both, and pays for neither.
+    with pytest.raises(BudgetExceeded):
+        again = frame.Choice(tmp_path / "run" / "ledger.sqlite")
+        finetune.experiment(given, str(tmp_path / "again"), choice=again)
+    with Ledger(tmp_path / "run" / "ledger.sqlite") as ledger:
+        assert composition(ledger.events("table/private")[None]) == spent
+    # What is published takes rows as from_csv reads them, and scales them itself.
+    folder = release.write(tmp_path / "run")
+    released = Scaler.load(tmp_path / "run" / "scaler.json")
+    rows = opened.task.test.gather(np.arange(5))["features"]
+    task = opened.task.scaled(released)
+    params = load_params(tmp_path / "run" / "params.safetensors")
+    expected = jax.nn.softmax(task.network.apply_fn(params, rows))
+    np.testing.assert_allclose(load_released(folder)(rows), expected, atol=1e-5)
+    with pytest.raises(ValueError, match="scaler_noise_multiplier must be 0 without columns"):
+        no_ranges = table_config(table, **GROUP, **charged, **{"data.options.ranges": ()})
+        finetune.STUDY.open(no_ranges, tmp_path)
+    with pytest.raises(ValueError, match="scaler_noise_multiplier must be 0, for no scaler, or"):
+        given.private.scaler_noise_multiplier = -1.0
+        finetune.STUDY.open(given, tmp_path)
+
+
+@pytest.mark.slow
+def test_rows_of_a_table_get_certified_answers(table, tmp_path):
+    """The ledger knows the rows themselves, as a training counts them."""
+    module = importlib.import_module("configs.predict.csv")
+    given = module.get_config(str(table / "columns.json"))
+    changes = {"data.path": str(table / "patients.csv"), "data.label": "outcome"}
+    changes |= {"data.class_names": ("ill", "well"), "data.options.drop": ("patient",)}
+    changes |= {"training.records": 180, "prediction.queries": 20, "student.repetitions": 1}
+    given.update_from_flattened_dict(changes)
+    result = frame.run(predict.STUDY, given, tmp_path / "run")
+    assert result["dataset"] == "table/private" and 9.9 < result["epsilon"] <= 10
+    assert result["tested"] == 90 and len(result["released"]) == 2
+    bench = predict.STUDY.open(given, tmp_path)
+    (private,) = predict.STUDY.private(bench)
+    source = open_spec(data.specs(given.data, "private", tables=True)["private"])
+    assert private.records.fingerprint == source.fingerprint
+    with pytest.raises(ValueError, match=r"parts\.public must name rows that are public"):
+        given.data.parts.public = 0.0
+        predict.STUDY.open(given, tmp_path)
 
 
 @pytest.mark.parametrize("bad", [np.nan, 0.0])

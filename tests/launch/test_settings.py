@@ -10,9 +10,8 @@ from ml_collections import ConfigDict
 from launch.settings import check_numbers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-CONFIGS = sorted(
-    path for path in (ROOT / "configs").rglob("*.py") if path.name != "method_options.py"
-)
+SHARED = ("method_options.py", "tables.py")  # parts of configs
+CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.py") if path.name not in SHARED)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -398,4 +398,36 @@ def test_a_source_with_numbers_that_are_not_finite(bad):
     report = jaxdp.check(cross_entropy, PARAMS, EXAMPLE, source=source)
     about = [finding.message for finding in report.findings if "first 30" in finding.message]
     assert report.ok and bool(about) == (bad != 0)
-    assert all("2 of the first 30 examples" in text and "2 in 'x'" in text for text in about)
+    assert all("2 of the first 30 examples" in text for text in about)
+    assert [("2 in 'x'" in text) for text in about] == ([True, False] if bad else [])
+
+
+def log_loss(params, x):
+    return jnp.log(x["x"] @ params["w"])
+
+
+@pytest.mark.parametrize(
+    ("bad", "severity", "words"),
+    [
+        (0, None, ""),
+        (4, "warning", "for 4 of the first 40 examples of source"),
+        (5, "warning", "allow_nonfinite=True"),
+        (40, "error", "starts no run"),
+    ],
+)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_examples_of_a_source_that_a_step_would_drop(bad, severity, words, grouped):
+    """The logarithm of a negative number, which no column shows. The twin has one more."""
+    x = np.ones((40, 4), np.float32)
+    x[:bad] = -1
+    source = jaxdp.data.from_arrays(x=x)
+    example = {"x": np.ones(4, np.float32)}
+    if grouped:  # every owner has two records, the second a good one in padding or in truth
+        source = jaxdp.data.by_group(source, np.arange(40), max_records=2)
+        example = {"x": np.ones((2, 4), np.float32)}
+    params = {"w": jnp.ones(4)}
+    report = jaxdp.check(log_loss, params, example, source=source, group=grouped)
+    about = [finding for finding in report.findings if "first 40" in finding.message]
+    assert [finding.severity for finding in about] == [severity] * bool(bad)
+    assert all(words in finding.message for finding in about)
+    assert ("allow_nonfinite" in str(report)) == (bad == 5)

@@ -1,0 +1,204 @@
+"""A charged scaler equals float64 up to its noise, which has the scale that the ledger charged."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from jaxdp import data, finetune
+from jaxdp.finetune import scaler as stage
+from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, epsilon
+from jaxdp.privacy.events import composition
+
+SEED = bytes(range(16))
+RANGES = {"age": (0, 120), "bmi": (10, 60)}
+TABLE = "patient,age,sex,bmi\n" + "".join(
+    f"P{k // 2},{'' if k % 5 == 0 else 20 + 3 * k},{'fm'[k % 2]},{15 + k}\n" for k in range(24)
+)
+AGES = [math.nan if k % 5 == 0 else min(20 + 3 * k, 120) for k in range(24)]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text(TABLE)
+    options = {"categories": {"sex": ("f", "m")}, "missing": {"age": 1000}, "indicators": ("age",)}
+    return data.from_csv(path, group="patient", **options)
+
+
+def account(**terms):
+    ledger = Ledger.in_memory()
+    ledger.register("t", **{"adjacency": "add_remove", "unit": "example"} | terms)
+    return ledger.account("t")
+
+
+def scaler_of(source, noise_multiplier=1e-6, ranges=RANGES, **options):
+    options = {"account": account(delta=1e-5), "seed": SEED} | options
+    return finetune.charged_scaler(source, ranges, noise_multiplier=noise_multiplier, **options)
+
+
+def loop(features, ranges, missing):
+    """Returns the vectors of one row, [3, k], one cell at a time."""
+    vectors = []
+    for column, (low, high) in ranges.items():
+        cell = float(features[column])
+        is_missing = column in missing and features[missing[column]] == 1
+        count = 1 / 2 if column in missing else 0
+        if is_missing or math.isnan(cell) or math.isinf(cell):
+            vectors.append((0, 0, -count))
+        else:
+            u = (2 * min(max(cell, low), high) - low - high) / (high - low)
+            vectors.append((u, u * u - 1 / 2, count))
+    return np.array(vectors).T
+
+
+@pytest.mark.slow
+def test_little_noise_gives_the_moments_of_numpy(rows):
+    """The constant of a missing cell plays no role: the mean is over the others."""
+    scaler = scaler_of(rows)
+    bmi = np.minimum(15 + np.arange(24), 60)
+    expected = [np.nanmean(AGES), bmi.mean()], [np.nanstd(AGES), bmi.std()]
+    np.testing.assert_allclose([scaler.mean, scaler.std], expected, rtol=1e-4)
+    assert (scaler.columns, scaler.missing) == ((0, 4), (1, -1))
+    scaled = scaler.apply(rows)
+    features = scaled.gather(np.arange(24))["features"]
+    known = ~np.isnan(AGES)
+    np.testing.assert_array_equal(features[~known, 0], 0)
+    np.testing.assert_allclose(features[:, [0, 4]].mean(axis=0), 0, atol=1e-4)
+    np.testing.assert_allclose([features[known, 0].std(), features[:, 4].std()], 1, rtol=1e-3)
+    np.testing.assert_array_equal(features[:, 1:4], rows.gather(np.arange(24))["features"][:, 1:4])
+    assert scaled.fingerprint != rows.fingerprint and scaled.feature_names == rows.feature_names
+
+
+def test_a_scaler_is_read_as_it_was_written(rows, tmp_path):
+    scaler = scaler_of(rows, 1.0)
+    scaler.save(tmp_path / "scaler.json")
+    assert finetune.Scaler.load(tmp_path / "scaler.json") == scaler
+    assert hash(scaler) == hash(finetune.Scaler.load(tmp_path / "scaler.json"))
+
+
+HOSTILE = np.array(
+    [[0, 0, 7], [1e30, 1, -7], [-1e30, 0, 60], [np.nan, 0, 10], [np.inf, 0, np.nan], [120, 0, 35]],
+    np.float32,
+)
+NAMES = ("age", "age is missing", "bmi")
+
+
+def hostile(rows):
+    source = data.from_arrays(features=HOSTILE[rows])
+    return dataclasses.replace(source, feature_names=NAMES)
+
+
+def test_sums_equal_a_loop_in_float64_for_rows_and_owners(rows):
+    measured = stage.columns_of(hostile([0]), RANGES)
+    places = {0: RANGES["age"], 2: RANGES["bmi"]}
+    each = np.array([loop(row, places, {0: 1}) for row in HOSTILE])
+    np.testing.assert_allclose(stage.column_sums(hostile(range(6)), measured), each.sum(axis=0))
+    owners = data.by_group(hostile(range(6)), [1, 2, 1, 1, 3, 1], max_records=3)
+    expected = each[[0, 2, 3]].mean(axis=0) + each[1] + each[4]
+    np.testing.assert_allclose(stage.column_sums(owners, measured), expected)
+
+
+@pytest.mark.parametrize("names", [NAMES, ("age", "x", "bmi")])
+def test_no_row_moves_the_sums_by_more_than_the_sensitivity(names, monkeypatch):
+    """Some rows attain it. A replaced row moves by at most twice of it. Broken twin: no clip."""
+    source = dataclasses.replace(hostile(range(6)), feature_names=names)
+    measured = stage.columns_of(source, RANGES)
+    most = stage.sensitivity(measured)
+    vectors = stage.contributions(HOSTILE, measured)
+    norms = np.sqrt((vectors**2).sum(axis=(1, 2)))
+    # A row at the ends of both ranges attains C.
+    assert norms.max() <= most + 1e-12 and norms[-1] < most
+    ends = stage.contributions(np.array([120.0, 0, 60]), measured)
+    assert np.linalg.norm(ends) == pytest.approx(most)
+    apart = vectors[:, None] - vectors[None]
+    assert np.sqrt((apart**2).sum(axis=(2, 3))).max() <= 2 * most
+    monkeypatch.setattr(stage.np, "clip", lambda cells, low, high: cells)
+    unclipped = stage.contributions(HOSTILE[:1], measured)
+    assert np.linalg.norm(unclipped) > most
+
+
+WIDE = data.from_arrays(features=np.full((500, 400), 0.5, np.float32))
+ALL = {str(column): (0, 2) for column in range(400)}  # u = -1/2
+
+
+def test_noise_has_the_right_scale_and_wrong_scales_are_rejected():
+    """400 means of one release, and the seed is fixed."""
+
+    def accepted(sample):
+        spread = abs((sample**2).mean() - 1)
+        return spread < 4.9 * math.sqrt(2 / 400) and abs(sample.mean()) < 4.9 / math.sqrt(400)
+
+    sigma, most = 1.0, math.sqrt(5 / 4 * 400)
+    means = np.array(scaler_of(WIDE, sigma, ALL).mean)
+    drawn = (means - 0.5) * 500 / (sigma * most)
+    assert accepted(drawn)
+    assert not accepted(0.7 * drawn)
+    assert not accepted(1.3 * drawn)
+
+
+def test_a_release_is_charged_before_the_rows_are_read_and_paid_once(rows, tmp_path, monkeypatch):
+    pays = account(epsilon=1.0, delta=1e-5)
+    spent = []
+
+    def watched(source, measured, whole=stage.column_sums):
+        spent.append(composition(pays.ledger.events("t")[None]))
+        return whole(source, measured)
+
+    monkeypatch.setattr(stage, "column_sums", watched)
+    options = {"account": pays, "workdir": tmp_path / "scaler", "seed": None}
+    drawn = [scaler_of(rows, 8.0, **options) for _ in range(2)]
+    assert drawn[0] == drawn[1] and spent == [{GaussianDpEvent(8.0): 1}]
+    assert pays.epsilon(delta=1e-5) == pytest.approx(epsilon(GaussianDpEvent(8.0), delta=1e-5))
+    with pytest.raises(BudgetExceeded):
+        scaler_of(rows, 0.5, account=pays)
+    assert len(spent) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranges": {"agee": (0, 1)}}, r"ranges must name features .* got 'agee'\. It has age"),
+        ({"ranges": {"age": (1, 1)}}, r"ranges must have low < high for 'age'"),
+        ({"ranges": {}}, "ranges must name a column"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier must be positive and finite, got 0.0"),
+        ({"noise_multiplier": 1e40}, "noise_multiplier=1e\\+40 times the clip norm"),
+    ],
+)
+def test_arguments_are_checked_before_anything_is_spent(rows, options, message):
+    pays = account(epsilon=1.0, delta=1e-5)
+    with pytest.raises(ValueError, match=message):
+        scaler_of(rows, **({"account": pays} | options))
+    assert not pays.ledger.events("t")
+
+
+def test_the_unit_of_the_ledger_is_that_of_the_source(rows):
+    """An account of rows does not pay for owners, and one of patients not for rows by mistake."""
+    owners = data.by_group(rows, "patient", max_records=2)
+    patients = account(delta=1e-5, unit="patient")
+    assert scaler_of(owners, account=patients, unit="patient").mean != scaler_of(rows).mean
+    for source, options in (
+        (owners, {}),
+        (owners, {"unit": "patient"}),
+        (rows, {"account": patients}),
+        (owners, {"account": patients}),
+    ):
+        with pytest.raises(ValueError, match="unit must be that of account 't'"):
+            scaler_of(source, **options)
+
+
+@pytest.mark.slow
+def test_the_target_of_training_pays_for_the_scaler_too():
+    sampler = data.PoissonSampler(400, 0.1)
+    target = {"epsilon": 2.0, "delta": 1e-5, "steps": 20}
+    besides = GaussianDpEvent(8.0)
+    for calibrate in (
+        lambda **more: finetune.options._constant_noise(sampler, **target, **more),
+        lambda **more: finetune.calibrate_schedule(
+            finetune.constant_noise(), sampler, **target, **more
+        ),
+    ):
+        sigma = calibrate(besides=besides)
+        both = finetune.options.beside(finetune.event(sigma, sampler, 20), besides)
+        assert 1.99 < epsilon(both, delta=1e-5) <= 2 and sigma > calibrate()
