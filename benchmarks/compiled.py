@@ -9,7 +9,8 @@ For a TPU (v5e, v6e, v5p) the numbers are the cycles that its compiler expects, 
 Pallas kernel has no such number. Its own estimate, from the schedule of its instructions, stands
 apart and is added. For a GPU (h100) they are the bytes and operations of each kernel, the number of
 kernels, and the time if each kernel met the roofline. They are the compiler's estimate, not a time.
-A loop whose turns depend on data counts once, and is listed.
+A loop whose turns depend on data counts once, and is listed. The loop of jax_privacy counts as
+often as there are microbatches.
 
 Needs the compilers: `make compilers`, or `pip install -e ".[compilers]"`. Each program is compiled
 in a process of its own, for at most --minutes. One that fails is a row with the message. The report
@@ -50,7 +51,9 @@ def compiled(target: str, case: str, step: str, tiny: bool) -> Row:
     if step == "plain":
         row["operations"] = counts.count(program.function, *program.args).flops
     bundles = schedules.of_kernels(target, found.as_text())
-    return row | targets.estimate(target, found, bundles)
+    if program.open_turns > 1:
+        row["open_turns"] = program.open_turns
+    return row | targets.estimate(target, found, bundles, program.open_turns)
 
 
 def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) -> Row:
