@@ -76,6 +76,10 @@ def convolved(params, x):
 
 
 def standardised(params, x):
+    return jnp.square(jnp.tanh(standardised_outputs(params, x))).sum()
+
+
+def standardised_outputs(params, x):
     """A convolution whose kernel is standardised in each channel, as by `jaxdp.models`."""
     picture = x.reshape(1, 16, 24, 8)
     kernel, gain = params["kernel"], params["gain"]
@@ -84,10 +88,9 @@ def standardised(params, x):
     variance = jnp.square(centred).mean((0, 1, 2), keepdims=True)
     scale = gain.reshape(1, 1, 1, -1) * jax.lax.rsqrt(jnp.maximum(rows * variance, 1e-4))
     numbers = ("NHWC", "HWIO", "NHWC")
-    out = jax.lax.conv_general_dilated(
+    return jax.lax.conv_general_dilated(
         picture, centred * scale, (1, 2), "SAME", dimension_numbers=numbers
     )
-    return jnp.square(jnp.tanh(out)).sum()
 
 
 SHAPES = {
