@@ -181,8 +181,7 @@ def show(
     seconds = 0.0
     if target and not any(item.steps for item in items):
         raise ValueError(
-            "--target compiles the private steps of a training, and this config has none. Leave "
-            "it out."
+            "--target compiles the private steps of a run, and this config has none. Leave it out."
         )
     for item in items:
         print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)

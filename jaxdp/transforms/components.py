@@ -406,6 +406,8 @@ def applied(method: str, weights: jex.ClosedJaxpr) -> str:
     Gradients that are formed twice may be rounded differently. J^T must only move their entries,
     because it could multiply the difference by any number. Nor may J^T round the sum of a batch to
     bfloat16: that error depends on all examples, so the norm of no single example covers it.
+    `Component` makes an exception for the form of `channel_weights`, where a factor and numbers of
+    each example are computed once, for the norm and for the sum.
     """
     if method == "drop" and not _only_moves(weights):
         return "keep"

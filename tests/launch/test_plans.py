@@ -273,7 +273,7 @@ def test_a_target_needs_private_steps_and_a_known_name(answers):
     answers([])
     with pytest.raises(
         ValueError,
-        match="--target compiles the private steps of a training, and this config has none",
+        match="--target compiles the private steps of a run, and this config has none",
     ):
         plans.show([plans.Item("public")], None, "v5e")
     with pytest.raises(ValueError, match="target must be one of v5e, v6e, v5p, h100, got 'v2'"):
