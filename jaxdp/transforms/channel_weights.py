@@ -372,10 +372,14 @@ class LowRank(NamedTuple):
 
 
 def scaled(form: Form, rule: Conv, g: jax.Array) -> jax.Array:
-    """Returns cotangents [B, ...] times s, whose gradient is s dV."""
+    """Returns cotangents [B, ...] times s in bfloat16, whose gradient is s dV.
+
+    Kernels multiply in bfloat16, which takes half of the memory.
+    """
     shape = [1] * g.ndim
     shape[1 + rule.numbers.out_spec[1]] = -1
-    return g * form.scale.reshape(shape)
+    product = g * form.scale.reshape(shape)
+    return _in_bfloat16(product).astype(jnp.bfloat16)
 
 
 def low_rank(
@@ -395,7 +399,7 @@ def low_rank(
     x, cotangents = rule.pictures(record, g)
     _, of_scaled = rule.pictures(record, scaled_g)
     # The norm of s dV is that of factors in bfloat16.
-    x, of_scaled = map(_in_bfloat16, (x, of_scaled))
+    x, of_scaled = _in_bfloat16(x), of_scaled.astype(jnp.float32)
     outputs = [_applied_to(rule, x, base) for base in form.bases]
     channels = form.scale.size
     of_kernel = [jnp.zeros((len(x), channels), jnp.float32) for _ in form.bases]
