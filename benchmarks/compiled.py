@@ -9,7 +9,8 @@ For a TPU (v5e, v6e, v5p) the numbers are the cycles that its compiler expects, 
 Pallas kernel has no such number. Its own estimate, from the schedule of its instructions, stands
 apart and is added. For a GPU (h100) they are the bytes and operations of each kernel, the number of
 kernels, and the time if each kernel met the roofline. They are the compiler's estimate, not a time.
-A loop whose turns depend on data counts once, and is listed.
+A loop whose turns depend on data counts once, and is listed. The loop of jax_privacy counts as
+often as there are microbatches.
 
 Needs the compilers: `make compilers`, or `pip install -e ".[compilers]"`. Each program is compiled
 in a process of its own, for at most --minutes. One that fails is a row with the message. The report
@@ -33,7 +34,7 @@ import jax
 
 import jaxdp
 from benchmarks import compiled_cases, counts, timing, trust
-from jaxdp.compilers import schedules, targets
+from jaxdp.compilers import process, schedules, targets
 from jaxdp.report import format_table
 
 Row = dict[str, Any]
@@ -50,7 +51,9 @@ def compiled(target: str, case: str, step: str, tiny: bool) -> Row:
     if step == "plain":
         row["operations"] = counts.count(program.function, *program.args).flops
     bundles = schedules.of_kernels(target, found.as_text())
-    return row | targets.estimate(target, found, bundles)
+    if program.open_turns > 1:
+        row["open_turns"] = program.open_turns
+    return row | targets.estimate(target, found, bundles, program.open_turns)
 
 
 def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) -> Row:
@@ -81,9 +84,17 @@ def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) ->
         except subprocess.TimeoutExpired:
             return {"error": f"not compiled in {seconds:.0f} s"}
         if ended.returncode:
+            needed = process.needed_memory(ended.stderr)
+            if needed is not None:
+                return {"error": too_large(needed, targets.TARGETS[target].memory)}
             lines = [line for line in ended.stderr.splitlines() if line.strip()]
             return {"error": (lines[-1] if lines else f"ended with {ended.returncode}")[:400]}
         return json.loads(pathlib.Path(folder, "row.json").read_text())
+
+
+def too_large(needed: int, memory: int) -> str:
+    """Returns the error of a program that does not fit, by its bytes and those of the chip."""
+    return f"does not fit: {needed / 1e6:,.0f} MB of {memory / 1e6:,.0f} MB"
 
 
 def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
@@ -152,6 +163,16 @@ def costs(report: Mapping[str, Any], most: int = 4) -> str:
                         "operation": f"`{of['operation']}`",
                     }
                 )
+    return format_table(rows, style="markdown")
+
+
+def left_out(report: Mapping[str, Any]) -> str:
+    """Returns the steps that were not compiled, with the reasons, as a table of a page."""
+    rows = []
+    for case, steps in report["cases"].items():
+        for step, row in steps.items():
+            if "error" in row:
+                rows.append({"case": case, "step": step, "reason": row["error"]})
     return format_table(rows, style="markdown")
 
 

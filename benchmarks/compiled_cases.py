@@ -7,6 +7,7 @@ momentum, and noise before it. The trainer runs the gradient and the update as t
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -28,11 +29,18 @@ Shape = jax.ShapeDtypeStruct
 
 
 class Program(NamedTuple):
-    """A function, its abstract arguments, and the places of those whose memory it may take over."""
+    """A program to compile.
+
+    Attributes:
+      function, args: The function and its abstract arguments.
+      donate: The places of the arguments whose memory it may take over.
+      open_turns: The turns of a loop that its compiler does not know.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     donate: tuple[int, ...] = ()
+    open_turns: int = 1
 
 
 Steps = Mapping[str, Callable[[], Program]]
@@ -83,7 +91,8 @@ def training(loss: Any, params: Any, batch: Any, moving: tuple[str, ...], microb
 
     def jax_privacy() -> Program:
         grads = problems.jax_privacy_grad(loss_of_trained, CLIP, (2,), microbatch)
-        return Program(lambda p, b: grads(trained_of(p), p, b), (params, batch))
+        turns = math.ceil(examples / microbatch)
+        return Program(lambda p, b: grads(trained_of(p), p, b), (params, batch), (), turns)
 
     steps: dict[str, Callable[[], Program]] = {
         "plain": lambda: Program(plain, (params, batch)),

@@ -42,6 +42,8 @@ from .adapt_settings import (
 )
 
 _FISHER_BATCH = 64  # of the papers' fisher_strength
+# Where the numbers do not matter, as for the text or the program of a method.
+_ANY_CHOICE = {"learning_rate": 1.0, "clip_norm": 1.0}
 
 
 class Cell(NamedTuple):
@@ -137,12 +139,15 @@ class _Task:
         if "num_classes" in takes:
             options["num_classes"] = classes
         if "fisher" in takes:
-            starts = range(0, self.config.fisher_images, _FISHER_BATCH)
-            rows = [np.arange(start, start + _FISHER_BATCH) for start in starts]
-            images = [self.public.gather(batch)["image"] for batch in rows]
+            images = [self.public.gather(rows)["image"] for rows in self._fisher_rows()]
             options["fisher"] = tta.fisher(self.apply_fn, self.source(number).params, images)
         method = kind(**options)
         return tta.COME(method, classes) if come else method
+
+    def _fisher_rows(self) -> list[np.ndarray]:
+        """Returns the rows of the public images of each batch."""
+        starts = range(0, self.config.fisher_images, _FISHER_BATCH)
+        return [np.arange(start, start + _FISHER_BATCH) for start in starts]
 
     def adapter(self, cell: Cell, choice: Mapping[str, float]) -> tta.Adapter:
         """Returns the adapter of a cell with these hyper-parameters."""
@@ -241,6 +246,22 @@ class _Task:
                 )
             photographs[name] = keep(images.take(rows))
         return photographs
+
+
+class _Untrained(_Task):
+    """The same task with a network that is not trained. Its steps are the same programs."""
+
+    def __init__(self, task: _Task):
+        vars(self).update(vars(task))
+        self.source = functools.cache(self._source)
+        self.method = functools.cache(self._method)
+
+    def _source(self, number: int) -> Pretrained:
+        params = models.fresh(self._network, number)
+        return dataclasses.replace(self._network, params=params)
+
+    def _fisher_rows(self) -> list[np.ndarray]:
+        return [np.arange(1)]
 
 
 def _noise_of_settings(config: Any) -> dict[str, float]:
@@ -453,20 +474,41 @@ def _mean(accuracy: Mapping[str, float]) -> float:
 def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     task = opened()
     pairs, count = compared(config), config.protocol.seeds * len(lengths(config))
+    stream = task.stream(0)
     for setting in settings(config):
-        methods = sum(name == setting for _, name in pairs)
-        streams = f"{methods} methods x {count} streams"
+        methods = [method for method, name in pairs if name == setting]
+        streams = f"{len(methods)} methods x {count} streams"
         noise = task.noise.get(setting, 0.0)
         release = GaussianDpEvent(noise) if noise else NonPrivateDpEvent()
         accumulate = config.protocol.accumulate if noise else 1
         yield plans.Item(
             f"{setting}, {streams}",
             "each stream",
-            tta.event(release, task.stream(0), accumulate=accumulate),
+            tta.event(release, stream, accumulate=accumulate),
             _terms(config),
             rows=[("noise multiplier", f"{noise:.6g}")],
-            runs=methods * count,
+            runs=len(methods) * count,
+            programs=functools.partial(_programs, task, setting, methods, stream),
+            steps=len(stream) if noise else 0,
         )
+
+
+def _programs(
+    task: _Task, setting: str, methods: Sequence[str], stream: tta.Stream, memory: int | None
+) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
+    """Yields the steps of methods over a stream. Each has an equal share of the calls, so together
+    they are the mean over the methods.
+
+    Without a chip there are none, because a plan for this machine stays quick.
+    """
+    if memory is None:
+        return
+    untrained = _Untrained(task)
+    images = jax.ShapeDtypeStruct(stream.batch(0).images.shape, jnp.float32)
+    for name in methods:
+        adapter = untrained.adapter(Cell("runs", name, setting, 0), _ANY_CHOICE)
+        program = adapter.programs(adapter.init(), images)["step"]
+        yield *program, len(stream) / len(methods)
 
 
 # --- Results ------------------------------------------------------------------------------------
@@ -487,11 +529,10 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 def _descriptions(config: Any, task: _Task) -> Iterator[str]:
     """Yields what each private form at the last budget keeps, moves and removes."""
-    any_choice = {"learning_rate": 1.0, "clip_norm": 1.0}
     for name, setting in compared(config):
         epsilon = settings(config)[setting].epsilon
         if epsilon and epsilon == config.privacy.budgets[-1]:
-            method: Any = task.adapter(Cell("runs", name, setting, 0), any_choice).method
+            method: Any = task.adapter(Cell("runs", name, setting, 0), _ANY_CHOICE).method
             yield f"{name}: {method.describe()}\n"
 
 

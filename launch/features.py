@@ -13,10 +13,11 @@ whitened and scaled to unit length.
 import copy
 import hashlib
 import itertools
+import math
 import pathlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -59,12 +60,14 @@ class Opened(NamedTuple):
     Attributes:
       inputs: The number of inputs to ask about.
       classes: The number of classes.
+      width: The number of features, or the largest that it may be.
       compute: Returns the features. Its argument is a file with the parameters of the frozen
         network. Without the file they are trained.
     """
 
     inputs: int
     classes: int
+    width: int
     compute: Callable[[pathlib.Path], Task]
 
 
@@ -104,7 +107,7 @@ def blobs(config: Any) -> Opened:
         train, test = draw("train", 2 * config.seed), draw("test", 2 * config.seed + 1)
         return Task(train, test, "coordinates of points, their squares and cubes")
 
-    return Opened(config.test, 2, compute)
+    return Opened(config.test, 2, 6, compute)
 
 
 def embeddings(config: Any) -> Opened:
@@ -137,7 +140,14 @@ def embeddings(config: Any) -> Opened:
 
         return Task(records("train"), records("test"), origin)
 
-    return Opened(len(arrays["test_features"]), config.num_classes, compute)
+    test = arrays["test_features"]
+    return Opened(len(test), config.num_classes, _width(config, test.shape[1]), compute)
+
+
+def _width(config: Any, vectors: int) -> int:
+    """Returns the number of features of vectors of a width. A map may keep fewer of them."""
+    dimensions: int = config.features.dimensions if config.features else 0
+    return dimensions or vectors
 
 
 def table(config: Any) -> Opened:
@@ -189,6 +199,7 @@ class Convolutions(nn.Module):
 
     # Of the head in training. 0 has no dense layer and returns the features [B, 3200].
     num_classes: int
+    WIDTH: ClassVar[int] = 3200
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -253,7 +264,8 @@ def images(config: Any) -> Opened:
 
         return Task(records(private, "train"), records(test, "test"), origin, params, start)
 
-    return Opened(len(test), private.num_classes, compute)
+    width = math.prod(image_shape(test)) if upstream is None else Convolutions.WIDTH
+    return Opened(len(test), private.num_classes, _width(config, width), compute)
 
 
 _ROLES = ("upstream", "public", "private", "test")
@@ -420,7 +432,7 @@ def text(config: Any) -> Opened:
         return Task(records("private"), records("test"), origin)
 
     _, test_labels = texts_of["test"]
-    return Opened(len(test_labels), 2, compute)
+    return Opened(len(test_labels), 2, _width(config, vectors.shape[1]), compute)
 
 
 def _text(word: Any) -> str:

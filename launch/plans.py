@@ -94,6 +94,17 @@ def training(
         terms={"unit": "example", **terms},
     )
 
+    programs = programs_of(trainer, source, params, steps)
+    event = trainer.event(0, steps)
+    return Item(what, source.name, event, terms, rows, programs=programs, steps=steps, **where)
+
+
+def programs_of(
+    trainer: finetune.PrivateTrainer, source: Examples | Groups, params: Any, steps: int
+) -> Callable[[int | None], Programs]:
+    """Returns the `programs` of an `Item` for the steps of a trainer."""
+    sampler = trainer.sampler
+
     def programs(memory: int | None) -> Programs:
         state = trainer.init(params)
         sizes = trainer.physical(state, source, memory=memory)
@@ -110,8 +121,7 @@ def training(
         functions = trainer.programs(state, source, memory=memory)
         return [(*program, calls[name]) for name, program in functions.items()]
 
-    event = trainer.event(0, steps)
-    return Item(what, source.name, event, terms, rows, programs=programs, steps=steps, **where)
+    return programs
 
 
 def public_training(
@@ -171,8 +181,7 @@ def show(
     seconds = 0.0
     if target and not any(item.steps for item in items):
         raise ValueError(
-            "--target compiles the private steps of a training, and this config has none. Leave "
-            "it out."
+            "--target compiles the private steps of a run, and this config has none. Leave it out."
         )
     for item in items:
         print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)
@@ -314,7 +323,9 @@ def _elsewhere(item: Item, target: str) -> _Estimate:
     loops = sum(map(_open_loops, estimates))
     if loops:
         rows.append(("counted once", f"loops whose turns depend on data: {loops}"))
-    compiling = math.fsum(estimate.details["compile_s"] for estimate in estimates)
+    # One answer serves equal programs, which are compiled once.
+    answers = {id(estimate.details): estimate.details for estimate in estimates}
+    compiling = math.fsum(details["compile_s"] for details in answers.values())
     rows.append(("compilation", f"{compiling:.0f} s on this machine"))
     return _Estimate(rows, item.runs * whole)
 

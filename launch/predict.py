@@ -25,7 +25,7 @@ import numpy as np
 import optax
 
 from jaxdp import finetune, prediction
-from jaxdp.data import DataSpec, PoissonSampler
+from jaxdp.data import DataSpec, PoissonSampler, from_arrays
 from jaxdp.models import save_params
 from jaxdp.prediction import mechanisms
 from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent
@@ -34,7 +34,17 @@ from jaxdp.report import format_table, plot_curves, progress_bar
 
 from . import data, features, frame, models, plans, results
 from .study import PrivateSet
-from .teachers import GLOBAL, MECHANISMS, OURS, SINGLE, SMOOTH, Bench, check, flip_probability
+from .teachers import (
+    GLOBAL,
+    MECHANISMS,
+    OURS,
+    SINGLE,
+    SMOOTH,
+    Bench,
+    check,
+    flip_probability,
+    training_options,
+)
 
 PATE, DP_SGD = "PATE (Confident-GNMax)", "DP-SGD"
 _REFERENCES = "references/ledger.sqlite"
@@ -217,20 +227,65 @@ def _pate(config: Any) -> prediction.ConfidentGNMax:
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
     # A run computes features before it charges. A plan only opens the data.
-    check(config, features.read(config.data))
+    opened_data = features.read(config.data)
+    check(config, opened_data)
     terms = _terms(config) | {
         "records": config.training.records,
         "delta": config.prediction.delta,
     }
     for cell in _cells(config):
+        programs = functools.partial(_programs, cell, config, opened_data)
+        steps = _steps(cell, config)
         if cell == RELEASED:
             mine = {"epsilon": config.prediction.epsilon}
-            yield plans.Item("answers", "", _event(cell, config), terms | mine)
+            event = _event(cell, config)
+            yield plans.Item("answers", "", event, terms | mine, programs=programs, steps=steps)
         elif cell != EXACT:
             times = config.dp_sgd.runs if cell.teacher == DP_SGD else config.repetitions
-            event = SelfComposedDpEvent(_event(cell, config), times)
-            what = f"reference: {cell.teacher}, {cell.answers}, {times} repetitions"
-            yield plans.Item(what, "", event, terms, ledger=_REFERENCES)
+            yield plans.Item(
+                f"reference: {cell.teacher}, {cell.answers}, {times} repetitions",
+                "",
+                SelfComposedDpEvent(_event(cell, config), times),
+                terms,
+                ledger=_REFERENCES,
+                programs=programs,
+                steps=steps,
+            )
+
+
+def _steps(cell: Cell, config: Any) -> int:
+    """Returns the number of steps of the training that a cell needs first. Cells share models."""
+    if cell.teacher == DP_SGD:
+        return int(config.dp_sgd.runs * config.dp_sgd.steps)
+    epochs: int = config.training.epochs
+    if cell == RELEASED:
+        return epochs
+    return epochs * int(config.ensemble.members) if cell.answers == PATE else 0
+
+
+def _programs(
+    cell: Cell, config: Any, opened: features.Opened, memory: int | None
+) -> plans.Programs:
+    """Returns the training of a cell, on zeros in place of features.
+
+    Without a chip it is nothing, because a run computes features before it trains.
+    """
+    if memory is None:
+        return ()
+    model = models.Dense(opened.width, opened.classes, **config.model)
+    members = config.ensemble.members if cell.answers == PATE else 1
+    records = config.training.records // members
+    zeros = {
+        "features": np.zeros((records, opened.width), np.float32),
+        "label": np.zeros(records, np.int32),
+    }
+    if cell.teacher == DP_SGD:
+        source = from_arrays(**zeros, num_classes=opened.classes, name="zeros")
+        trainer = dp_sgd(config, model, records)
+        return plans.programs_of(trainer, source, model.init(), _steps(cell, config))(memory)
+    how = training_options(config, records, records)
+    functions = prediction.training_programs(model.loss, model.init(), zeros, **how)
+    return [(function, inputs, members * count) for function, inputs, count in functions.values()]
 
 
 def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTrainer:

@@ -410,8 +410,32 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
     names = config.figures.reliability_methods
     event = SelfComposedDpEvent(recalibration.event(centre.epsilon), len(names))
     terms = {"adjacency": config.sweep.adjacency, "records": centre.samples, "delta": 0.0}
-    what = f"a source of the reliability diagrams: {', '.join(names)}"
-    yield plans.Item(what, "source 0", event, terms, runs=centre.sources)
+    yield plans.Item(
+        f"a source of the reliability diagrams: {', '.join(names)}",
+        "source 0",
+        event,
+        terms,
+        runs=centre.sources,
+        programs=functools.partial(_programs, config),
+        steps=sum(methods(config)[name].rounds for name in names),
+    )
+
+
+def _programs(config: Any, memory: int | None) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
+    """Yields what a source computes in all rounds. Without a chip it is nothing, because it takes
+    no time worth a plan.
+    """
+    if memory is None:
+        return
+    (centre,) = parts(config)[CENTRE]
+    logits = np.zeros((centre.samples, config.model.num_classes), np.float32)
+    source = recalibration.Party(logits, np.zeros(centre.samples, np.int32))
+    for name in config.figures.reliability_methods:
+        functions = source.programs(
+            methods(config)[name], epsilon=centre.epsilon, adjacency=config.sweep.adjacency
+        )
+        for program in functions.values():
+            yield *program, 1.0
 
 
 # --- Results ------------------------------------------------------------------------------------

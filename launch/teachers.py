@@ -111,6 +111,16 @@ def check(config: Any, opened: features.Opened) -> None:
         )
 
 
+def training_options(config: Any, records: int, divisor: int) -> dict[str, Any]:
+    """Returns the options of `jaxdp.prediction.train_with_bounds` for one batch of all records."""
+    training = dict(config.training) | {"batch_size": divisor}
+    del training["records"]
+    ks = min(config.certificate.max_distance, divisor)
+    if training["threat"] == "replace_one":  # which leaves the number of records public
+        ks = min(ks, records)
+    return {"ks": ks, **training}
+
+
 class Bench:
     """What the cells of a study share. Models are trained when they are first needed.
 
@@ -146,12 +156,9 @@ class Bench:
         Distances go up to the largest of the config. `divisor` is public and replaces the number of
         examples, which is private. All examples are one batch.
         """
-        model, training = self.model, dict(self.config.training) | {"batch_size": divisor}
-        del training["records"]
-        ks = min(self.config.certificate.max_distance, divisor)
-        if training["threat"] == "replace_one":  # which leaves the number of records public
-            ks = min(ks, len(examples["label"]))
-        bounds = prediction.train_with_bounds(model.loss, self.start, examples, ks=ks, **training)
+        model, records = self.model, len(examples["label"])
+        how = training_options(self.config, records, divisor)
+        bounds = prediction.train_with_bounds(model.loss, self.start, examples, **how)
         certificates = prediction.certify(bounds, model.logits, self.test["features"])
         return bounds, np.asarray(certificates.label), np.asarray(certificates.distance)
 

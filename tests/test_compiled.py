@@ -122,8 +122,18 @@ def with_forms(text):
     return text
 
 
-def estimated(text=TPU):
-    return compiled_targets.of_tpu(parsed(text), compiled_targets.TARGETS["v5e"])
+def estimated(text=TPU, **options):
+    return compiled_targets.of_tpu(parsed(text), compiled_targets.TARGETS["v5e"], **options)
+
+
+def test_an_open_loop_counts_as_often_as_it_is_known_to_turn():
+    """The loop over the microbatches of jax_privacy counts their number."""
+    loop_of_data = 7
+    assert estimated(open_turns=4)["cycles"] - estimated()["cycles"] == 3 * loop_of_data
+    case = compiled_cases.cases(tiny=True)["MLP, 256"]()
+    if "jax_privacy" in case:
+        assert case["jax_privacy"]().open_turns == 2  # two examples, one at a time
+    assert case["clipped"]().open_turns == 1
 
 
 def test_cycles_count_loops_branches_and_kernels():

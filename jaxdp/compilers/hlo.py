@@ -211,12 +211,15 @@ class Program:
         inside = self.by_name[step.computation]
         return [inside[name].shape for name in step.instruction.operands if name in inside]
 
-    def steps(self, weigh: Callable[[Instruction], float]) -> tuple[list[Step], dict[str, Loop]]:
+    def steps(
+        self, weigh: Callable[[Instruction], float], open_turns: int = 1
+    ) -> tuple[list[Step], dict[str, Loop]]:
         """Returns what a device starts, and the loops by name.
 
         Args:
           weigh: The cost of an instruction. Of the branches of a conditional only the dearest is
               returned.
+          open_turns: The turns of a loop in no other one, where they depend on data.
         """
         loops: dict[str, Loop] = {}
 
@@ -238,7 +241,9 @@ class Program:
                     loops[instruction.name] = Loop(instruction.source, turns)
                     unchanged = self._unchanged(instruction.called("body")[0], start)
                     inner = (*around, instruction.name)
-                    runs = times if turns is None else times * turns
+                    if turns is None:
+                        turns = 1 if around else open_turns
+                    runs = times * turns
                     for body in instruction.called("body") + instruction.called("condition"):
                         steps += walk(body, runs, inner, unchanged)
                 elif instruction.opcode == "conditional":

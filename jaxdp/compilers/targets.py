@@ -209,10 +209,13 @@ def compile_for(
     return lowered.compile(), traced - started, time.perf_counter() - traced
 
 
-def estimate(name: str, compiled: Any, bundles: Mapping[str, float]) -> dict[str, Any]:
+def estimate(
+    name: str, compiled: Any, bundles: Mapping[str, float], open_turns: int = 1
+) -> dict[str, Any]:
     """Returns what the compiler of a target says about a program, as numbers for JSON.
 
-    `bundles` are those of Pallas kernels, as `schedules.of_kernels` returns them.
+    `bundles` are those of Pallas kernels, as `schedules.of_kernels` returns them. `open_turns` is
+    as in `hlo.Program.steps`.
     """
     program = hlo.Program.parsed(compiled.as_text())
     memory = compiled.memory_analysis()
@@ -220,9 +223,9 @@ def estimate(name: str, compiled: Any, bundles: Mapping[str, float]) -> dict[str
     sizes = {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in kinds}
     machine = TARGETS[name]
     if machine.platform == "tpu":
-        numbers = of_tpu(program, machine, bundles)
+        numbers = of_tpu(program, machine, bundles, open_turns)
     else:
-        numbers = of_gpu(program, machine)
+        numbers = of_gpu(program, machine, open_turns)
     return numbers | {"memory": sizes}
 
 
@@ -230,14 +233,17 @@ def estimate(name: str, compiled: Any, bundles: Mapping[str, float]) -> dict[str
 
 
 def of_tpu(
-    program: hlo.Program, target: Target, bundles: Mapping[str, float] | None = None
+    program: hlo.Program,
+    target: Target,
+    bundles: Mapping[str, float] | None = None,
+    open_turns: int = 1,
 ) -> dict[str, Any]:
     """Returns the estimated cycles of a program, by operation, with those of Pallas kernels apart.
 
-    `bundles` are those of kernels, by `body`. A loop whose turns depend on data counts once, and is
-    listed.
+    `bundles` are those of kernels, by `body`. A loop whose turns depend on data counts `open_turns`
+    times, and is listed.
     """
-    steps, loops = program.steps(_cycles)
+    steps, loops = program.steps(_cycles, open_turns)
     by_source: dict[str, float] = collections.defaultdict(float)
     kernels: dict[str, dict[str, Any]] = {}
     without_estimate = collections.Counter[str]()
@@ -314,12 +320,12 @@ def _kernel(
 # --- GPU ---
 
 
-def of_gpu(program: hlo.Program, target: Target) -> dict[str, Any]:
+def of_gpu(program: hlo.Program, target: Target, open_turns: int = 1) -> dict[str, Any]:
     """Returns the bytes, operations and kernels of a program, and its time at the roofline.
 
-    A loop whose turns depend on data counts once, and is listed.
+    A loop whose turns depend on data counts `open_turns` times, and is listed.
     """
-    steps, loops = program.steps(lambda instruction: hlo.byte_size(instruction.shape))
+    steps, loops = program.steps(lambda step: hlo.byte_size(step.shape), open_turns)
     by_source: dict[str, float] = collections.defaultdict(float)
     total: dict[str, float] = collections.defaultdict(float)
     for step in steps:

@@ -1,6 +1,12 @@
 """Private answers to queries of a model that was trained without privacy."""
 
-from jaxdp.prediction.agt import Bounds, Certificates, certify, train_with_bounds
+from jaxdp.prediction.agt import (
+    Bounds,
+    Certificates,
+    certify,
+    train_with_bounds,
+    training_programs,
+)
 from jaxdp.prediction.answers import (
     answered,
     event,
@@ -47,5 +53,6 @@ __all__ = [
     "smooth_cauchy",
     "train_student",
     "train_with_bounds",
+    "training_programs",
     "vote",
 ]

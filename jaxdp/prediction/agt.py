@@ -162,6 +162,51 @@ def train_with_bounds(
     )
 
 
+def training_programs(
+    loss_fn: Callable[[Any, Any], jax.Array],
+    params: Any,
+    data: Any,
+    *,
+    ks: int | Sequence[int],
+    training: Training | None = None,
+    **options: Any,
+) -> dict[str, tuple[Any, tuple[Any, ...], int]]:
+    """Returns the compiled functions of `train_with_bounds`, each with arguments for its `lower`
+    and the number of its calls.
+
+    "first batch" is called once, "batch" for the others that share its budget, and "later batch"
+    for those of later epochs, which have more boxes. A function that is never called is left out.
+    Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s.
+    `jaxdp.compilers.estimate` takes functions and arguments too, for an accelerator that is not
+    there. Nothing is computed or charged.
+
+    Args:
+      loss_fn, params, data, ks, training, **options: As in `train_with_bounds`, for one device.
+
+    Raises:
+      ValueError: As `train_with_bounds`.
+      TypeError: As `train_with_bounds`.
+    """
+    training = _one_training(training, options)
+    plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
+    step_plan = dataclasses.replace(plan, groups=())
+    batches = len(arrays.order)
+    boundary = plan.groups[0] if plan.shared_budget else batches
+    counts = {"first batch": 1, "batch": boundary - 1, "later batch": batches - boundary}
+    functions: dict[str, tuple[Any, tuple[Any, ...], int]] = {}
+    rows, rate = arrays.order[0], arrays.rates[0]
+    state, used = _start(plan, arrays)
+    for name, count in counts.items():
+        if name == "later batch" and count:
+            new_budget = functools.partial(_with_new_budget, plan, results=np.asarray(plan.ks))
+            state, used = jax.eval_shape(new_budget, state)
+        inputs = loss_fn, step_plan, arrays.frozen, arrays.data, state, rows, rate, used
+        if count:
+            functions[name] = _batch_step, inputs, count
+            state = _batch_step.eval_shape(*inputs)
+    return functions
+
+
 def _check_records(data: Any) -> None:
     if not isinstance(data, Records):
         raise TypeError(
@@ -226,35 +271,47 @@ def _train(
       Nominal, lower and upper leaves. The ends have a first axis [len(ks)].
     """
     ks = np.asarray(plan.ks)
-    velocity = []
-    if plan.momentum:
-        velocity = [jnp.zeros_like(x) for x in arrays.moving]
-    state = _State(arrays.moving, velocity, None)
-    # With a shared budget, `used` is the number of changes so far of each line (T8). Otherwise
-    # there is a line for each k, and every batch may have k changes.
-    used: np.ndarray | None = None
-    results = np.arange(len(ks))  # the line of each k, at the end
-    if plan.shared_budget:
-        used = np.arange(ks[-1] + 1)
-        results = ks
+    state, used = _start(plan, arrays)
+    # The line of each k, at the end.
+    results = ks if plan.shared_budget else np.arange(len(ks))
     first_steps = np.cumsum(plan.groups)  # of later groups of batches, such as epochs
     step_plan = dataclasses.replace(plan, groups=())  # any number of epochs has the same programs
     schedule = zip(arrays.order, np.asarray(arrays.rates), strict=True)
     with progress_bar(total=len(arrays.order), label="bounds", unit="batch") as bar:
         for step, (rows, rate) in enumerate(schedule):
             if used is not None and step in first_steps:
-                # The k changed records are in every epoch. So an epoch starts from the box of all k
-                # changes and counts its own from 0: each k has k + 1 lines, one for each j = 0..k.
-                from_last = np.repeat(results, ks + 1)
-                state = state._replace(lines=_take(state.lines, from_last))
+                state, used = _with_new_budget(plan, state, results)
                 results = np.cumsum(ks + 1) - 1  # the line j = k of each k
-                used = np.concatenate([np.arange(k + 1) for k in ks])
             inputs = arrays.frozen, arrays.data, state, rows, rate, used
             state = _batch_step(loss_fn, step_plan, *inputs)
             state = jax.block_until_ready(state)
             bar.update()
     low, high, *_ = _take(state.lines, results)
     return state.params, low, high
+
+
+def _start(plan: Plan, arrays: Arrays) -> tuple[_State, np.ndarray | None]:
+    """Returns the state before the first batch, and the number of changes so far of each line (T8).
+
+    There is no such number if every batch may have k changes. Then there is a line for each k.
+    """
+    velocity = []
+    if plan.momentum:
+        velocity = [jnp.zeros_like(x) for x in arrays.moving]
+    used = np.arange(plan.ks[-1] + 1) if plan.shared_budget else None
+    return _State(arrays.moving, velocity, None), used
+
+
+def _with_new_budget(plan: Plan, state: _State, results: np.ndarray) -> tuple[_State, np.ndarray]:
+    """Returns the state and the changes so far of each line at the start of an epoch.
+
+    The k changed records are in every epoch. So an epoch starts from the box of all k changes and
+    counts its own from 0: each k has k + 1 lines, one for each j = 0..k.
+    """
+    ks = np.asarray(plan.ks)
+    lines = _take(state.lines, np.repeat(results, ks + 1))
+    used = np.concatenate([np.arange(k + 1) for k in ks])
+    return state._replace(lines=lines), used
 
 
 @jax.jit

@@ -350,20 +350,15 @@ class Party:
             in use or keeps another conversation. Nothing is spent.
           BudgetExceeded: Nothing is spent, nothing is answered.
         """
-        scale = noise_scale(
-            method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1]
-        )
+        answerer = self._answerer(method, epsilon, adjacency)
         self.check_adjacency(adjacency)
-        records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
-        owners = () if self.group is None else (self.group,)
-        source = np.zeros(self.units, np.int32)
-        answerer = _Answerer(method, records, scale, (source, *owners))
-        settings = [epsilon, adjacency, list(scale or ())]
+        _, *owners = answerer.units
+        settings = [epsilon, adjacency, list(answerer.scale or ())]
         what = Release(
             label=type(method).__name__,
             charges=[] if self.account is None else [(self.account, event(epsilon))],
             facts=lambda: [self.logits, self.labels, *settings, *owners],
-            programs=answerer.programs,
+            programs=answerer.texts,
             compute=lambda secret: stream(secret, "recalibration"),
         )
         till = Till(workdir, forget="run")  # all rounds share one secret
@@ -376,6 +371,33 @@ class Party:
         except BaseException:
             till.close(failed=True)
             raise
+
+    def programs(
+        self, method: Method, *, epsilon: float, adjacency: Adjacency = "add_remove"
+    ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Returns the compiled functions of a conversation by name, each with arguments for its
+        `lower`.
+
+        "sum k" and "noise k" are each called once in round k. Some arguments are
+        `jax.ShapeDtypeStruct`s. `jaxdp.compilers.estimate` takes them too, for an accelerator that
+        is not there. Nothing is computed or paid.
+
+        Args:
+          method, epsilon, adjacency: As in `begin`.
+
+        Raises:
+          ValueError: As `noise_scale`.
+        """
+        return self._answerer(method, epsilon, adjacency).programs()
+
+    def _answerer(self, method: Method, epsilon: float, adjacency: Adjacency) -> "_Answerer":
+        scale = noise_scale(
+            method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1]
+        )
+        records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
+        owners = () if self.group is None else (self.group,)
+        source = np.zeros(self.units, np.int32)
+        return _Answerer(method, records, scale, (source, *owners))
 
 
 class _Answerer(NamedTuple):
@@ -399,17 +421,30 @@ class _Answerer(NamedTuple):
         question_key = jax.random.fold_in(round_key, int(temperature.view(np.uint32)))
         return np.array(_noisy(question_key, exact, self.scale))
 
-    def programs(self) -> list[str]:
+    def programs(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Returns the compiled functions of `answer` with arguments, "sum k" and "noise k" of each
+        round k.
+        """
+        key = stream(bytes(16), "shapes")
+        functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+        for k in range(self.method.rounds):
+            arguments = (self.method, k, self.records, jnp.float32(1), self.scale, *self.units)
+            exact = _exact.eval_shape(*arguments)
+            functions[f"sum {k}"] = _exact, arguments
+            functions[f"noise {k}"] = _noisy, (key, exact, self.scale)
+        return functions
+
+    def texts(self) -> list[str]:
         """Returns the texts of all programs that `answer` runs in any round."""
         texts = []
         sums = {}
-        for k in range(self.method.rounds):
-            arguments = (self.method, k, self.records, jnp.float32(1), self.scale, *self.units)
-            texts.append(program(_exact, *arguments))
-            exact = _exact.eval_shape(*arguments)
-            sums[exact.shape, exact.dtype] = exact
-        key = stream(bytes(16), "shapes")
-        return texts + [program(_noisy, key, exact, self.scale) for exact in sums.values()]
+        for name, (function, arguments) in self.programs().items():
+            if name.startswith("noise"):
+                exact = arguments[1]
+                sums[exact.shape, exact.dtype] = function, arguments
+            else:
+                texts.append(program(function, *arguments))
+        return texts + [program(function, *arguments) for function, arguments in sums.values()]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

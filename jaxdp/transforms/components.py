@@ -22,7 +22,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms import forms, jaxprs, rounding, sites, walker
+from jaxdp.transforms import channel_weights, forms, jaxprs, rounding, sites, walker
 
 # (sites of a component, number of entries of its leaves, whether a kernel forms its gradients) ->
 # "factors", "keep" or "drop".
@@ -181,6 +181,12 @@ class Component:
         has_kernel = alone and tapped[0].forms_by_convolution
         preferred = choose(all_sites, self.size, has_kernel)
         method = applied(preferred, weights)
+        self._form: channel_weights.Form | None = None
+        if method != preferred and has_kernel:
+            self._form = channel_weights.of_program(weights, leaves, self._members)
+        if self._form is not None:
+            self.squared_norms = self._norms_of_channels(tapped[0])
+            return
         self._tapped = [one.settled(method, alone=alone) for one in tapped]
         # What is kept is a sum of the terms of one example already.
         if method != "keep":
@@ -220,6 +226,22 @@ class Component:
         # Twice, for the gradients of the norm and those of the sum.
         error = 2 * rounding.of_sum(terms, squares.dtype) * apart
         return rounding.covered(squares, spread, error)
+
+    def _norms_of_channels(self, tapped: TappedSite) -> jax.Array:
+        """Returns squared norms where J is a factor of each channel plus terms of low rank."""
+        assert self._form is not None
+        rule, g = tapped.site.rule, tapped.cotangent
+        assert isinstance(rule, sites.Conv)
+        scaled = tapped._replace(cotangent=channel_weights.scaled(self._form, rule, g))
+        one = scaled.settled("drop", alone=True)
+        self._tapped = [one]
+        self._low_rank, added, spread, error = channel_weights.low_rank(
+            self._form, rule, one.record, g, one.cotangent
+        )
+        squares, own_spread, apart = one.site.norm_of_formed(one.record, one.cotangent)
+        terms = one.site.terms + 1 + sites.lost_in_parts()
+        error = error + 2 * rounding.of_sum(terms, squares.dtype) * apart
+        return rounding.covered(squares + added, own_spread + spread, error)
 
     def _oriented_factors(self) -> list[sites.Pair]:
         """Returns the factors of all sites, swapped where a site applies the transposed weight."""
@@ -275,6 +297,8 @@ class Component:
             g_read, g_left_out = _read_or_left_out(one.cotangent, without_cotangent)
             read.append((record_read, g_read))
             left_out.append((record_left_out, g_left_out))
+        if self._form is not None:
+            return Rows(read, (left_out, self._low_rank))
         return Rows(read, left_out)
 
     def weighted_sum(
@@ -293,12 +317,22 @@ class Component:
             sums = contract_rows(grads, [factors] * len(grads))
         else:
             of_weights = []
-            by_site = zip(self._tapped, rows.read, rows.left_out, strict=True)
+            of_sites, low_rank = rows.left_out, None
+            if self._form is not None:
+                of_sites, low_rank = rows.left_out
+            by_site = zip(self._tapped, rows.read, of_sites, strict=True)
             for one, read, left_out in by_site:
                 record = left_out[0] if read[0] is None else read[0]
                 cotangent = left_out[1] if read[1] is None else read[1]
                 of_weight = one.site.contract(record, cotangent, factors)
                 of_weights.append(of_weight)
+            if self._form is not None:
+                terms, structure = jax.tree.flatten(low_rank)
+                contracted = contract_rows(terms, [factors] * len(terms))
+                shape = self._tapped[0].site.rule.weight_shape
+                return channel_weights.weighted_sum(
+                    self._form, shape, of_weights[0], structure.unflatten(contracted)
+                )
             sums = self._pull(of_weights)
         return dict(zip(self._members, sums, strict=True))
 
@@ -372,6 +406,8 @@ def applied(method: str, weights: jex.ClosedJaxpr) -> str:
     Gradients that are formed twice may be rounded differently. J^T must only move their entries,
     because it could multiply the difference by any number. Nor may J^T round the sum of a batch to
     bfloat16: that error depends on all examples, so the norm of no single example covers it.
+    `Component` makes an exception for the form of `channel_weights`, where a factor and numbers of
+    each example are computed once, for the norm and for the sum.
     """
     if method == "drop" and not _only_moves(weights):
         return "keep"

@@ -348,14 +348,33 @@ class Adapter:
 
         Each kind of batch is lowered once.
         """
-        batch = jnp.asarray(batch)
-        self.prepare(batch)
-        arguments = self._arguments(state, batch, jnp.ones(len(batch), bool), state.key)
-        kind = tuple(map(_kind_of, jax.tree.leaves(arguments)))
+        function, arguments = self.programs(state, jnp.asarray(batch))["step"]
+        _, size, _, *changing = arguments
+        kind = size, *map(_kind_of, jax.tree.leaves(changing))
         if kind not in self._texts:
-            program = (self._program, len(batch), self.constants, *arguments)
-            self._texts[kind] = program_text(compiled_step, *program)
+            self._texts[kind] = program_text(function, *arguments)
         return self._texts[kind]
+
+    def programs(
+        self, state: AdaptState, batch: jax.Array | jax.ShapeDtypeStruct
+    ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        """Returns the compiled function of a step by its name, "step", with arguments for its
+        `lower`.
+
+        `jaxdp.compilers.estimate` takes them too, for an accelerator that is not there. Nothing is
+        computed.
+
+        Args:
+          state: A state from `init`, `step` or `reset`.
+          batch: Images [B, ...]. Without a mesh a `jax.ShapeDtypeStruct` of them will do.
+
+        Raises:
+          ValueError: As `prepare`.
+        """
+        self.prepare(batch)
+        present = jnp.ones(len(batch), bool)
+        arguments = self._arguments(state, batch, present, state.key)
+        return {"step": (compiled_step, (self._program, len(batch), self.constants, *arguments))}
 
     def parts(self, state: AdaptState) -> tuple[Any, ...]:
         """Returns the parts of a state that must be kept to resume: all but the key."""
@@ -395,7 +414,7 @@ class Adapter:
         return jax.device_put(tree, layout.shardings(tree, constants.params, constants.moving))
 
     def _arguments(
-        self, state: AdaptState, batch: jax.Array, mask: jax.Array, key: jax.Array
+        self, state: AdaptState, batch: Any, mask: jax.Array, key: jax.Array
     ) -> tuple[Any, ...]:
         """Returns the arrays of a step.
 

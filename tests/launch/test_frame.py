@@ -689,14 +689,13 @@ def test_a_target_is_for_plans_of_a_training(tmp_path, monkeypatch):
     assert process.returncode == 2 and "this launcher has none" in process.stderr
     process = program.call(
         [
-            *program.command("adapt", "configs/tta/digits.py", tmp_path, {}),
+            *program.command("pretrain", "configs/pretrain/digits.py", tmp_path, {}),
             "--dry_run",
             "--target=v5e",
         ]
     )
     assert (
-        process.returncode == 2
-        and "--target compiles the private steps of a training" in process.stderr
+        process.returncode == 2 and "--target compiles the private steps of a run" in process.stderr
     )
     assert not (tmp_path / "run").exists()
 

@@ -15,7 +15,7 @@ from jaxdp.compilers import process, targets
 from jaxdp.files import write_durably
 from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.events import composition, to_json
-from launch import dpadapter, finetune, frame, parties, plans, predict, recalibrate
+from launch import adapt, dpadapter, finetune, frame, parties, plans, predict, recalibrate
 from tests.launch import tiny
 from tests.launch.test_frame import STUDIES
 
@@ -273,20 +273,21 @@ def test_a_target_needs_private_steps_and_a_known_name(answers):
     answers([])
     with pytest.raises(
         ValueError,
-        match="--target compiles the private steps of a training, and this config has none",
+        match="--target compiles the private steps of a run, and this config has none",
     ):
         plans.show([plans.Item("public")], None, "v5e")
     with pytest.raises(ValueError, match="target must be one of v5e, v6e, v5p, h100, got 'v2'"):
         plans.show([item((1.0,), steps=1)], None, "v2")
 
 
-@pytest.mark.slow
-def test_the_programs_of_a_training_are_those_that_go_to_a_compiler(capsys, monkeypatch):
-    """They are written for the target, so nothing in them is for this machine."""
-    sent = []
+@pytest.fixture
+def sent(monkeypatch):
+    """Programs and the numbers of their donated arguments, as they go to a compiler that is not
+    there."""
+    programs = []
 
     def answer(target, program, donated, seconds):
-        sent.append((jax.export.deserialize(bytearray(program)), donated))
+        programs.append((jax.export.deserialize(bytearray(program)), donated))
         sizes = {"argument": 1000, "output": 100, "temp": 10, "alias": 0}
         return {
             "total": 1.5e6,
@@ -298,6 +299,12 @@ def test_the_programs_of_a_training_are_those_that_go_to_a_compiler(capsys, monk
 
     monkeypatch.setattr(targets, "COMPILERS", {"tpu": "jax"})
     monkeypatch.setattr(process, "_answer", answer)
+    return programs
+
+
+@pytest.mark.slow
+def test_the_programs_of_a_training_are_those_that_go_to_a_compiler(capsys, sent):
+    """They are written for the target, so nothing in them is for this machine."""
     config = tiny.finetune()
     frame.run(finetune.STUDY, config, None, dry_run=True, target="v5e")
     rows = parts(capsys.readouterr().out)["private"]
@@ -307,3 +314,50 @@ def test_the_programs_of_a_training_are_those_that_go_to_a_compiler(capsys, monk
     # at least the noise
     assert any("tpu_custom_call" in program.mlir_module() for program, _ in sent)
     assert sum(donated != () for _, donated in sent) == 2  # the addition and the update
+
+
+def planned(study, config, capsys):
+    """Returns what a plan for a TPU says of each part that takes private steps."""
+    frame.run(study, config, None, dry_run=True, target="v5e")
+    told_parts = parts(capsys.readouterr().out)
+    return {title: rows for title, rows in told_parts.items() if "a step" in rows}
+
+
+@pytest.mark.slow
+def test_an_adaptation_is_planned_by_one_step_of_each_method(capsys, sent):
+    """The source model is not trained, and the importance of parameters is not computed for it."""
+    config = tiny.adapt(methods=("Tent", "EATA"))
+    (rows,) = planned(adapt.STUDY, config, capsys).values()
+    assert len(sent) == 2 and all(program.platforms == ("tpu",) for program, _ in sent)
+    batches = len(config.data.corruptions) * (config.data.images // config.protocol.batch_size)
+    assert f"for {batches} of them" in rows["all steps"]
+    # Both methods take as long, so their mean is one of them.
+    assert rows["a step"].startswith("1.5 million cycles")
+    image = (config.protocol.batch_size, 8, 8, 1)
+    assert all(image in [x.shape for x in program.in_avals] for program, _ in sent)
+
+
+@pytest.mark.slow
+def test_a_prediction_is_planned_by_its_trainings(capsys, sent):
+    """No feature is computed."""
+    config = tiny.predict(certificate__max_distance=2)
+    planned_parts = planned(predict.STUDY, config, capsys)
+    single, ensemble, dp_sgd = planned_parts.values()
+    assert "for 1 of them" in single["all steps"]
+    assert f"for {config.ensemble.members} of them" in ensemble["all steps"]
+    steps = config.dp_sgd.runs * config.dp_sgd.steps
+    assert f"for {steps:,} of them" in dp_sgd["all steps"]
+    records = [max(x.shape[0] for x in program.in_avals if x.ndim) for program, _ in sent[:2]]
+    assert records[0] >= config.training.records > records[1]
+
+
+@pytest.mark.slow
+def test_a_recalibration_is_planned_by_the_rounds_of_a_source(capsys, sent):
+    config = tiny.recalibrate()
+    (rows,) = planned(recalibrate.STUDY, config, capsys).values()
+    methods = recalibrate.methods(config)
+    rounds = sum(methods[name].rounds for name in config.figures.reliability_methods)
+    assert f"for {rounds} of them" in rows["all steps"]
+    assert len(sent) == 2 * rounds  # a sum and its noise
+    # A step is a round, with two programs of 1.5 million cycles.
+    assert rows["a step"].startswith("3 million cycles")

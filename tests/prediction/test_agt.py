@@ -25,6 +25,7 @@ from jaxdp.prediction import (
     plan,
     sums,
     train_with_bounds,
+    training_programs,
 )
 from tests.compilations import compilations
 
@@ -1251,6 +1252,35 @@ def test_one_program():
     with compilations() as seen:
         dataclasses.replace(case, momentum=0.1, ks=0, epochs=1).bounds(params, x, y, order[:1])
     assert seen
+
+
+@pytest.mark.parametrize(
+    ("settings", "number"),
+    [({"epochs": 1}, 2), ({"epochs": 3}, 3), ({"epochs": 2, "threat": "replace_per_batch"}, 2)],
+)
+def test_the_programs_of_a_training_are_those_that_it_calls(monkeypatch, settings, number):
+    """A plan counts later epochs with their boxes, and computes nothing."""
+    rng = np.random.default_rng(0)
+    params, data = network(rng, (2, 1)), records(rng, 12, (2, 1), "bce")
+    settings = {"ks": (0, 2), "batch_size": 6, "clip": 0.1, "learning_rate": 0.1} | settings
+    if "threat" not in settings:
+        settings["batches"] = 2
+    seen = []
+
+    def shapes(inputs):
+        return str(jax.tree.map(lambda x: (x.shape, np.dtype(x.dtype).kind), inputs[2:]))
+
+    def batch_step(*inputs):
+        seen.append(shapes(inputs))
+        results = compiled.eval_shape(*inputs)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)
+
+    programs = training_programs(bce, params, data, **settings)
+    compiled = agt._batch_step
+    monkeypatch.setattr(agt, "_batch_step", batch_step)
+    train_with_bounds(bce, params, data, **settings)
+    planned = [shapes(inputs) for _, inputs, count in programs.values() for _ in range(count)]
+    assert planned == seen and len(programs) == number
 
 
 # --- meshes -------------------------------------------------------------------------------------

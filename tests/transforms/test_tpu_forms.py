@@ -75,7 +75,26 @@ def convolved(params, x):
     return jnp.square(jnp.tanh(out)).sum()
 
 
+def standardised(params, x):
+    return jnp.square(jnp.tanh(standardised_outputs(params, x))).sum()
+
+
+def standardised_outputs(params, x):
+    """A convolution whose kernel is standardised in each channel, as by `jaxdp.models`."""
+    picture = x.reshape(1, 16, 24, 8)
+    kernel, gain = params["kernel"], params["gain"]
+    rows = kernel.size // kernel.shape[-1]
+    centred = kernel - kernel.mean((0, 1, 2), keepdims=True)
+    variance = jnp.square(centred).mean((0, 1, 2), keepdims=True)
+    scale = gain.reshape(1, 1, 1, -1) * jax.lax.rsqrt(jnp.maximum(rows * variance, 1e-4))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(
+        picture, centred * scale, (1, 2), "SAME", dimension_numbers=numbers
+    )
+
+
 SHAPES = {
+    standardised: {"gain": (16,), "kernel": (3, 3, 8, 16)},
     convolved: {"kernel": (3, 3, 8, 16)},
     dense: {"first": (P, Q), "second": (Q, P)},
     stacked: {"stack": (2, P, P)},

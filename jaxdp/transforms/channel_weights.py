@@ -1,0 +1,522 @@
+"""Weights whose Jacobian is a factor of each channel plus terms of low rank.
+
+Weight standardisation maps a kernel w [n, C] of n rows and C channels to the weight
+V = (w - mean) * scale, where mean and scale are statistics of a channel. So in each channel
+
+    J = s I + sum_r p_r q_r^T
+
+with vectors p_r and q_r that depend on w only, such as the ones and the centred kernel. Let
+dV = sum_t u_t w_t^T be the gradient of one example, and b_r = <p_r, dV>. Its gradient by the leaves
+is J^T dV = s dV + sum_r b_r q_r, and
+
+    ||J^T dV||^2 = ||s dV||^2 + sum over channels of (2 sum_r b_r <q_r, s dV> + sum_rs b_r b_s
+                   <q_r, q_s>).
+
+Here s dV is the gradient of the cotangents times s, whose norm a kernel computes without writing
+it. Inner products with dV are sums over positions: <p, dV> = sum_t (p^T u_t) w_t, where p^T u_t is
+the convolution of the data with p.
+
+`of_program` finds s, p and q by evaluating the program of a weight with its derivative in this
+form. An operation that leaves the form ends the search, so what is found is right.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdp.transforms import jaxprs, products, rounding
+from jaxdp.transforms.convolutions import Conv
+
+
+class _Unknown(Exception):
+    """An operation leaves the form."""
+
+
+class Vector(NamedTuple):
+    """A vector of each channel, [n, C]: `number` [1, C] times `base`, which is None for ones."""
+
+    number: Any
+    base: Any
+
+    def times(self, other: "Vector") -> "Vector":
+        """Returns the product entry by entry."""
+        base = self.base
+        if base is None:
+            base = other.base
+        elif other.base is not None:
+            base = base * other.base
+        return Vector(self.number * other.number, base)
+
+
+class Functional(NamedTuple):
+    """A number of each channel that is linear in the derivative of a leaf.
+
+    For the kernel it is the inner product with `base`, which is None for ones. For a leaf [C] it is
+    the derivative itself.
+    """
+
+    leaf: int
+    base: Any
+
+    def same_as(self, other: "Functional") -> bool:
+        """Returns whether the other one has the same leaf and base."""
+        return self.leaf == other.leaf and self.base is other.base
+
+
+class _Value(NamedTuple):
+    """A value and its derivative.
+
+    Attributes:
+      primal: Its numbers, [n, C], or [1, C] if it is one number of each channel, or a scalar.
+      is_full: Whether it has rows.
+      shape: The shape that it has in the program, whose last axis is C.
+      diagonal: The factor of the kernel's derivative, or None.
+      terms: (p, q) of each further term.
+    """
+
+    primal: Any
+    is_full: bool
+    shape: tuple[int, ...]
+    diagonal: Vector | None = None
+    terms: tuple[tuple[Vector, Functional], ...] = ()
+
+    @property
+    def as_vector(self) -> Vector:
+        """The value as a factor of another one."""
+        return Vector(1.0, self.primal) if self.is_full else Vector(self.primal, None)
+
+    def with_derivative(self, primal: Any, factor: Vector) -> "_Value":
+        """Returns a function of each entry of the value, whose derivative is `factor`."""
+        if factor.base is not None and not self.is_full:
+            raise _Unknown
+        diagonal = None if self.diagonal is None else self.diagonal.times(factor)
+        terms = tuple((p.times(factor), q) for p, q in self.terms)
+        return self._replace(primal=primal, diagonal=diagonal, terms=terms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The Jacobian of a weight [n, C], in each channel.
+
+    Attributes:
+      kernel: The number of the leaf [n, C].
+      scale: s, [1, C].
+      bases: The vectors [n, C] of which p and q of the kernel are multiples. None is ones.
+      numbers: (number [1, C] of the term, place of p in `bases`, q) of each further term.
+    """
+
+    kernel: int
+    scale: jax.Array
+    bases: tuple[Any, ...]
+    numbers: tuple[tuple[jax.Array, int, Functional], ...]
+
+
+def of_program(
+    weights: jex.ClosedJaxpr, leaves: Sequence[Any], members: Sequence[int]
+) -> Form | None:
+    """Returns the form of the only weight of a program, or None if it has none.
+
+    Args:
+      weights: The program from all trainable leaves to the weight [..., C].
+      leaves: The values of all trainable leaves, or their shapes.
+      members: The numbers of the leaves on which it depends: a kernel of the shape of the weight,
+        and leaves [C].
+    """
+    (result,) = weights.jaxpr.outvars
+    shape = result.aval.shape
+    kernels = [k for k in members if jnp.shape(leaves[k]) == shape]
+    others = [k for k in members if jnp.shape(leaves[k]) == shape[-1:]]
+    wide = all(leaves[k].dtype == jnp.float32 for k in members)
+    if len(shape) < 2 or len(kernels) != 1 or len(others) != len(members) - 1 or not wide:
+        return None
+    (kernel,) = kernels
+    inputs = []
+    for number, leaf in enumerate(leaves):
+        if number == kernel:
+            value = _Value(_as_rows(leaf), True, shape, Vector(1.0, None))
+        elif number in others:
+            own = Functional(number, None)
+            value = _Value(_as_rows(leaf), False, leaf.shape, None, ((Vector(1.0, None), own),))
+        else:
+            value = None
+        inputs.append(value)
+    try:
+        (weight,) = _evaluated(weights, inputs, kernel)
+        return _form(weight, kernel)
+    except _Unknown:
+        return None
+
+
+def _as_rows(x: Any) -> jax.Array:
+    return jnp.reshape(x, (-1, x.shape[-1]))
+
+
+def _form(weight: _Value, kernel: int) -> Form:
+    if weight.diagonal is None or weight.diagonal.base is not None or not weight.is_full:
+        raise _Unknown
+    channels = weight.primal.shape[-1]
+    bases: list[Any] = []
+    merged: list[list[Any]] = []
+    for p, q in weight.terms:
+        place = _place(bases, p.base)
+        if q.leaf == kernel:
+            _place(bases, q.base)
+        for entry in merged:
+            if entry[1] == place and entry[2].same_as(q):
+                entry[0] = entry[0] + p.number
+                break
+        else:
+            merged.append([p.number, place, q])
+    numbers = tuple((jnp.broadcast_to(x, (1, channels)), place, q) for x, place, q in merged)
+    scale = jnp.broadcast_to(weight.diagonal.number, (1, channels))
+    return Form(kernel, scale, tuple(bases), numbers)
+
+
+def _place(bases: list[Any], base: Any) -> int:
+    """Returns the place of a base, which is added if it is new."""
+    for place, known in enumerate(bases):
+        if known is base:
+            return place
+    bases.append(base)
+    return len(bases) - 1
+
+
+# --- The program of a weight, with its derivative ---
+
+
+def _evaluated(
+    program: jex.ClosedJaxpr, inputs: Sequence[_Value | None], kernel: int
+) -> list[_Value]:
+    """Evaluates a program. None stands for a leaf that it must not read."""
+    jaxpr = program.jaxpr
+    values: dict[Any, _Value | None] = {}
+    for variable, constant in zip(jaxpr.constvars, program.consts, strict=True):
+        values[variable] = _constant(constant)
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+
+    def read(variable: Any) -> _Value:
+        if isinstance(variable, jex.Literal):
+            return _constant(variable.val)
+        value = values[variable]
+        if value is None:
+            raise _Unknown
+        return value
+
+    for eqn in jaxpr.eqns:
+        operands = [read(variable) for variable in eqn.invars]
+        name = eqn.primitive.name
+        if name in jaxprs.CALLS:
+            body = jaxprs.called_program(eqn.params)
+            results = _evaluated(body, operands, kernel)
+        else:
+            results = [_applied(eqn, operands, kernel)]
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(variable) for variable in jaxpr.outvars]
+
+
+def _constant(x: Any) -> _Value:
+    if jnp.ndim(x):
+        raise _Unknown
+    return _Value(x, False, ())
+
+
+def _applied(eqn: Any, operands: list[_Value], kernel: int) -> _Value:
+    """Returns the result of an equation."""
+    name = eqn.primitive.name
+    shape = tuple(eqn.outvars[0].aval.shape)
+    if eqn.outvars[0].aval.dtype != jnp.float32:
+        raise _Unknown
+    if name in _LINEAR:
+        return _linear(_LINEAR[name], *operands)._replace(shape=shape)
+    if name == "mul":
+        return _product(*operands)._replace(shape=shape)
+    if name == "div":
+        x, y = operands
+        inverse = _entrywise(y, lambda v: 1 / v, lambda v: -1 / jnp.square(v))
+        return _product(x, inverse)._replace(shape=shape)
+    if name in _ENTRYWISE:
+        function, derivative = _ENTRYWISE[name]
+        return _entrywise(operands[0], function, derivative)._replace(shape=shape)
+    if name == "integer_pow" and eqn.params["y"] == 2:
+        return _entrywise(operands[0], jnp.square, lambda v: 2 * v)._replace(shape=shape)
+    if name == "max":
+        return _maximum(*operands)._replace(shape=shape)
+    if name == "reduce_sum":
+        return _sum(eqn, operands[0], kernel)._replace(shape=shape)
+    if name in ("broadcast_in_dim", "reshape", "squeeze"):
+        return _moved(eqn, operands[0], shape)
+    raise _Unknown
+
+
+def _moved(eqn: Any, x: _Value, shape: tuple[int, ...]) -> _Value:
+    """Returns a value in another shape, which keeps the axis of channels last."""
+    if x.shape == shape or not x.shape:
+        return x._replace(shape=shape)
+    channels = x.shape[-1]
+    if x.is_full or not shape or shape[-1] != channels or math.prod(x.shape) != channels:
+        raise _Unknown
+    if eqn.primitive.name == "broadcast_in_dim":
+        dimensions = eqn.params["broadcast_dimensions"]
+        if dimensions[-1] != len(shape) - 1:
+            raise _Unknown
+    elif math.prod(shape) != channels:
+        raise _Unknown
+    return x._replace(shape=shape)
+
+
+def _sum(eqn: Any, x: _Value, kernel: int) -> _Value:
+    """Returns the sums of the channels."""
+    axes = tuple(eqn.params["axes"])
+    if not x.is_full or axes != tuple(range(len(x.shape) - 1)):
+        raise _Unknown
+    terms = []
+    if x.diagonal is not None:
+        functional = Functional(kernel, x.diagonal.base)
+        terms.append((Vector(x.diagonal.number, None), functional))
+    rows = len(x.primal)
+    for p, q in x.terms:
+        total = rows if p.base is None else p.base.sum(0, keepdims=True)
+        terms.append((Vector(p.number * total, None), q))
+    total = x.primal.sum(0, keepdims=True)
+    return _Value(total, False, x.shape[-1:], None, tuple(terms))
+
+
+def _linear(signs: tuple[int, int], x: _Value, y: _Value | None = None) -> _Value:
+    """Returns x or -x, or the sum or difference of two values."""
+    sign_x, sign_y = signs
+    x = x.with_derivative(sign_x * x.primal, Vector(float(sign_x), None))
+    if y is None:
+        return x
+    y = y.with_derivative(sign_y * y.primal, Vector(float(sign_y), None))
+    if x.diagonal is not None and y.diagonal is not None:
+        raise _Unknown
+    diagonal = x.diagonal if y.diagonal is None else y.diagonal
+    is_full = x.is_full or y.is_full
+    return _Value(x.primal + y.primal, is_full, x.shape, diagonal, x.terms + y.terms)
+
+
+def _product(x: _Value, y: _Value) -> _Value:
+    of_x = _Value.with_derivative(_full_like(x, y), x.primal * y.primal, y.as_vector)
+    of_y = _Value.with_derivative(_full_like(y, x), x.primal * y.primal, x.as_vector)
+    if of_x.diagonal is not None and of_y.diagonal is not None:
+        raise _Unknown
+    diagonal = of_x.diagonal if of_y.diagonal is None else of_y.diagonal
+    return of_x._replace(diagonal=diagonal, terms=of_x.terms + of_y.terms)
+
+
+def _full_like(x: _Value, y: _Value) -> _Value:
+    """Returns a number of each channel as rows, where the other value has rows."""
+    if x.is_full or not y.is_full:
+        return x
+    return x._replace(primal=jnp.broadcast_to(x.primal, y.primal.shape), is_full=True)
+
+
+def _entrywise(
+    x: _Value, function: Callable[[Any], Any], derivative: Callable[[Any], Any]
+) -> _Value:
+    if x.is_full and function is jnp.square:
+        # The derivative has the value itself as its base, which other terms have too.
+        return x.with_derivative(jnp.square(x.primal), Vector(2.0, x.primal))
+    slope = derivative(x.primal)
+    factor = Vector(1.0, slope) if x.is_full else Vector(slope, None)
+    return x.with_derivative(function(x.primal), factor)
+
+
+def _maximum(x: _Value, y: _Value) -> _Value:
+    """Returns the larger of a value and a constant."""
+    if y.terms or y.diagonal is not None:
+        raise _Unknown
+    constant = y.primal
+    # Half of the derivative belongs to each of two equal values, as in JAX.
+    half = jnp.float32(0.5)
+    return _entrywise(
+        x,
+        lambda v: jnp.maximum(v, constant),
+        lambda v: jnp.where(v == constant, half, (v > constant).astype(v.dtype)),
+    )
+
+
+_LINEAR: Mapping[str, tuple[int, int]] = {
+    "add": (1, 1),
+    "add_any": (1, 1),
+    "sub": (1, -1),
+    "neg": (-1, 1),
+    "copy": (1, 1),
+}
+_ENTRYWISE: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "square": (jnp.square, lambda v: 2 * v),
+    "rsqrt": (lax.rsqrt, lambda v: -0.5 * lax.rsqrt(v) / v),
+    "sqrt": (jnp.sqrt, lambda v: 0.5 * lax.rsqrt(v)),
+}
+
+
+# --- Norms and sums of J^T dV ---
+
+
+class LowRank(NamedTuple):
+    """The terms of J^T dV beside s dV, of each example.
+
+    Attributes:
+      of_kernel: [B, C] for each base: J^T dV has the sum of these multiples of the bases.
+      of_leaves: [B, C], the gradient of each other leaf by its number.
+    """
+
+    of_kernel: list[jax.Array]
+    of_leaves: dict[int, jax.Array]
+
+
+def scaled(form: Form, rule: Conv, g: jax.Array) -> jax.Array:
+    """Returns cotangents [B, ...] times s in bfloat16, whose gradient is s dV.
+
+    Kernels multiply in bfloat16, which takes half of the memory.
+    """
+    shape = [1] * g.ndim
+    shape[1 + rule.numbers.out_spec[1]] = -1
+    product = g * form.scale.reshape(shape)
+    return _in_bfloat16(product).astype(jnp.bfloat16)
+
+
+def low_rank(
+    form: Form, rule: Conv, record: jax.Array, g: jax.Array, scaled_g: jax.Array
+) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
+    """Returns the terms of J^T dV beside s dV, and what they add to the squared norm of s dV.
+
+    Args:
+      form: The Jacobian of the weight.
+      rule: The rule of the convolution where the weight meets data.
+      record, g: The data and the cotangents, [B, ...].
+      scaled_g: The cotangents times s.
+
+    Returns:
+      The terms, and [B] each: what they add, E, and the error of the sum, as in `rounding`.
+    """
+    x, cotangents = rule.pictures(record, g)
+    _, of_scaled = rule.pictures(record, scaled_g)
+    # The norm of s dV is that of factors in bfloat16.
+    x, of_scaled = _in_bfloat16(x), of_scaled.astype(jnp.float32)
+    outputs = [_applied_to(rule, x, base) for base in form.bases]
+    channels = form.scale.size
+    of_kernel = [jnp.zeros((len(x), channels), jnp.float32) for _ in form.bases]
+    of_leaves: dict[int, jax.Array] = {}
+    for number, place, functional in form.numbers:
+        term = number * (outputs[place] * cotangents).sum((1, 2))
+        if functional.leaf == form.kernel:
+            own = _place(list(form.bases), functional.base)
+            of_kernel[own] = of_kernel[own] + term
+        else:
+            of_leaves[functional.leaf] = of_leaves.get(functional.leaf, 0) + term
+    added, spread, longest = _added_squares(form, rule, of_kernel, outputs, x, of_scaled)
+    for term in of_leaves.values():
+        added = added + jnp.square(term).sum(1)
+        longest = longest + rounding.root(jnp.square(term).sum(1))
+    error = rounding.of_sum(1, jnp.float32) * longest
+    return LowRank(of_kernel, of_leaves), added, spread, error
+
+
+def _added_squares(
+    form: Form,
+    rule: Conv,
+    of_kernel: Sequence[jax.Array],
+    outputs: Sequence[jax.Array],
+    x: jax.Array,
+    g: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what multiples of the bases add to the squared norm of the kernel's gradient, E of
+    it, and the sum of the lengths of these multiples, [B] each.
+    """
+    eps = rounding.eps(jnp.float32)
+    rows = math.prod(rule.window) * rule.channels
+    windows = _window_sums(rule, jnp.square(x).sum(3, keepdims=True))
+    lengths = (rounding.root(windows) * jnp.abs(g)).sum((1, 2))  # [B, C]
+    additions = rounding.additions(rows) + rounding.additions(rule.positions)
+    added = spread = longest = jnp.zeros(len(x), jnp.float32)
+    for j, (multiple, base) in enumerate(zip(of_kernel, form.bases, strict=True)):
+        crossed = (outputs[j] * g).sum((1, 2))
+        square = jnp.float32(rows) if base is None else jnp.square(base).sum(0, keepdims=True)
+        # A base is rounded to bfloat16 where it is multiplied, ones are not.
+        rounded = additions * eps + (0.0 if base is None else _BFLOAT16_ROUNDING)
+        size = jnp.abs(multiple) * rounding.root(square)
+        terms = [2 * multiple * crossed]
+        for k, other in enumerate(form.bases[: j + 1]):
+            twice = 1 if k == j else 2
+            terms.append(twice * multiple * of_kernel[k] * _inner(base, other, rows))
+        added = added + sum(terms).sum(1)
+        absolute = sum(map(jnp.abs, terms))
+        spread = spread + (2 * rounded * size * lengths + _EVALUATED * eps * absolute).sum(1)
+        longest = longest + rounding.root(jnp.square(size).sum(1))
+    return added, spread, longest
+
+
+# Roundings of a term of the quadratic form: its inner products and their sums over channels.
+_EVALUATED = 128
+_BFLOAT16_ROUNDING = 2.0**-8
+
+
+def _inner(base: Any, other: Any, rows: int) -> Any:
+    """Returns the inner products [C] of two bases."""
+    if base is None and other is None:
+        return jnp.float32(rows)
+    if base is None or other is None:
+        return (other if base is None else base).sum(0, keepdims=True)
+    return (base * other).sum(0, keepdims=True)
+
+
+def weighted_sum(
+    form: Form,
+    shape: Sequence[int],
+    of_scaled: jax.Array,
+    sums: LowRank,
+) -> dict[int, jax.Array]:
+    """Returns the gradients of the leaves by their numbers.
+
+    Args:
+      form: The Jacobian of the weight.
+      shape: The shape of the kernel.
+      of_scaled: The sum of s dV times factors, in the shape of the weight.
+      sums: The sums of the other terms times factors, [C] each.
+    """
+    grad = of_scaled.reshape(-1, shape[-1])
+    for multiples, base in zip(sums.of_kernel, form.bases, strict=True):
+        multiple = multiples.reshape(1, -1)
+        grad = grad + (multiple if base is None else multiple * base)
+    return {form.kernel: grad.reshape(shape), **sums.of_leaves}
+
+
+def _in_bfloat16(x: jax.Array) -> jax.Array:
+    rounded = lax.reduce_precision(x, products.EXPONENT_BITS, products.BFLOAT16_BITS)
+    return rounded.astype(jnp.float32)
+
+
+def _applied_to(rule: Conv, x: jax.Array, base: Any) -> jax.Array:
+    """Returns p^T u_t of all positions, [B, OH, OW, C], or [B, OH, OW, 1] for ones."""
+    if base is None:
+        return _window_sums(rule, x.sum(3, keepdims=True))
+    out_feature, in_feature, *spatial = rule.numbers.rhs_spec
+    kernel = base.reshape(rule.weight_shape).transpose((*spatial, in_feature, out_feature))
+    return lax.conv_general_dilated(
+        x,
+        kernel,
+        rule.strides,
+        rule.padding,
+        rhs_dilation=rule.kernel_dilation,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+def _window_sums(rule: Conv, x: jax.Array) -> jax.Array:
+    """Returns the sums of the windows of a picture [B, H, W, 1]."""
+    return lax.reduce_window(
+        x,
+        jnp.zeros((), x.dtype),
+        lax.add,
+        window_dimensions=(1, *rule.window, 1),
+        window_strides=(1, *rule.strides, 1),
+        padding=((0, 0), *rule.padding, (0, 0)),
+        window_dilation=(1, *rule.kernel_dilation, 1),
+    )
