@@ -256,6 +256,11 @@ def run_client(
         print(f"hospital: answered under {hospital._terms}.")
 
 
+def _name(mine: Any) -> str:
+    """Returns the name of a hospital's records in its ledger."""
+    return mine.dataset or pathlib.Path(mine.records).stem
+
+
 def _private_set(mine: Any, records: dict[str, Any]) -> frame.PrivateSet:
     """Returns the records by which the registry knows them: without the group, which is no part of
     a record.
