@@ -186,7 +186,8 @@ def table(config: Any) -> Opened:
 
         return Task(records(private), records(test), origin, rows=private)
 
-    return Opened(len(test), private.num_classes, compute)
+    columns = read_column(test, "features").shape[1]
+    return Opened(len(test), private.num_classes, _width(config, columns), compute)
 
 
 # --- Images -------------------------------------------------------------------------------------
