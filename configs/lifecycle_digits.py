@@ -61,10 +61,10 @@ def get_config(variant: str = "") -> ConfigDict:
                 "severity": 4,
             },
             "budgets": {  # of each private data set in the ledger
-                "private": {"epsilon": 10.0, "delta": 1e-5},
+                "private": {"epsilon": 2.1, "delta": 1e-5},
                 "sources": {"epsilon": 2.0, "delta": 0.0},
-                "stream": {"epsilon": 8.0, "delta": 1e-5},
-                "client": {"epsilon": 8.0, "delta": 1e-5},
+                "stream": {"epsilon": 2.0, "delta": 1e-5},
+                "client": {"epsilon": 2.0, "delta": 1e-5},
             },
             "model": {
                 "name": "cnn",
@@ -87,16 +87,16 @@ def get_config(variant: str = "") -> ConfigDict:
                 "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
                 "method_options": METHOD_OPTIONS,
                 "accountant": "auto",
-                "epsilon": 4.0,
+                "epsilon": 1.5,
                 "delta": 1e-5,
-                "batch_size": 192,
-                "physical_batch_size": 240,
-                "steps": 80,
+                "batch_size": 430,
+                "physical_batch_size": 500,
+                "steps": 60,
                 "clip_norm": 1.0,
-                "learning_rate": 0.35,
+                "learning_rate": 0.1,
                 **optimizer(momentum=0.9),
                 "schedule": "cosine",
-                "augmult": 4,
+                "augmult": 0,
                 "ema_decay": 0.0,
                 "ascent_radius": 0.0,
                 "checkpoint_every": 10,
@@ -104,22 +104,22 @@ def get_config(variant: str = "") -> ConfigDict:
             "recalibrate": {"epsilon": 1.0},  # of each source
             "adapt": {
                 "seed": 0,  # of the order of the stream
-                "epsilon": 8.0,
+                "epsilon": 2.0,
                 "delta": 1e-5,
                 "batch_size": 64,
                 "clip_norm": 1.0,
                 "learning_rate": 0.1,
             },
             "split": {  # the client's upload
-                "epsilon": 8.0,
+                "epsilon": 2.0,
                 "delta": 1e-5,
                 "label_share": 0.5,
                 "directions": 8,
             },
             "predict": {
-                "epsilon": 6.0,
+                "epsilon": 1.0,
                 "delta": 1e-5,
-                "queries": 30,
+                "queries": 10,
                 # of the linear model's features. 0 takes the whole span of the backbone's outputs.
                 "dimensions": 0,
                 "whiten": 0.5,
@@ -127,6 +127,8 @@ def get_config(variant: str = "") -> ConfigDict:
                 "learning_rate": 10.0,
                 "max_distance": 60,
             },
+            # What the same stages reach without privacy, which only public records may show.
+            "references": {"show": True, "steps": 300, "batch_size": 64, "learning_rate": 1e-2},
             "certificates": {"show": False},  # True writes certificates.html, which is NOT private
             "audit_finetune": {"candidates": 8, "trials": 1000},
             "audit_recalibrate": {"trials": 1000},
