@@ -22,7 +22,7 @@ _SMOKE = {
     "model.options.widths": (16,),
     "pretrain.steps": 60,
     "finetune.steps": 30,
-    "finetune.augmult": 0,
+    "references.steps": 60,
     "recalibrate.epsilon": 2.0,  # the whole budget of a source
     "predict.queries": 10,
     "predict.max_distance": 30,
@@ -61,7 +61,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "severity": 4,
             },
             "budgets": {  # of each private data set in the ledger
-                "private": {"epsilon": 2.1, "delta": 1e-5},
+                "private": {"epsilon": 2.15, "delta": 1e-5},
                 "sources": {"epsilon": 2.0, "delta": 0.0},
                 "stream": {"epsilon": 2.0, "delta": 1e-5},
                 "client": {"epsilon": 2.0, "delta": 1e-5},
@@ -87,7 +87,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "method": "dp_sgd",  # or "adp_alloc", "adp_clip", "gep"
                 "method_options": METHOD_OPTIONS,
                 "accountant": "auto",
-                "epsilon": 1.5,
+                "epsilon": 1.4,
                 "delta": 1e-5,
                 "batch_size": 430,
                 "physical_batch_size": 500,
@@ -119,11 +119,11 @@ def get_config(variant: str = "") -> ConfigDict:
             "predict": {
                 "epsilon": 1.0,
                 "delta": 1e-5,
-                "queries": 10,
+                "queries": 5,
                 # of the linear model's features. 0 takes the whole span of the backbone's outputs.
                 "dimensions": 0,
-                "whiten": 0.5,
-                "clip": 0.02,
+                "whiten": 1.0,
+                "clip": 0.01,
                 "learning_rate": 10.0,
                 "max_distance": 60,
             },
