@@ -104,7 +104,7 @@ def test_the_outputs_of_a_run_on_cpu_are_stored_without_names_of_a_machine():
     assert [cell.execution_count for cell in code_cells()] == list(range(1, len(code_cells()) + 1))
     outputs = {cell.id: cell.outputs for cell in code_cells()}
     assert (
-        "CpuDevice" in str(outputs["devices"]) and printed(outputs["life"]).count(": done\n") == 13
+        "CpuDevice" in str(outputs["devices"]) and printed(outputs["life"]).count(": done\n") == 14
     )
     assert not [
         output for found in outputs.values() for output in found if output.get("name") == "stderr"
