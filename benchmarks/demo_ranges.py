@@ -42,10 +42,13 @@ def one() -> dict[str, float]:
             path = pathlib.Path(folder, states[stage]["folder"], "row.json")
             return json.loads(path.read_text(encoding="utf-8"))["result"]
 
-        tuned, ((_, models),) = result("finetune"), result("deploy")["models"].items()
+        tuned, references = result("finetune"), result("references")
+        ((shift, models),) = result("deploy")["models"].items()
         return {
             "accuracy after public pre-training": result("pretrain")["accuracy"],
             "accuracy after private fine-tuning": tuned["after"],
+            "accuracy after fine-tuning without privacy": references["finetune"],
+            "brightened images, adapted without privacy: accuracy": references["adapt"][shift],
             "certified answers that are right": result("predict")["accuracy"],
             **{
                 f"brightened images, {name}: {what}": row[key]

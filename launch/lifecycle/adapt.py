@@ -30,10 +30,10 @@ def adapt(job: Job) -> dict[str, Any]:
     options = job.config.adapt
     tests = job.data.stream_test
     model, params = tuned(job)
-    batches = _batches(job.config, job.data)
+    batches = batches_of(job.config, job.data)
     visits = _visits(batches)
     method = _method(options, visits)
-    optimizer = optax.sgd(options.learning_rate, momentum=0.9)
+    optimizer = optimizer_of(options)
     accuracy = functools.partial(finetune.accuracy, model.apply_fn)
     served = tta.serve(
         tta.Adapter(model.apply_fn, params, method, optimizer),
@@ -70,12 +70,18 @@ def _accounts(config: Any) -> Accounts:
 
 
 def _charges(config: Any, parts: Parts) -> Charges:
-    batches = _batches(config, parts)
+    batches = batches_of(config, parts)
     method = _method(config.adapt, _visits(batches))
     return {_ACCOUNT: tta.event(method.event, batches)}
 
 
-def _batches(config: Any, parts: Parts) -> tta.Stream:
+def optimizer_of(options: Any) -> optax.GradientTransformation:
+    """Returns the optimizer of a stream."""
+    return optax.sgd(options.learning_rate, momentum=0.9)
+
+
+def batches_of(config: Any, parts: Parts) -> tta.Stream:
+    """Returns the private stream. Every image comes once."""
     domains, units = {}, {}
     for domain, source in parts.stream.items():  # no owner has images in two domains
         domains[domain], owners = held(source)

@@ -11,6 +11,7 @@ from jaxdp.models import load_params, save_params
 from jaxdp.recalibration.metrics import equal_width_bin
 
 from .. import models
+from . import references
 from .networks import Params, tuned
 from .recalibrate import ece, restored
 from .stage import Job, Stage
@@ -120,4 +121,5 @@ STAGES = (
         page="life_deploy.html.jinja",
         opens=True,
     ),
+    references.STAGE,
 )

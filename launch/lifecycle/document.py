@@ -116,8 +116,37 @@ def protection(root: pathlib.Path, result: Mapping[str, Any]) -> list[dict[str, 
     return rows
 
 
+def accuracies(root: pathlib.Path, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the accuracy on held-out images before and after each stage that changes it.
+
+    "without privacy" is what the same stage reaches without noise, where `config.references.show`
+    asks for it.
+    """
+    life = Life(root, result)
+    references = life.result("references") or {"finetune": None, "adapt": {}}
+    rows = []
+    if change := life.result("finetune"):
+        name = f"fine-tuning on {life.config['data']['name']}"
+        rows.append(_change(name, change, references["finetune"]))
+    if adapted := life.result("adapt"):
+        for shift, change in adapted["accuracy"].items():
+            name = f"adaptation to {shift.replace('_', ' ')}"
+            rows.append(_change(name, change, references["adapt"].get(shift)))
+    return rows
+
+
+def _change(name: str, change: Mapping[str, float], reference: float | None) -> dict[str, str]:
+    without = "not measured" if reference is None else f"{reference:.1%}"
+    return {
+        "accuracy": name,
+        "before": f"{change['before']:.1%}",
+        "after": f"{change['after']:.1%}",
+        "without privacy": without,
+    }
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the rows of `protection` for the terminal."""
+    """Returns the rows of `accuracies` or `protection` for the terminal."""
     return format_table(rows)
 
 

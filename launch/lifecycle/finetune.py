@@ -12,7 +12,7 @@ from jaxdp.data import Groups, Source, by_group, from_arrays, take
 from jaxdp.models import Pretrained, merge_pretrained, save_params
 
 from .. import data, models, plans, results, trainers
-from .networks import backbone, network, tuned
+from .networks import Params, backbone, network, tuned
 from .parts import Parts
 from .stage import AUDITS, CHANGE, CONFIDENCE, CURVE, Accounts, Charges, Job, Stage, audited, terms
 
@@ -24,11 +24,7 @@ def train(job: Job) -> dict[str, Any]:
     options = job.config.finetune
     private, test = job.data.private, job.data.test
     model = network(job.config, private.num_classes)
-    same_head = job.data.public.num_classes == private.num_classes and not options.new_head
-    _, pretrained = backbone(job)
-    start = merge_pretrained(
-        models.fresh(model, options.seed), pretrained, exclude=() if same_head else ("head",)
-    )
+    start = beginning(job, model)
     trainer = _trainer(job.config, model, job.data)
     accuracy = functools.partial(finetune.accuracy, model.apply_fn)
     account = job.account(private.name)
@@ -59,6 +55,17 @@ def train(job: Job) -> dict[str, Any]:
         "method": options.method,
         "curves": trainers.curves(job.folder),
     }
+
+
+def beginning(job: Job, model: Pretrained) -> Params:
+    """Returns the pre-trained parameters, with a new head if the classes are others."""
+    options = job.config.finetune
+    public, private = job.data.public, job.data.private
+    same_head = public.num_classes == private.num_classes and not options.new_head
+    _, pretrained = backbone(job)
+    return merge_pretrained(
+        models.fresh(model, options.seed), pretrained, exclude=() if same_head else ("head",)
+    )
 
 
 def private_account(config: Any) -> Accounts:

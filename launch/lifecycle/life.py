@@ -23,7 +23,7 @@ from .. import frame, plans
 from ..config_dict import ConfigDict
 from ..settings import check_numbers
 from ..study import PrivateSet
-from . import cache, document, parts
+from . import cache, document, parts, references
 from .stage import Accounts, Done, Job, Stage
 from .stages import known as stages
 
@@ -124,6 +124,7 @@ class Life:
     """The stages of one run: which are done, their states, and what the others will spend."""
 
     def __init__(self, config: Any, data: parts.Parts, root: pathlib.Path):
+        references.check(config, is_public=_is_public(config))
         self.config = config
         self.data = data
         self.root = root
@@ -244,8 +245,11 @@ def _rows(work: frame.Work, cells: Sequence[Any]) -> list[_State]:
 
 def _private(life: Life) -> list[PrivateSet]:
     """Returns the training set. The other parties' sets are named alike in every lifecycle."""
-    source = DataSpec(source=life.config.data.source)
-    return [PrivateSet(life.data.private.name, life.data.private, source.is_public)]
+    return [PrivateSet(life.data.private.name, life.data.private, _is_public(life.config))]
+
+
+def _is_public(config: Any) -> bool:
+    return DataSpec(source=config.data.source).is_public
 
 
 def _listed(life: Life) -> list[_State]:
@@ -297,7 +301,8 @@ def _run(step: Step, work: frame.Work) -> dict[str, Any]:
     life: Life = work.shared
     stage = {stage.name: stage for stage in life.stages}[step.stage]
     folder = work.folder(step)
-    fields = {part: life.config[part].copy_and_resolve_references() for part in stage.config}
+    read = [part for part in stage.config if part in life.config]  # references may be missing
+    fields = {part: life.config[part].copy_and_resolve_references() for part in read}
     assert life.hold is not None
     job = Job(
         config=ConfigDict(fields),
@@ -342,11 +347,14 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "accounts": list(accounts(work.config)),
         "stages": states,
     }
-    return result | {"protection": document.protection(work.root, result)}
+    result["accuracy"] = document.accuracies(work.root, result)
+    result["protection"] = document.protection(work.root, result)
+    return result
 
 
 def _summary(result: Any) -> str:
-    text: str = document.table(result["protection"])
+    tables = [document.table(result[name]) for name in ("accuracy", "protection") if result[name]]
+    text = "\n\n".join(tables)
     bad = [name for name, state in result["stages"].items() if state["status"] != "done"]
     if bad:
         text += (

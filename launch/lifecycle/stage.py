@@ -126,7 +126,7 @@ class Stage:
         fields = json.loads(config.to_json())
         facts = {
             "stage": self.name,
-            "config": {part: fields[part] for part in self.config},
+            "config": {part: fields[part] for part in self.config if part in fields},
             "data": {role: data.fingerprints(role) for role in self.data},
             "before": {name: before[name].content for name in self.after},
             "version": __version__,

@@ -26,7 +26,7 @@ from jaxdp.report import document as parts_of_reports
 from jaxdp.report import round_down, round_up
 from launch import data, frame
 from launch.frame import running
-from launch.lifecycle import Interrupted, cache, document, life, parts, stages
+from launch.lifecycle import Interrupted, cache, document, life, parts, references, stages
 from launch.lifecycle.__main__ import experiment
 from tests import forked
 from tests.launch import golden, program, tiny
@@ -195,7 +195,8 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
     assert len(said) == 2 and not any(re.search("[0-9]", words) for words in said)
     for words in said:
         report = report.replace(f"{words}\n", "")
-    assert report.replace("show&#34;: true", "show&#34;: false") == plain
+    show = ("show&#34;: true", "show&#34;: false")
+    assert report.replace(*show) == plain.replace(*show)
     assert document.write(copied).name == "report.html" and apart.read_text() == text
 
     life.run(tiny.lifecycle(), copied)
@@ -204,6 +205,31 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
         and (copied / "report.html").read_text() == plain
         and spent(copied) == before
     )
+
+
+def test_the_terminal_shows_accuracy_before_after_and_without_privacy(finished):
+    """Broken twins: references of private records, and a report that shows those of public ones."""
+    root, states = finished
+    results = {}
+    for name in ("finetune", "adapt", "references"):
+        results[name] = cache.find(root / states[name]["folder"]).result
+    result = json.loads((root / "result.json").read_text())
+    tuned, (adapted,) = results["finetune"], results["adapt"]["accuracy"].values()
+    reference, (moved,) = results["references"]["finetune"], results["references"]["adapt"].values()
+    shown = [
+        [f"{share:.1%}" for share in (tuned["before"], tuned["after"], reference)],
+        [f"{share:.1%}" for share in (adapted["before"], adapted["after"], moved)],
+    ]
+    names = ("before", "after", "without privacy")
+    assert [[row[name] for name in names] for row in result["accuracy"]] == shown
+    text = life.STUDY.summary(result)
+    assert all(re.search(" +".join(row), text) for row in shown)
+    assert "without privacy" not in (root / "report.html").read_text()
+    config = tiny.lifecycle()
+    with pytest.raises(ValueError, match=r"--config\.references\.show=False"):
+        references.check(config, is_public=False)
+    config.references.show = False
+    references.check(config, is_public=False)
 
 
 def test_changed_data_is_noticed(finished):
@@ -221,6 +247,7 @@ def test_changed_data_is_noticed(finished):
     assert {name for name in NAMES if keys[0][name] != keys[1][name]} == {
         "adapt",
         "deploy",
+        "references",
         "audit_adapt",
     }
     assert all(keys[0][name] != keys[2][name] for name in NAMES)

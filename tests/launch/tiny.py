@@ -204,15 +204,22 @@ LIFECYCLE = {
     "pretrain.steps": 4,
     "pretrain.checkpoint_every": 4,
     "pretrain.perturbation_batch_size": 32,
+    "budgets.private.epsilon": 10.0,
+    "budgets.stream.epsilon": 8.0,
+    "budgets.client.epsilon": 8.0,
+    "finetune.epsilon": 4.0,
+    "finetune.learning_rate": 0.35,
     "finetune.steps": 4,
     "finetune.checkpoint_every": 2,
     "finetune.batch_size": 16,
     "finetune.physical_batch_size": 24,
-    "finetune.augmult": 0,
     "adapt.batch_size": 8,
     "adapt.epsilon": 4.0,
+    "split.epsilon": 8.0,
+    "predict.epsilon": 6.0,
     "predict.queries": 4,
     "predict.max_distance": 4,
+    "references.steps": 4,
     "audit_finetune.candidates": 2,
     "audit_finetune.trials": 10,
     "audit_recalibrate.trials": 10,
@@ -232,7 +239,8 @@ def lifecycle(**changes: Any) -> Any:
 
 
 def lifecycle_own(folder: Any) -> Any:
-    own = {name: value for name, value in LIFECYCLE.items() if not name.startswith("data.")}
+    others = ("data.", "references.")
+    own = {name: value for name, value in LIFECYCLE.items() if not name.startswith(others)}
     classes = tuple(map(str, range(10)))
     own |= {
         "data.path": str(folder),
