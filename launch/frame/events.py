@@ -5,7 +5,6 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from typing import Any
 
 from jaxdp.files import EVENTS, happened
 from jaxdp.privacy.times import utc
@@ -16,9 +15,11 @@ STDERR = "-"
 
 class _Lines(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        event, fields = record.args  # type: ignore[misc]
-        line: dict[str, Any] = {"time": utc(record.created), "event": event, "pid": os.getpid()}
-        return json.dumps(line | fields, default=str)
+        assert isinstance(record.args, tuple)
+        event, fields = record.args
+        assert isinstance(fields, dict)
+        line = {"time": utc(record.created), "event": event, "pid": os.getpid()}
+        return json.dumps({**line, **fields}, default=str)
 
 
 @contextlib.contextmanager

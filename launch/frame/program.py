@@ -59,7 +59,7 @@ def start(program: Callable[[Sequence[str]], None]) -> None:
 
 
 def _watched(program: Callable[[Sequence[str]], None], argv: Sequence[str]) -> None:
-    with events.as_lines(flags.FLAGS["log_json"].value, guide.launcher()):
+    with events.as_lines(str(flags.FLAGS["log_json"].value), guide.launcher()):
         program(argv)
 
 

@@ -12,11 +12,12 @@ import os
 import pathlib
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp.data import DataSpec
 from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, DpEvent, Hold, Ledger
+from jaxdp.privacy.privacy_warnings import warn_of_another_number
 from jaxdp.release import alone
 
 from .. import frame, plans
@@ -216,7 +217,7 @@ def _rows(work: frame.Work, cells: Sequence[Any]) -> list[_State]:
         assert work.ledger is not None  # the study has private sets
         ledger = held.enter_context(Ledger(work.ledger, run=frame.run_of(work.root)))
         for name, terms in accounts(work.config).items():
-            ledger.register(name, records=life.data.records(name), **terms)
+            _register(ledger, name, life.data.records(name), terms)
         cache.settle(work.root, ledger, life.data.private.name)
         life.hold = held.enter_context(life.hold_all(ledger))
         is_first = True
@@ -241,6 +242,16 @@ def _rows(work: frame.Work, cells: Sequence[Any]) -> list[_State]:
                 ) from error
             _publish(work)
     return _listed(life)
+
+
+def _register(ledger: Ledger, name: str, present: int, terms: Mapping[str, Any]) -> None:
+    """Registers a data set. One that has grown since keeps its declared number, with a warning."""
+    try:
+        declared = ledger.records(name)
+    except ValueError:  # It is not registered.
+        declared = None
+    ledger.register(name, records=declared or present, **terms)
+    warn_of_another_number(name, registered=declared, present=present, unit=terms["unit"])
 
 
 def _private(life: Life) -> list[PrivateSet]:

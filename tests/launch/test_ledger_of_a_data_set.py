@@ -1,5 +1,6 @@
 """One ledger counts for a private data set, whatever the workdir and the name."""
 
+import dataclasses
 import json
 import os
 from typing import NamedTuple
@@ -173,6 +174,35 @@ def test_a_set_that_grows_keeps_its_ledger(files, home):
     )
     frame.run(QUERIES, queries(files, 0.3), files / "b")
     assert spends(home / "patients.sqlite") == 2
+
+
+def test_a_resumed_run_looks_at_its_records_again(files, home):
+    """Added records are claimed too. Records that were replaced are refused, and nothing is
+    spent."""
+    with np.load(files / "train.npz") as arrays:
+        before = dict(arrays)
+
+    def interrupted(cell, work):
+        if cell.epsilon == 0.2:
+            raise KeyboardInterrupt
+        return ask(cell, work)
+
+    study = dataclasses.replace(QUERIES, run=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        frame.run(study, queries(files, 0.3, 0.2), files / "a")
+    rng = np.random.default_rng(1)
+    added = {name: rng.integers(0, 2, array.shape, np.uint8) for name, array in before.items()}
+    np.savez(files / "train.npz", **added)
+    with pytest.raises(ValueError, match="stands for other records"):
+        frame.run(QUERIES, queries(files, 0.3, 0.2), files / "a")
+    assert spends(home / "patients.sqlite") == 1
+    grown = {name: np.concatenate([before[name], added[name]]) for name in before}
+    np.savez(files / "train.npz", **grown)
+    frame.run(QUERIES, queries(files, 0.3, 0.2), files / "a")
+    assert spends(home / "patients.sqlite") == 2
+    np.savez(files / "added.npz", **added)
+    with pytest.raises(ValueError, match="96 of these 96 records are"):
+        frame.run(QUERIES, queries(files, train="added.npz", name="others"), files / "b")
 
 
 def test_records_are_counted_anew_where_the_user_says_so(files, home):

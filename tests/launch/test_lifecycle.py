@@ -19,7 +19,7 @@ import pytest
 
 import launch.report
 from jaxdp import finetune
-from jaxdp.privacy import BudgetExceeded, Ledger, LedgerDamaged, PureDpEvent
+from jaxdp.privacy import BudgetExceeded, Ledger, LedgerDamaged, PrivacyWarning, PureDpEvent
 from jaxdp.privacy.events import composition, from_json
 from jaxdp.release import Release, Till, alone, kept_arrays, load_arrays, secrets
 from jaxdp.report import document as parts_of_reports
@@ -320,6 +320,18 @@ def test_two_lifecycles_share_a_ledger(copied, tmp_path):
     Ledger(shared).close()
     with pytest.raises(ValueError, match="is not the ledger of this run"):
         document.write(second)
+
+
+def test_a_set_that_grew_keeps_its_number_and_its_other_terms():
+    terms = {"adjacency": "add_remove", "unit": "patient", "epsilon": 1.0, "delta": 1e-5}
+    with Ledger.in_memory() as ledger:
+        life._register(ledger, "ward", 100, terms)
+        life._register(ledger, "ward", 100, terms)  # a resumed run
+        with pytest.warns(PrivacyWarning, match="declares 100 patients, and there are 105"):
+            life._register(ledger, "ward", 105, terms)
+        assert ledger.records("ward") == 100
+        with pytest.raises(ValueError, match="already registered with epsilon"):
+            life._register(ledger, "ward", 105, terms | {"epsilon": 2.0})
 
 
 # --- Everything is asked for together -----------------------------------------------------------
