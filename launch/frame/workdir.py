@@ -70,7 +70,8 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
         fields.pop("watch", None)  # It changes how a run is shown, and nothing in its results.
         # It decides whether a run starts, and older workdirs do not have it.
         fields.pop("private.allow_nonfinite", None)
-        fields.setdefault("private.clip_parts", "")  # Older workdirs clip by one norm.
+        for part in ("private", "finetune"):  # the latter of a life
+            fields.setdefault(f"{part}.clip_parts", "")  # Older workdirs clip by one norm.
     changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     # A field that is None and a missing field are two configs, though `get` gives None for both.
     changed |= before.keys() ^ after.keys()
