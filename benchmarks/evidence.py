@@ -28,6 +28,7 @@ from benchmarks import (
     bench_start,
     bench_steps,
     bench_training,
+    clip_parts,
     compiled,
     demo_ranges,
     device,
@@ -102,6 +103,7 @@ EVIDENCE = [
         ("finetune_methods.json",),
         lambda found: {"methods": finetune_methods.table(found["rows"])},
     ),
+    Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
     Evidence(
         "results/membership.md",
         ("membership.json",),

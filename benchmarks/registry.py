@@ -74,6 +74,9 @@ BENCHMARKS = {
         "secure_aggregation", "DP-SGD across silos under SecAgg+", "secure_aggregation"
     ),
     # Tables of pages.
+    "clip_parts": _page(
+        "clip_parts", "clipping per part beside flat clipping: time and accuracy", "clip_parts"
+    ),
     "demo_ranges": _page("demo_ranges", "ranges of the demo's results", "demo_ranges"),
     "dpadapter_theory": _page(
         "dpadapter_theory",

@@ -16,7 +16,7 @@ holds prepared TFDS data. Without it TFDS's default directory is read."""
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
+from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
 
 
 def get_config(size: str = "paper") -> ConfigDict:
@@ -70,8 +70,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 0,  # the library chooses
                 "steps": 875,
-                "clip_norm": 1.0,
-                "clip_parts": "",
+                **clipping(1.0),
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 2.0,
                 **optimizer(momentum=0.0),

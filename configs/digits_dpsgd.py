@@ -12,7 +12,7 @@ changes it by a point or two between runs."""
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
+from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
 
 
 def get_config(rounds: str = "all") -> ConfigDict:
@@ -59,8 +59,7 @@ def get_config(rounds: str = "all") -> ConfigDict:
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 240,
                 "steps": 100,
-                "clip_norm": 1.0,
-                "clip_parts": "",
+                **clipping(1.0),
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 0.35,
                 **optimizer(momentum=0.9),

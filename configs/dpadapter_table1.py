@@ -25,7 +25,7 @@ import itertools
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, optimizer
+from configs.method_options import METHOD_OPTIONS, clipping, optimizer
 from configs.pretrain import cifar100
 
 _SETS = {"CIFAR-10": ("cifar10", True), "SVHN": ("svhn_cropped", False), "STL-10": ("stl10", True)}
@@ -110,7 +110,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "batch_size": 256,  # not stated in the paper
                 "physical_batch_size": 128,
                 "epochs": 100,
-                "clip_norm": 4.0,
+                **clipping(4.0),
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 0.01,
                 **optimizer(momentum=0.9),
@@ -133,7 +133,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                 "PLD, clip 1": {"accountant": "auto", "clip_norm": 1.0, "learning_rate": 0.04},
                 "PLD, clip 1, EMA, augmult 4": {
                     "accountant": "auto",
-                    "clip_norm": 1.0,
+                    **clipping(1.0),
                     "learning_rate": 0.04,
                     "ema_decay": 0.99,
                     "augmult": 4,

@@ -8,7 +8,7 @@ two CPU cores. Test accuracy: about 0.855 at epsilon 3, 0.90 without privacy. ""
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
+from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
 
 
 def get_config() -> ConfigDict:
@@ -51,8 +51,7 @@ def get_config() -> ConfigDict:
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 0,  # the library chooses
                 "steps": 600,
-                "clip_norm": 1.0,
-                "clip_parts": "",
+                **clipping(1.0),
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 2.0,
                 **optimizer(momentum=0.9),

@@ -16,7 +16,7 @@ its numbers are poor."""
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, optimizer
+from configs.method_options import METHOD_OPTIONS, clipping, optimizer
 
 _VARIANTS = ("", "smoke")
 _SMOKE = {
@@ -93,7 +93,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "batch_size": 430,
                 "physical_batch_size": 500,
                 "steps": 60,
-                "clip_norm": 1.0,
+                **clipping(1.0),
                 "learning_rate": 0.1,
                 **optimizer(momentum=0.9),
                 "schedule": "cosine",

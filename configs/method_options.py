@@ -1,5 +1,5 @@
-"""Fields of every fine-tuning config: options of the private methods, which part of a model is
-trained, optimizers."""
+"""Fields of every fine-tuning config: options of the private methods, clip norms, which part of a
+model is trained, optimizers."""
 
 METHOD_OPTIONS = {  # beyond DP-SGD. The values are the papers'.
     "adp_alloc": {
@@ -39,6 +39,12 @@ TUNING = {  # of a model, see launch/models.py
         "whiten": 0.5,
     },
 }
+
+
+def clipping(clip_norm: float) -> dict[str, object]:
+    """Returns the clip norm of a config, and no division of it among parts."""
+    # Or "uniform", "dimension", or norms by paths, see launch/trainers.py. GEP has no parts.
+    return {"clip_norm": clip_norm, "clip_parts": ""}
 
 
 def optimizer(momentum: float) -> dict[str, object]:

@@ -15,7 +15,7 @@ busy CPU cores. See docs/results/public_checkpoint.md for all images. """
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
+from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
 
 
 def get_config(size: str = "small") -> ConfigDict:
@@ -80,7 +80,7 @@ def get_config(size: str = "small") -> ConfigDict:
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 5000,
                 "steps": 30,
-                "clip_norm": 0.15,
+                **clipping(0.15),
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 64.0,
                 **optimizer(momentum=0.9),

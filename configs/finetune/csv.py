@@ -17,7 +17,7 @@ run. Ten seconds on two CPU cores for 569 rows.
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
+from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
 from configs.tables import columns_of
 
 
@@ -71,7 +71,7 @@ def get_config(columns: str = "") -> ConfigDict:
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 0,  # the library chooses
                 "steps": 60,
-                "clip_norm": 1.0,
+                **clipping(1.0),
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 0.5,
                 **optimizer(momentum=0.9),

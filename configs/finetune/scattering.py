@@ -15,7 +15,7 @@ Results, minutes and what was tuned on which images: docs/results/scattering.md.
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
+from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
 
 # side, channels, training images
 _IMAGES = {
@@ -85,7 +85,7 @@ def get_config(chosen: str = "cifar10") -> ConfigDict:
                 "truncated_batch_size": 0,  # the largest batch; 0 truncates none
                 "physical_batch_size": 5000,
                 "steps": steps,
-                "clip_norm": 0.15,
+                **clipping(0.15),
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 64.0,
                 **optimizer(momentum=0.9),

@@ -14,7 +14,7 @@ docs/results/language_models.md."""
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
+from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
 
 
 def get_config(texts: str = "sst2") -> ConfigDict:
@@ -69,7 +69,7 @@ def get_config(texts: str = "sst2") -> ConfigDict:
                 "batch_size": 512 if whole else 64,
                 "physical_batch_size": 0,
                 "steps": 250 if whole else 50,
-                "clip_norm": 1.0,
+                **clipping(1.0),
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 3e-3,
                 **optimizer(momentum=0.0),

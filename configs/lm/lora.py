@@ -18,7 +18,7 @@ Not run by us with a public checkpoint. The tests run it with a tiny one.
 
 from ml_collections import ConfigDict
 
-from configs.method_options import METHOD_OPTIONS, TUNING, optimizer
+from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
 
 VOCABULARIES = {
     "gpt2": 50_257,
@@ -71,7 +71,7 @@ def get_config(name: str = "gpt2") -> ConfigDict:
                 "batch_size": 512,
                 "physical_batch_size": 16,
                 "steps": 200,
-                "clip_norm": 1.0,
+                **clipping(1.0),
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 1e-3,
                 **optimizer(momentum=0.0),

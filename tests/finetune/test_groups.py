@@ -60,7 +60,10 @@ def trainer_of(name="dp_sgd", n=USERS, **options):
         "unit": "patient",
     }
     return method(
-        loss, optax.sgd(0.1), sampler=data.PoissonSampler(n, Q), **{**given, **own, **options}
+        options.pop("loss_fn", loss),
+        optax.sgd(0.1),
+        sampler=data.PoissonSampler(n, Q),
+        **{**given, **own, **options},
     )
 
 
@@ -113,20 +116,15 @@ def test_clipping_is_active_and_inactive_in_the_comparison_above():
     assert norms.min() < CLIP < norms.max() and _counts.min() < K < _counts.max()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("broken", [False, True])
-def test_views_of_all_records_are_averaged_before_the_clip(broken):
-    """The broken twin pairs views with the mask of another user."""
+def augment(key, example):
+    features = example["features"] + 0.5 * jax.random.normal(key, (FEATURES,))
+    return {**example, "features": features}
 
-    def augment(key, example):
-        return {
-            **example,
-            "features": example["features"] + 0.5 * jax.random.normal(key, (FEATURES,)),
-        }
 
-    trainer = trainer_of(augment=augment, augmult=2, physical_batch_size=USERS)
-    state, given = started(trainer), users()
-    seen = given.gather(np.arange(USERS))
+def gradients_of_views(state, broken=False):
+    """The gradient of each user's mean loss over its records and two views of each, [users,
+    FEATURES], by hand. The broken twin pairs views with the mask of another user."""
+    seen = users().gather(np.arange(USERS))
     key = jax.random.fold_in(jax.random.fold_in(state.key, 0), 0)
     keys = jax.random.split(jax.random.split(key)[0], USERS)
     views = jax.vmap(
@@ -136,9 +134,43 @@ def test_views_of_all_records_are_averaged_before_the_clip(broken):
     x, y = np.asarray(x, np.float64), np.asarray(seen.records["target"], np.float64)[..., None]
     each = ((x @ W - y)[..., None] * x).mean(2)
     present = np.roll(seen.present, 1, 0) if broken else seen.present
-    g = (each * present[..., None]).sum(1) / present.sum(1, keepdims=True)
-    (total,) = jax.tree.leaves(trainer.sums(state, given, np.arange(USERS)))
+    return (each * present[..., None]).sum(1) / present.sum(1, keepdims=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", [False, True])
+def test_views_of_all_records_are_averaged_before_the_clip(broken):
+    trainer = trainer_of(augment=augment, augmult=2, physical_batch_size=USERS)
+    state = started(trainer)
+    g = gradients_of_views(state, broken)
+    (total,) = jax.tree.leaves(trainer.sums(state, users(), np.arange(USERS)))
     assert np.allclose(total, clipped64(g, CLIP).sum(0), rtol=1e-4, atol=1e-5) != broken
+
+
+PART_NORMS = {"first": 0.5, "second": 0.1}
+
+
+def loss_of_parts(params, example):
+    return loss({"w": jnp.concatenate([params["first"], params["second"]])}, example)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("augmult", [1, 2])
+def test_each_part_of_a_user_is_clipped_to_its_norm(augmult):
+    """Without views, the users are in three physical batches. The twin clips the whole gradient to
+    the same sensitivity."""
+    views = {"augment": augment, "physical_batch_size": USERS} if augmult > 1 else {}
+    trainer = trainer_of(loss_fn=loss_of_parts, clip_norm=PART_NORMS, augmult=augmult, **views)
+    first, second = jnp.split(jnp.asarray(W, jnp.float32), 2)
+    state = trainer.refreshed(trainer.init({"first": first, "second": second}))
+    total = trainer.sums(state, users(), np.arange(USERS))
+    g = gradients_of_views(state) if augmult > 1 else gradients64()
+    of_whole = np.split(clipped64(g, trainer.query.sensitivity("add_remove")).sum(0), 2)
+    of_parts = np.split(g, 2, axis=1)
+    for part, rows, twin in zip(PART_NORMS, of_parts, of_whole, strict=True):
+        expected = clipped64(rows, PART_NORMS[part]).sum(0)
+        np.testing.assert_allclose(total[part], expected, rtol=1e-4, atol=1e-5)
+        assert not np.allclose(twin, expected, rtol=1e-2)
 
 
 class PerRecord(GradientSum):

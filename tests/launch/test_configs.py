@@ -51,6 +51,16 @@ def test_the_documented_variants_are_found():
     assert {"configs/digits_dpsgd.py", *(f"configs/tta/{name}" for name in some)} <= set(names)
 
 
+@pytest.mark.parametrize("name", [n for n in documented() if ":" not in n])
+def test_a_clip_norm_of_the_methods_can_be_divided_among_parts(name):
+    if "method_options import" not in (ROOT / name).read_text():
+        return
+    config = catalogue.load(name)
+    for part in ("private", "finetune"):
+        if "clip_norm" in config.get(part, {}):
+            assert config[part].clip_parts == ""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", documented())
 def test_a_config_builds_and_its_network_has_shapes(name):

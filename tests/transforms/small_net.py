@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 import jaxdp
+from jaxdp.transforms import clipped_sums
 
 ENGINES = ("vmap", "bookkeeping", "auto")
 every_engine = pytest.mark.parametrize("engine", ENGINES)
@@ -45,6 +46,19 @@ def batch_of(size: int, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
 def clipped(engine: str, clip_norm: float = 0.5, **options: Any) -> Any:
     """Returns one function per set of options, so that tests share its compilation."""
     return jaxdp.clipped_grad(loss, clip_norm=clip_norm, engine=engine, **options)
+
+
+def factors_of_other_parts(options: Any, program: Any, inputs: Any) -> Any:
+    """Applies the factors of each part to the next one: a broken twin of `_engine_result`."""
+    result = _HONEST(options, program, inputs)
+
+    def weighted_sum(rows: Any, factors: Any) -> Any:
+        return result.weighted_sum(rows, [factors[-1], *factors[:-1]])
+
+    return result._replace(weighted_sum=weighted_sum)
+
+
+_HONEST = clipped_sums._engine_result
 
 
 def norm(tree: Any) -> float:

@@ -214,6 +214,58 @@ def test_equal_tokens_that_cancel_over_a_long_text(oracle: Any) -> None:
     assert excess(lookup, 131_072, rising, "factors", oracle) <= LIMIT
 
 
+def excess_of_parts(length: int, oracle: Any) -> dict[str, float]:
+    """Returns the norm of a contribution over the clip norm of each of two parts that cancel."""
+    norms = {"lookup": 1.0, "bias": 0.3}
+    rules = {"lookup": lookup(length), "bias": bias(length)}
+    c = jnp.asarray(rising(length, np.random.default_rng(0)) * 2**10, jnp.float32)[None]
+
+    def loss(params: Any, example: Any) -> Any:
+        losses = [rules[name][1](params[name], example[name]) for name in rules]
+        return sum(losses)
+
+    params = {name: jnp.asarray(weight, jnp.float32) for name, (weight, _, _) in rules.items()}
+    batch = {name: (jnp.asarray(inputs)[None], c) for name, (_, _, inputs) in rules.items()}
+    with oracle.forced("factors"):
+        grads = jaxdp.clipped_grad(loss, clip_norm=norms)(params, batch).grads
+    lengths = {name: np.linalg.norm(np.float64(grad)) for name, grad in grads.items()}
+    return {name: float(lengths[name] / norm) for name, norm in norms.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_twin", [False, True])
+def test_no_part_exceeds_its_bound_when_its_terms_cancel(
+    is_twin: bool, oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The twin has a fixed floor."""
+    if is_twin:
+        monkeypatch.setattr(components.TappedSite, "with_distinct_rows", lambda self: self)
+        monkeypatch.setattr("jaxdp.transforms.rounding.of_sum", lambda terms, dtype: 1e-4)
+    over = excess_of_parts(131_072, oracle)
+    assert (over["lookup"] > LIMIT) == is_twin
+    assert over["bias"] <= LIMIT
+
+
+@pytest.mark.slow
+def test_a_weight_of_two_parts_keeps_both_bounds_when_its_terms_cancel() -> None:
+    """`computed`, with its two terms from leaves of two parts."""
+    rng = np.random.default_rng(0)
+    direction = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)
+    rows = np.repeat(rng.normal(size=(256, 16)), 2, axis=0)
+    norms = {"plain": 1.0, "hidden": 0.3}
+
+    def loss(params: Any, example: Any) -> Any:
+        weight = params["plain"] + 1e5 * direction * jnp.sum(params["hidden"] * direction)
+        return jnp.sum((example[0] @ weight) * example[1][:, None])
+
+    c = paired(512, rng) * 2**10
+    batch = jnp.asarray(rows, jnp.float32)[None], jnp.asarray(c, jnp.float32)[None]
+    params = {name: jnp.zeros((16, 8)) for name in norms}
+    grads = jaxdp.clipped_grad(loss, clip_norm=norms)(params, batch).grads
+    for name, norm in norms.items():
+        assert np.linalg.norm(np.float64(grads[name])) <= LIMIT * norm
+
+
 @pytest.mark.slow
 def test_a_gain_that_a_probe_does_not_see(oracle: Any) -> None:
     """Where the gain is probed along one direction, 3 times the clip norm pass."""

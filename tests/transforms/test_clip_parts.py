@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdp
 from jaxdp.transforms import clipped_sums
 from jaxdp.transforms.clipping import paths_of
-from tests.transforms.small_net import ENGINES, draws
+from tests.transforms.small_net import ENGINES, draws, factors_of_other_parts
 
 BATCH = 6
 CLIP = {"backbone/.*": 0.3, "head|mix": 0.05, "table": 0.02}
@@ -119,17 +119,18 @@ def test_a_component_of_two_parts_is_kept_and_cut() -> None:
     assert methods["head"] == methods["mix"] == "keep"
 
 
-def swapped(options: Any, program: Any, inputs: Any) -> Any:
-    """Applies the factors of each part to the next one, as a broken engine would."""
-    result = _HONEST(options, program, inputs)
-
-    def weighted_sum(rows: Any, factors: Any) -> Any:
-        return result.weighted_sum(rows, [factors[-1], *factors[:-1]])
-
-    return result._replace(weighted_sum=weighted_sum)
-
-
-_HONEST = clipped_sums._engine_result
+@pytest.mark.slow
+def test_every_treatment_of_a_layer_clips_each_part_as_float64_does(oracle: Any) -> None:
+    """Norms come from factors, from kept gradients, and from gradients that are formed twice."""
+    params, batch = params_of(), batch_of()
+    sums, norms = clipped(gradients(params, batch), CLIP)
+    treatments = ("factors", "keep", "drop")
+    results = oracle.every_method(loss, treatments, params, batch, clip_norm=CLIP)
+    assert tuple(results) == treatments
+    for out in results.values():
+        assert_sums(out.grads, sums, 1e-5)
+        for pattern, expected in zip(CLIP, norms, strict=True):
+            np.testing.assert_allclose(out.part_norms[pattern], expected, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -140,7 +141,7 @@ def test_the_factor_of_another_part_is_caught(monkeypatch: pytest.MonkeyPatch) -
     honest = jaxdp.clipped_grad(loss, clip_norm=CLIP)
     bound = honest.sensitivity()
     assert _length(honest(params, batch).grads) <= (1 + 2**-8) * bound
-    monkeypatch.setattr(clipped_sums, "_engine_result", swapped)
+    monkeypatch.setattr(clipped_sums, "_engine_result", factors_of_other_parts)
     broken = jaxdp.clipped_grad(loss, clip_norm=CLIP)
     assert _length(broken(params, batch).grads) > 1.02 * bound
 
@@ -188,18 +189,27 @@ def _zeros(tree: Any) -> Any:
 
 
 @pytest.mark.slow
-def test_shards_and_one_device_agree() -> None:
+@pytest.mark.parametrize("manual", [True, False])
+def test_two_devices_clip_each_part_as_float64_does(manual: bool) -> None:
     params, batch = params_of(), batch_of()
     auto = (jax.sharding.AxisType.Auto,)
     mesh = jax.make_mesh((2,), ("data",), auto, devices=jax.devices()[:2])
     f = jaxdp.clipped_grad(loss, clip_norm=CLIP)
+    expected, _ = clipped(gradients(params, batch), CLIP)
 
     def summed(params: Any, batch: Any) -> Any:
         return jax.lax.psum(f(params, batch).grads, "data")
 
     whole, rows = PartitionSpec(), PartitionSpec("data")
-    sharded = jax.shard_map(summed, mesh=mesh, in_specs=(whole, rows), out_specs=whole)
-    assert_sums(jax.jit(sharded)(params, batch), by_path(f(params, batch).grads), 1e-5)
+    if manual:
+        sharded = jax.shard_map(summed, mesh=mesh, in_specs=(whole, rows), out_specs=whole)
+        assert_sums(jax.jit(sharded)(params, batch), expected, 1e-5)
+        return
+    params = jax.device_put(params, NamedSharding(mesh, whole))
+    batch = jax.device_put(batch, NamedSharding(mesh, rows))
+    out = jax.jit(f)(params, batch)
+    assert len(out.part_norms["table"].sharding.device_set) == 2
+    assert_sums(out.grads, expected, 1e-5)
 
 
 @pytest.mark.slow

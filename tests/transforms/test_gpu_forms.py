@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.transforms import convolutions, forms, sites
+from jaxdp.transforms import clipped_sums, convolutions, forms, sites
+from tests.transforms.small_net import factors_of_other_parts
 
 B = 4
 CLIP = 0.5
@@ -90,16 +91,16 @@ def flat(tree):
     return np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
 
 
-def on_a_gpu(loss, params, batch, mask=None, **options):
+def on_a_gpu(loss, params, batch, mask=None, clip_norm=CLIP, **options):
     """Returns the clipped sum by the forms of a GPU. The CPU multiplies all bits of float32."""
-    clipped = jaxdp.clipped_grad(loss, clip_norm=CLIP, **options)
+    clipped = jaxdp.clipped_grad(loss, clip_norm=clip_norm, **options)
     with forms.traced_for("cuda"), jax.default_matmul_precision("highest"):
         return clipped(params, batch, mask=mask)
 
 
-def clipped_sum(exact):
+def clipped_sum(exact, clip_norm=CLIP):
     norms = np.linalg.norm(exact, axis=1)
-    return norms, (exact * np.minimum(1, CLIP / norms)[:, None]).sum(0)
+    return norms, (exact * np.minimum(1, clip_norm / norms)[:, None]).sum(0)
 
 
 @pytest.mark.slow
@@ -115,6 +116,25 @@ def test_clipped_sums_and_norms(geometry, engine):
     np.testing.assert_allclose(result.norms[counted], norms, rtol=1e-4)
     np.testing.assert_allclose(flat(result.grads), expected, atol=1e-5)
     assert result.nonfinite == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_twin", [False, True])
+def test_each_part_has_its_norm(is_twin, monkeypatch):
+    """The twin applies the factors of one part to the other."""
+    loss, params, batch = problem("split windows")
+    batch = batch.at[1].set(jnp.nan)
+    if is_twin:
+        monkeypatch.setattr(clipped_sums, "_engine_result", factors_of_other_parts)
+    norms = {"centred": 0.1, "plain": 0.5}  # in the order of the leaves
+    result = on_a_gpu(loss, params, batch, mask=jnp.arange(B) != 2, clip_norm=norms)
+    counted = np.array([0, 3])
+    exact = gradients(loss, params, batch[counted])
+    for (name, norm), of_part in zip(norms.items(), np.split(exact, 2, axis=1), strict=True):
+        lengths, expected = clipped_sum(of_part, norm)
+        np.testing.assert_allclose(result.part_norms[name][counted], lengths, rtol=1e-4)
+        is_close = np.allclose(flat(result.grads[name]), expected, atol=1e-5)
+        assert is_close != is_twin
 
 
 @pytest.mark.slow

@@ -12,9 +12,10 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdp
+from jaxdp.transforms import clipped_sums, forms
 from jaxdp.transforms import dense as dense_forms
-from jaxdp.transforms import forms
 from jaxdp.transforms.kernels import formed, gram, weighted
+from tests.transforms.small_net import factors_of_other_parts
 
 B, T, P, Q = 3, 48, 64, 80
 
@@ -151,6 +152,29 @@ def test_clipped_sums_and_norms(loss, dtype):
     for i in (0, 2):
         np.testing.assert_allclose(np.linalg.norm(flat(alone[i])), 0.5, rtol=1e-4)
     np.testing.assert_allclose(flat(result.grads), flat(alone[0]) + flat(alone[2]), atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_twin", [False, True])
+def test_kernels_clip_each_part_to_its_norm(is_twin, monkeypatch):
+    """The twin applies the factors of one part to the other."""
+    params, batch = problem(dense)
+    batch = batch.at[1].set(jnp.nan)
+    if is_twin:
+        monkeypatch.setattr(clipped_sums, "_engine_result", factors_of_other_parts)
+    norms = {"first": 0.5, "second": 0.1}  # in the order of the leaves
+    with on_a_tpu() as traced:
+        result = jaxdp.clipped_grad(dense, clip_norm=norms)(params, batch)
+    assert len(traced) == 4  # a norm and a sum of each part
+    assert result.nonfinite == 1
+    counted = jnp.array([0, 2])
+    exact = gradients(dense, params, batch[counted])
+    for (name, norm), of_part in zip(norms.items(), np.split(exact, 2, axis=1), strict=True):
+        lengths = np.linalg.norm(of_part, axis=1)
+        np.testing.assert_allclose(result.part_norms[name][counted], lengths, rtol=0.02)
+        expected = (of_part * np.minimum(1, norm / lengths)[:, None]).sum(0)
+        difference = np.linalg.norm(flat(result.grads[name]) - expected)
+        assert (difference < 0.02 * np.linalg.norm(expected)) != is_twin
 
 
 @pytest.mark.slow
