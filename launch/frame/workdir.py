@@ -21,7 +21,6 @@ _REMEDY = "Restore it from a copy, or use a new workdir."
 # Fields that workdirs of earlier versions lack, with the value that does what these versions did.
 _ADDED = {
     "private.clip_parts": "",
-    "finetune.clip_parts": "",
     "private.truncated_batch_size": 0,
     "training.threat": "add_remove",
     "training.dampening": 0.0,

@@ -124,6 +124,8 @@ class Stage:
     def key(self, config: Any, data: Parts, before: Mapping[str, Done]) -> str:
         """Returns the hash by which the stage's result is found."""
         fields = json.loads(config.to_json())
+        if fields.get("finetune", {}).get("clip_parts") == "":
+            del fields["finetune"]["clip_parts"]  # A life from before the field has the same key.
         facts = {
             "stage": self.name,
             "config": {part: fields[part] for part in self.config if part in fields},

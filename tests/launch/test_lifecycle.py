@@ -251,6 +251,15 @@ def test_changed_data_is_noticed(finished):
         "audit_adapt",
     }
     assert all(keys[0][name] != keys[2][name] for name in NAMES)
+    # A config from before `clip_parts` pays for nothing again.
+    earlier = tiny.lifecycle()
+    with earlier.unlocked():
+        del earlier.finetune.clip_parts
+    divided = tiny.lifecycle(finetune__clip_parts="uniform")
+    loaded = parts.load(earlier.data)
+    tuning = next(stage for stage in STAGES if stage.name == "finetune")
+    assert tuning.key(earlier, loaded, done) == keys[0]["finetune"]
+    assert tuning.key(divided, loaded, done) != keys[0]["finetune"]
 
 
 def test_a_changed_stage_fails_and_is_tried_again_with_what_depends_on_it_only(
