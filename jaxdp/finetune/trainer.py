@@ -31,8 +31,10 @@ import optax
 from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Source
 from jaxdp.data.protocol import check_members
 from jaxdp.data.storage import on_device
+from jaxdp.files import shows_keywords
 from jaxdp.finetune.batches import PhysicalBatch, put, read_ahead, row_bytes
 from jaxdp.finetune.options import (
+    OPTION_DEFAULTS,
     Options,
     check_clip_norm,
     check_optimizer,
@@ -382,6 +384,7 @@ def _addressable(params: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(params) if leaf.is_fully_addressable]
 
 
+@shows_keywords(Options, OPTION_DEFAULTS)
 def make_trainer(
     make_query: Callable[[ClippedGrad], Query],
     loss_fn: Callable[..., Any],
