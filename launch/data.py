@@ -75,7 +75,12 @@ _NOT_OWNERS = ("example", "image", "record")
 
 
 def specs(
-    config: Any, *roles: str, grouped: bool = False, unit: str = "example", source: str = ""
+    config: Any,
+    *roles: str,
+    needs: Sequence[str] = (),
+    grouped: bool = False,
+    unit: str = "example",
+    source: str = "",
 ) -> dict[str, DataSpec]:
     """Returns the specs of some roles. A role with several parts has "sources 0", "sources 1", ...
 
@@ -85,12 +90,13 @@ def specs(
     Args:
       config: The `data` part of a study's config, see above.
       roles: The roles. A role without a part is left out.
+      needs: Those that must have a part.
       grouped: Whether the study can protect the owners of several records.
       unit, source: The defaults of config.unit and config.source.
 
     Raises:
-      ValueError: The source is unknown, or the parts do not fit the data or share a record. Or
-        config.data.group is set for a study that protects records.
+      ValueError: The source is unknown, a part is missing, or the parts do not fit the data or
+        share a record. Or config.data.group is set for a study that protects records.
       FileNotFoundError: Data is missing whose splits or names are compared. The message says how
         to get it.
     """
@@ -98,6 +104,12 @@ def specs(
     format_of(source, where="config.data")  # raises if the source is unknown
     check_group(config, grouped=grouped)
     part_by_role = _parts(config)
+    for role in needs:
+        if role not in part_by_role:
+            raise ValueError(
+                f"config.data.parts.{role} must name a part of the data, got "
+                f"{config.parts.get(role)!r}. Give a share such as 0.2, or a split by its name."
+            )
     shared = _shared_fields(config) | terms(config, unit=unit) | {"source": source}
     if source == "bundled":
         places = _bundled_places(config, part_by_role)

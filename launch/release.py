@@ -54,7 +54,7 @@ def write(
         )
     config = ml_collections.ConfigDict(bound["config"])
     result = read_json(workdir / "result.json", keys=("private", "tested", "dataset"))
-    specs = data.specs(config.data, "test")
+    specs = data.specs(config.data, "test", needs=("test",))
     network = _network(config, specs)
     inputs = _probe(network)
     card = ModelCard(

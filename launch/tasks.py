@@ -99,7 +99,8 @@ class Task:
 
 def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
-    specs = data.specs(config.data, "public", "private", "test", grouped=True)
+    roles = ("public", "private", "test")
+    specs = data.specs(config.data, *roles, needs=roles[1:], grouped=True)
     sources = open_parts(specs, images=bool(config.model.preprocessing))
     spec = specs["private"]
     frozen.check(config.model, config.private, spec)

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from jaxdp.data import FixedBatchSampler, check_batch, check_source
-from jaxdp.files import shows_keywords
+from jaxdp.files import check_numbers, shows_keywords
 from jaxdp.report import progress_bar
 from jaxdp.transforms.parameters import check_finite
 
@@ -285,6 +285,7 @@ def adam_step(
 
 def check_positive(**values: float) -> None:
     """Raises ValueError that names the first non-positive value."""
+    check_numbers(**values)
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value!r}.")
