@@ -95,11 +95,11 @@ def tell(program: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         program(*arguments, **options)
         sys.stdout.flush()
     except MISTAKES as error:
-        usage.end_if_unread(error)
         _stop(error)
 
 
 def _stop(error: Exception) -> NoReturn:
+    usage.end_if_unread(error)
     logging.debug("The error was raised here:", exc_info=error)
     for text in (error, *getattr(error, "__notes__", ())):
         print(shown_lines(text), file=sys.stderr)
