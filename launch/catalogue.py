@@ -78,10 +78,18 @@ def launcher(config: str) -> str:
 
 
 def load(config: str) -> Any:
-    """Returns the `ConfigDict` of a config, by path or name, with its variant."""
+    """Returns the `ConfigDict` of a config, by path or name, with its variant.
+
+    Raises:
+      ValueError: The config does not have the variant.
+    """
     path, colon, variant = find(config).partition(":")
     arguments = [variant] if colon else []
-    return runpy.run_path(path)["get_config"](*arguments)
+    get_config = runpy.run_path(path)["get_config"]
+    try:
+        return get_config(*arguments)
+    except ValueError as error:
+        raise ValueError(f"--config={config}: {error}") from error
 
 
 def given(arguments: Sequence[str]) -> str | None:

@@ -72,12 +72,20 @@ _PLAN = (
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command. A user's mistake becomes a sentence and the exit status 2."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        _run(arguments)
+    except BrokenPipeError as error:
+        usage.end_if_unread(error)
+        raise
+
+
+def _run(arguments: list[str]) -> None:
     if arguments and arguments[0] in _launchers():
         return _launch(*arguments)
     if arguments[:1] == ["plan"] and any(argument.startswith("--config") for argument in arguments):
         return _plan_config(arguments[1:])
     if arguments[:1] == ["--version"]:
-        print(f"jaxdp {__version__}")
+        print(f"jaxdp {__version__}", flush=True)
         return
     options = _parser(*arguments[:1]).parse_args(arguments)
     warnings.formatwarning = lambda message, *_: f"Warning: {shown_lines(str(message))}\n"
@@ -130,7 +138,7 @@ def _launch(name: str, *arguments: str) -> None:
     asks = usage.HELP & {*arguments}
     if asks and any(study.launcher == name and not study.own_flags for study in studies.STUDIES):
         catalogue.importable()
-        print(usage.of_launcher(name, arguments))
+        print(usage.of_launcher(name, arguments), flush=True)
         return
     module = name if "." in name else f"{__package__}.{name.replace('-', '_')}"
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -81,6 +81,7 @@ _FOR_TABLES = (
 def specs(
     config: Any,
     *roles: str,
+    needs: Sequence[str] = (),
     grouped: bool = False,
     tables: bool = False,
     unit: str = "example",
@@ -94,14 +95,15 @@ def specs(
     Args:
       config: The `data` part of a study's config, see above.
       roles: The roles. A role without a part is left out.
+      needs: Those that must have a part.
       grouped: Whether the study can protect the owners of several records.
       tables: Whether the study works on the features of tables.
       unit, source: The defaults of config.unit and config.source.
 
     Raises:
-      ValueError: The source is unknown, or the parts do not fit the data or share a record. Or
-        config.data.group is set for a study that protects records. Or config.data is a table for a
-        study of images.
+      ValueError: The source is unknown, a part is missing, or the parts do not fit the data or
+        share a record. Or config.data.group is set for a study that protects records. Or
+        config.data is a table for a study of images.
       FileNotFoundError: Data is missing whose splits or names are compared. The message says how
         to get it.
     """
@@ -111,6 +113,12 @@ def specs(
         _refuse_table(source, "config.data")
     check_group(config, grouped=grouped)
     part_by_role = _parts(config)
+    for role in needs:
+        if role not in part_by_role:
+            raise ValueError(
+                f"config.data.parts.{role} must name a part of the data, got "
+                f"{config.parts.get(role)!r}. Give a share such as 0.2, or a split by its name."
+            )
     shared = _shared_fields(config) | terms(config, unit=unit) | {"source": source}
     if source == "bundled":
         places = _bundled_places(config, part_by_role)

@@ -85,7 +85,7 @@ class _Bench:
         return images
 
     def _specs(self, dataset: str) -> dict[str, DataSpec]:
-        return data.specs(self.images(dataset), "private", "test")
+        return data.specs(self.images(dataset), "private", "test", needs=("private", "test"))
 
     def _task(self, dataset: str) -> tuple[Pretrained, Examples, Examples]:
         sources = open_parts(self.specs(dataset))

@@ -47,7 +47,7 @@ class _Task:
 
 
 def _open(config: Any, root: pathlib.Path) -> _Task:
-    specs = data.specs(config.data, "public", "test")
+    specs = data.specs(config.data, "public", "test", needs=("public", "test"))
     sources = open_parts(specs, images=True)
     network = models.network(config.model, sources["public"].num_classes)
     train = models.resize(network, sources["public"])

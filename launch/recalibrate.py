@@ -241,7 +241,7 @@ class Bench:
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
         self.prepare = models.network(config.model).preprocessing.prepare
-        self.specs = data.specs(config.data, "public", "test")
+        self.specs = data.specs(config.data, "public", "test", needs=("test",))
         self.test = open_spec(self.specs["test"], prepare=self.prepare)
         self.shifts = _shifts(config)
         records, settings = len(self.images(next(iter(self.shifts)))), _settings(config)

@@ -55,7 +55,7 @@ def write(
         )
     config = ml_collections.ConfigDict(bound["config"])
     result = read_json(workdir / "result.json", keys=("private", "tested", "dataset"))
-    specs = data.specs(config.data, "test", grouped=True, tables=True)
+    specs = data.specs(config.data, "test", needs=("test",), grouped=True, tables=True)
     network = _network(workdir, config, specs)
     inputs = _probe(network)
     card = ModelCard(

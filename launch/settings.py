@@ -137,5 +137,10 @@ def _numbers(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
     elif isinstance(value, list | tuple):
         for inner in value:
             yield from _numbers(inner, names)
+    elif value is None and names[-1:] == ("parts",):
+        raise ValueError(
+            f"config.{'.'.join(names)} must name the part of each role, such as private=0.8 and "
+            "test=0.2, got None."
+        )
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield names, value

@@ -106,7 +106,7 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
     images = bool(config.model.preprocessing)
     roles = ("public", "private", "test")
-    specs = data.specs(config.data, *roles, grouped=True, tables=not images)
+    specs = data.specs(config.data, *roles, needs=roles[1:], grouped=True, tables=not images)
     sources = open_parts(specs, images=images)
     spec = specs["private"]
     frozen.check(config.model, config.private, spec)

@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import io
 import json
+import os
 import pathlib
 import re
 import shutil
@@ -520,3 +521,15 @@ def test_the_command_is_installed(path):
         [*start, "ledger", "verify", str(path)], capture_output=True, text=True, check=True
     )
     assert "4 spend(s)" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--version"], ["finetune", "--help"], ["audit", "--help"]])
+def test_a_reader_that_stops_reading_is_no_error(arguments):
+    """As in `jaxdp --help | head -1`. A shell reports 141 of a program that ends so."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [sys.executable, "-m", "jaxdp.command", *arguments]
+    run = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (run.returncode, run.stderr) == (141, "")

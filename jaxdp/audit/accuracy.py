@@ -8,18 +8,20 @@ changes the count.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Trials
+from jaxdp.audit.trials import NoiseTerms, Trials
 from jaxdp.data import Source, take
+from jaxdp.files import shows_keywords
 from jaxdp.finetune.evaluate import Predict, count_correct, noisy_fraction
 from jaxdp.privacy import GaussianDpEvent
 
 
+@shows_keywords(NoiseTerms, vars(Trials))
 def audit_accuracy(
     predict: Predict,
     params: Any,
@@ -27,7 +29,7 @@ def audit_accuracy(
     *,
     noise_multiplier: float,
     rows: Sequence[int] | np.ndarray | None = None,
-    **terms: Any,
+    **terms: Unpack[NoiseTerms],
 ) -> bounds.Audit:
     """Audits `charged_accuracy` by many estimates with and without a canary.
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, Required, TypedDict, TypeVar
 
 import dp_accounting
 import numpy as np
@@ -194,6 +194,19 @@ def audit_mechanism(
         present.append(float(score(run_with(i))))
         absent.append(float(score(run_without(i))))
     return multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim=claim)
+
+
+class ConfidenceTerms(TypedDict, total=False):
+    """The terms of a lower bound of a claim that the audit knows. `Terms` has them as fields."""
+
+    delta: Required[float]
+    confidence: float
+
+
+class BoundTerms(ConfidenceTerms, total=False):
+    """The terms of a lower bound. `Terms` has them as fields."""
+
+    claim: Claim
 
 
 @dataclasses.dataclass(frozen=True)

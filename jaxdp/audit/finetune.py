@@ -18,15 +18,16 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Trials
+from jaxdp.audit.trials import NoiseTerms, Trials
 from jaxdp.data import Source, from_arrays, take
+from jaxdp.files import shows_keywords
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.privacy.events import composition
@@ -42,6 +43,7 @@ _RUNS = 256
 _LEAST_VARIANCE = 1e-12
 
 
+@shows_keywords(NoiseTerms, vars(Trials))
 def audit_step(
     trainer: PrivateTrainer,
     params: Any,
@@ -50,7 +52,7 @@ def audit_step(
     rows: Sequence[int] | np.ndarray | None = None,
     others: Sequence[int] | np.ndarray = (),
     step: int = 1,
-    **terms: Any,
+    **terms: Unpack[NoiseTerms],
 ) -> bounds.Audit:
     """Audits the Gaussian of one step by many noisy sums with and without a canary.
 
@@ -229,6 +231,7 @@ def worst_case(count: int, *, norm: float) -> tuple[dict[str, jax.Array], Source
     return {"direction": jnp.zeros(count)}, canaries
 
 
+@shows_keywords(bounds.BoundTerms, vars(bounds.Terms))
 def audit_run(
     trainer: PrivateTrainer,
     params: Any,
@@ -237,7 +240,7 @@ def audit_run(
     steps: int,
     rows: Sequence[int] | np.ndarray | None = None,
     seed: bytes | None = None,
-    **terms: Any,
+    **terms: Unpack[bounds.BoundTerms],
 ) -> bounds.Audit:
     """Audits private training by one run with many canaries.
 

@@ -18,14 +18,15 @@ without it. This shows batches or parts that follow from positions.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 
 from jaxdp import release
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Trials
+from jaxdp.audit.trials import NeighbourTerms, Trials
+from jaxdp.files import shows_keywords
 from jaxdp.prediction.checks import count_rows
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.accounting import Adjacency
@@ -34,6 +35,7 @@ from jaxdp.privacy.accounting import Adjacency
 _RANGES = 32
 
 
+@shows_keywords(NeighbourTerms, vars(Trials))
 def audit_answers(
     ask: Callable[..., np.ndarray],
     event: DpEvent,
@@ -43,7 +45,7 @@ def audit_answers(
     *,
     delta: float = 0.0,
     claim: bounds.Claim = "approximate",
-    **terms: Any,
+    **terms: Unpack[NeighbourTerms],
 ) -> bounds.Audit:
     """Audits the private answers to one query by models of data with and without a canary.
 

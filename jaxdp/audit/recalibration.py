@@ -10,14 +10,15 @@ canary and its neighbour.
 import dataclasses
 import itertools
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Exact, Trials
+from jaxdp.audit.trials import Exact, NeighbourTerms, Trials
+from jaxdp.files import shows_keywords
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.protocol import Method, Party, Records, event
 from jaxdp.recalibration.recalibrate import converse
@@ -76,6 +77,7 @@ class _Transcript:
         return jnp.full(len(logits), jnp.nan)  # An audit does not recalibrate.
 
 
+@shows_keywords(NeighbourTerms, vars(Trials))
 def audit_source(
     method: Method,
     logits: Any,
@@ -84,7 +86,7 @@ def audit_source(
     epsilon: float,
     candidates: tuple[Any, Any] | None = None,
     temperature: float = 1.0,
-    **terms: Any,
+    **terms: Unpack[NeighbourTerms],
 ) -> bounds.Audit:
     """Audits a source's answers by many conversations with and without a canary.
 

@@ -10,11 +10,12 @@ upload get independent noise, so one upload with many rows gives as many trials.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, Unpack, get_args
 
 import numpy as np
 
 from jaxdp.audit import bounds
+from jaxdp.files import shows_keywords
 from jaxdp.release import claim, new_seed, stream
 from jaxdp.split.checks import at_least, one_of
 from jaxdp.split.noisy_upload import PrivateRelease, Projection
@@ -22,6 +23,7 @@ from jaxdp.split.noisy_upload import PrivateRelease, Projection
 Part = Literal["features", "labels"]
 
 
+@shows_keywords(bounds.ConfidenceTerms, vars(bounds.Terms))
 def audit_upload(
     release: PrivateRelease,
     representations: Any,
@@ -31,7 +33,7 @@ def audit_upload(
     part: Part,
     trials: int,
     seed: bytes | None = None,
-    **terms: Any,
+    **terms: Unpack[bounds.ConfidenceTerms],
 ) -> bounds.Audit:
     """Audits features or labels of uploads, by 2 `trials` scores.
 

@@ -6,7 +6,7 @@ They are checked terms, a pair to tell apart, keys, and a verdict.
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Required, TypedDict, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +24,33 @@ class Exact(NamedTuple):
 
     data: Any
     result: np.ndarray
+
+
+class RunTerms(TypedDict, total=False):
+    """The terms of every audit by many runs. `Trials` documents them."""
+
+    trials: Required[int]
+    confidence: float
+    seed: bytes
+
+
+class NeighbourTerms(RunTerms, total=False):
+    """The terms of an audit whose caller chooses the neighbour. `Trials` documents them."""
+
+    adjacency: Adjacency
+
+
+class NoiseTerms(NeighbourTerms, total=False):
+    """The terms of an audit of Gaussian noise. `Trials` documents them."""
+
+    delta: Required[float]
+
+
+class StreamTerms(RunTerms, total=False):
+    """The terms of an audit of a stream. `Trials` documents them."""
+
+    delta: Required[float]
+    claim: bounds.Claim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

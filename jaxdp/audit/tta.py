@@ -8,14 +8,15 @@ batch. All pairs of images are tried without noise. The pair whose updates are f
 canary and its neighbour.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Exact, Trials
+from jaxdp.audit.trials import Exact, StreamTerms, Trials
+from jaxdp.files import shows_keywords
 from jaxdp.privacy import Account
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.tta.accounts import StreamAccount
@@ -28,13 +29,14 @@ from jaxdp.tta.select import trainable_part
 _IMAGES = 1024
 
 
+@shows_keywords(StreamTerms, vars(Trials))
 def audit_stream(
     adapter: Adapter,
     batch: Any,
     candidates: Any,
     *,
     adjacency: Adjacency = "replace_one",
-    **terms: Any,
+    **terms: Unpack[StreamTerms],
 ) -> bounds.Audit:
     """Audits the update of a private adapter by many updates with and without a canary.
 

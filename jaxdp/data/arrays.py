@@ -13,7 +13,7 @@ import tree
 
 from jaxdp.data.numbers import check_digits, check_mask, native
 from jaxdp.data.sources import Examples
-from jaxdp.files import shown
+from jaxdp.files import check_count, shown
 
 
 def from_arrays(
@@ -65,7 +65,8 @@ def from_arrays(
         raise ValueError(
             "from_arrays needs at least one column, for example image=, features= or tokens=."
         )
-    if num_classes < 0 or num_classes == 1:
+    check_count("num_classes", num_classes, 0)
+    if num_classes == 1:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     if num_classes and "label" in columns:
         columns["label"] = _as_labels(columns["label"], num_classes)
@@ -147,10 +148,10 @@ def _as_labels(label: Any, num_classes: int) -> np.ndarray:
         )
         labels = labels.astype(np.int32)
     if not np.issubdtype(labels.dtype, np.integer):
-        raise TypeError(
-            f"label must be integers, got dtype {labels.dtype}. Leave out num_classes for other "
-            "labels."
-        )
+        remedy = "Leave out num_classes for other labels."
+        if labels.dtype.kind in "USTO":
+            remedy = "Number the classes by a public list: [classes.index(name) for name in label]."
+        raise TypeError(f"label must be integers, got dtype {labels.dtype}. {remedy}")
     if labels.size and not (labels.min() >= 0 and labels.max() < num_classes):
         raise ValueError(
             f"label must be in [0, {num_classes}), but some are outside. Declare num_classes to "

@@ -26,7 +26,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxdp.data.sampling import PoissonSampler, check_count
+from jaxdp.data.sampling import PoissonSampler
+from jaxdp.files import check_count
 
 # The first steps of a run take the largest size alone, so that the run starts before the programs
 # of the other sizes are compiled.

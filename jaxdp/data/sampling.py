@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxdp.files import check_count, check_numbers
+
 if TYPE_CHECKING:
     from dp_accounting import dp_event
 
@@ -27,14 +29,6 @@ def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
     return np.random.Generator(
         np.random.Philox(key=int.from_bytes(seed, "little"), counter=counter)
     )
-
-
-def check_count(name: str, value: int, minimum: int) -> None:
-    """Raises TypeError for what is no int, ValueError for an int below the minimum."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}.")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}.")
 
 
 def _new_seed() -> bytes:
@@ -90,6 +84,7 @@ class PoissonSampler:
 
     def __post_init__(self) -> None:
         check_count("num_examples", self.num_examples, 1)
+        check_numbers(sampling_probability=self.sampling_probability)
         if not 0 < self.sampling_probability <= 1:
             raise ValueError(
                 f"sampling_probability must be in (0, 1], got {self.sampling_probability}."

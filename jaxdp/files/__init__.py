@@ -3,6 +3,7 @@
 All packages may import this one.
 """
 
+from jaxdp.files.arguments import check_count, check_function, check_numbers
 from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, write_json
 from jaxdp.files.extras import optional
 from jaxdp.files.full import DiskFull, explained_if_full, free_bytes
@@ -26,8 +27,11 @@ __all__ = [
     "DiskFull",
     "Limits",
     "Package",
+    "check_count",
     "check_finite",
+    "check_function",
     "check_image",
+    "check_numbers",
     "explained_if_full",
     "free_bytes",
     "happened",

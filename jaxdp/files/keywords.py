@@ -4,7 +4,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Required, TypeVar, get_args, get_origin
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -20,7 +20,8 @@ def shows_keywords(
 
     Args:
       keywords: The `TypedDict` of the options.
-      defaults: The default of each option.
+      defaults: The default of each option, such as `vars` of the dataclass that has the options as
+        fields. An option that it lacks is required.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -30,10 +31,13 @@ def shows_keywords(
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
                 shown.append(parameter)
         for name, annotation in keywords.__annotations__.items():
+            origin: Any = get_origin(annotation)
+            if origin is Required:
+                [annotation] = get_args(annotation)
             option = inspect.Parameter(
                 name,
                 inspect.Parameter.KEYWORD_ONLY,
-                default=defaults[name],
+                default=defaults.get(name, inspect.Parameter.empty),
                 annotation=annotation,
             )
             shown.append(option)

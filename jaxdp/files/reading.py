@@ -82,9 +82,9 @@ def understood(path: str | os.PathLike[str], remedy: str) -> Iterator[None]:
         # An error of this library that says all that is needed.
         if isinstance(error, ValueError) and name in str(error):
             raise
-        # One line, without its full stop. Pillow names the object that it reads.
-        cause = re.sub(" <[^>]*>$", "", " ".join(str(error).split())[:200])
-        cause = shown(cause).removesuffix(".")
+        # One line, without its full stop, and without the address of a file in memory.
+        text = re.sub(r" ?<\S+ object at 0x[0-9a-f]+>", "", " ".join(str(error).split()))
+        cause = shown(text[:200]).removesuffix(".")
         raise ValueError(f"{name} is damaged: {type(error).__name__}, {cause}. {remedy}") from error
 
 
@@ -245,6 +245,8 @@ def check_image(
       remedy: A sentence for the error of a damaged file.
     """
     pillow = optional("PIL.Image", "images")
+    if not data:
+        raise ValueError(f"{what} is an empty file. {remedy}".strip())
     with understood(what, remedy), pillow.open(io.BytesIO(data)) as image:
         width, height = image.size
     limits.check("pixels", height * width, what)

@@ -28,7 +28,7 @@ import numpy as np
 from jaxdp import memory
 from jaxdp.data import Source, check_source
 from jaxdp.data.physical import FIRST_STEPS
-from jaxdp.files import shows_keywords
+from jaxdp.files import check_count, check_function, shown, shows_keywords
 from jaxdp.finetune import run_notes
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.programs import Programs
@@ -202,19 +202,22 @@ def fit(
 
 
 def _check_options(steps: int, options: RunOptions) -> None:
-    """Raises ValueError for counts that are out of range."""
-    if options.checkpoint_every < 1 or steps < 0:
-        raise ValueError(
-            "checkpoint_every must be >= 1 and steps >= 0, got "
-            f"{options.checkpoint_every} and {steps}."
+    """Raises TypeError or ValueError for counts and functions that are none."""
+    check_count("steps", steps, 0)
+    check_count("checkpoint_every", options.checkpoint_every, 1)
+    if options.evaluate is not None:
+        check_function("evaluate", options.evaluate, "evaluate(params) -> {'accuracy': 0.9}")
+    if not isinstance(options.callbacks, Sequence):
+        raise TypeError(
+            "callbacks must be a list of functions, got "
+            f"{type(options.callbacks).__name__}. Write callbacks=[callback]."
         )
+    for callback in options.callbacks:
+        check_function("callbacks", callback, "callback(step, metrics, params)")
     if not isinstance(options.allow_nonfinite, bool):
         raise TypeError(f"allow_nonfinite must be True or False, got {options.allow_nonfinite!r}.")
-    if options.evaluate_every is not None and options.evaluate_every < 1:
-        raise ValueError(
-            f"evaluate_every must be at least 1, got {options.evaluate_every}. None evaluates "
-            "after every chunk."
-        )
+    if options.evaluate_every is not None:
+        check_count("evaluate_every", options.evaluate_every, 1)
 
 
 def _check_account(trainer: PrivateTrainer, account: Account | None, delta: float | None) -> None:
@@ -246,7 +249,7 @@ def _numbers(evaluation: Any) -> dict[str, float]:
     if numbers is None or numbers.ndim > 1 or numbers.dtype.kind not in "biuf":
         raise TypeError(
             f"evaluate must return numbers by name, such as {{'accuracy': 0.9}}, got "
-            f"{type(evaluation).__name__}. The steps until now are paid and kept. The same call "
+            f"{shown(repr(evaluation)[:80])}. The steps until now are paid and kept. The same call "
             "goes on from them."
         )
     return {name: float(value) for name, value in evaluation.items()}

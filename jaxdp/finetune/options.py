@@ -8,6 +8,7 @@ import jax
 import optax
 
 from jaxdp.data import PoissonSampler
+from jaxdp.files import check_numbers
 from jaxdp.privacy import (
     ComposedDpEvent,
     DpEvent,
@@ -116,6 +117,7 @@ def noise_and_options(
     steps = target["steps"]
     if not isinstance(steps, numbers.Integral) or steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, got {steps!r}.")
+    check_numbers(epsilon=target["epsilon"], delta=target["delta"])
     warn_if_weak(epsilon=target["epsilon"], delta=target["delta"], records=sampler.num_examples)
     if "accountant" in target:
         target["method"] = target.pop("accountant")
@@ -147,19 +149,40 @@ def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEve
     return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), steps)
 
 
+_ACCUMULATES = (
+    "optimizer must not be optax.MultiSteps or optax.apply_every: each of the gradients that it "
+    "adds up has the noise of a batch of its own, so k of them have k times the noise of one "
+    "batch. Give the sampler the whole batch size. Batches that exceed the memory are cut into "
+    "physical ones before the noise is added."
+)
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Raises ValueError for an optimizer that adds up gradients whose noise is that of a part.
 
     `optax.MultiSteps` takes the mean of k noisy gradients. Each has the noise of a whole batch.
+
+    Raises TypeError for what is no optimizer.
     """
-    owner = getattr(getattr(optimizer, "update", None), "__self__", None)
-    if isinstance(owner, optax.MultiSteps):
-        raise ValueError(
-            "optimizer must not be optax.MultiSteps: each of the gradients that it adds up has the "
-            "noise of a batch of its own, so k of them have k times the noise of one batch. Give "
-            "the sampler the whole batch size. Batches that exceed the memory are cut into "
-            "physical ones before the noise is added."
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise TypeError(
+            "optimizer must be a transformation of optax, such as optax.sgd(0.1), got "
+            f"{getattr(optimizer, '__qualname__', repr(optimizer))}."
         )
+    owner = getattr(optimizer.update, "__self__", None)
+    if isinstance(owner, optax.MultiSteps):
+        raise ValueError(_ACCUMULATES)
+
+
+def check_optimizer_state(state: Any) -> None:
+    """Raises as `check_optimizer` for the state of an optimizer that has such a one inside."""
+
+    def accumulates(node: Any) -> bool:
+        # optax has no public name for the state of `apply_every`.
+        return isinstance(node, optax.MultiStepsState) or type(node).__name__ == "ApplyEvery"
+
+    if any(map(accumulates, jax.tree.leaves(state, is_leaf=accumulates))):
+        raise ValueError(_ACCUMULATES)
 
 
 def check_clip_norm(name: str, value: float | Mapping[str, float]) -> None:

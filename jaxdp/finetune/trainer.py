@@ -31,11 +31,14 @@ import optax
 from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Source
 from jaxdp.data.protocol import check_members
 from jaxdp.data.storage import on_device
+from jaxdp.files import check_count, shows_keywords
 from jaxdp.finetune.batches import PhysicalBatch, put, read_ahead, row_bytes
 from jaxdp.finetune.options import (
+    OPTION_DEFAULTS,
     Options,
     check_clip_norm,
     check_optimizer,
+    check_optimizer_state,
     event,
     noise_and_options,
 )
@@ -107,10 +110,12 @@ class PrivateTrainer(StepFunctions):
             params = jax.device_put(params, layout.shardings(params, params, params))
         moving = moving_params(self.query.gradient, params)
         noise_key = stream(seed, "gradient noise")
+        opt_state = self.optimizer.init(moving)
+        check_optimizer_state(opt_state)
         state = TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(moving),
+            opt_state=opt_state,
             ema=jax.tree.map(wide, params) if self.ema_decay is not None else None,
             carried=self.query.init(params),
             released=jax.tree.map(jnp.zeros_like, moving) if self.ascent_radius else None,
@@ -382,6 +387,7 @@ def _addressable(params: Any) -> list[jax.Array]:
     return [leaf for leaf in jax.tree.leaves(params) if leaf.is_fully_addressable]
 
 
+@shows_keywords(Options, OPTION_DEFAULTS)
 def make_trainer(
     make_query: Callable[[ClippedGrad], Query],
     loss_fn: Callable[..., Any],
@@ -400,11 +406,8 @@ def make_trainer(
     check_optimizer(optimizer)
     noise_multiplier, fields = noise_and_options(noise_multiplier, options, sampler)
     size = fields.get("physical_batch_size")
-    if size is not None and size < 1:
-        raise ValueError(
-            f"physical_batch_size must be at least 1, got {size}. Leave it out, and the library "
-            "chooses sizes."
-        )
+    if size is not None:
+        check_count("physical_batch_size", size, 1)
     clipping = {
         name: fields.pop(name) for name in ("engine", "clip_rule", "trainable") if name in fields
     }

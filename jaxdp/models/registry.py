@@ -6,6 +6,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from jaxdp.files import check_count
 from jaxdp.models.cnn import CNN
 from jaxdp.models.convnext import ConvNeXt
 from jaxdp.models.efficientnet import EfficientNetLite
@@ -167,6 +168,7 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
     """
     if name not in MODELS:
         raise ValueError(f"name must be one of {', '.join(MODELS)}, got {name!r}.")
+    check_count("num_classes", num_classes, 1)
     if num_classes < 2:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     family, defaults = MODELS[name]

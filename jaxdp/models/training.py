@@ -8,7 +8,7 @@ Split Adaptation and its attackers use these two, many times on a few images.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Required, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from jaxdp.data import FixedBatchSampler, check_batch, check_source
+from jaxdp.files import check_numbers, shows_keywords
 from jaxdp.report import progress_bar
 from jaxdp.transforms.parameters import check_finite
 
@@ -100,6 +101,14 @@ def fit_public(
 Loss = Callable[[Any, Any, Any, jax.Array], jax.Array]
 
 
+class StepSettings(TypedDict, total=False):
+    """Arguments of `fit_in_memory` that `fit_until_steady` passes on."""
+
+    learning_rate: Required[float]
+    epochs: Required[int]
+    batch_size: Required[int]
+
+
 def fit_in_memory(
     loss_fn: Loss,
     params: Any,
@@ -135,9 +144,13 @@ def fit_in_memory(
       ValueError: There is no data, or a learning rate, number of epochs or batch size is not
           positive.
     """
-    options = {"learning_rate": learning_rate, "epochs": epochs, "batch_size": batch_size}
+    settings: StepSettings = {
+        "learning_rate": learning_rate,
+        "epochs": epochs,
+        "batch_size": batch_size,
+    }
     return fit_until_steady(
-        loss_fn, params, data, key=key, frozen=frozen, patience=0, **options
+        loss_fn, params, data, key=key, frozen=frozen, patience=0, **settings
     ).params
 
 
@@ -148,6 +161,7 @@ class Fitted(NamedTuple):
     epochs: int
 
 
+@shows_keywords(StepSettings, {})
 def fit_until_steady(
     loss_fn: Loss,
     params: Any,
@@ -156,7 +170,7 @@ def fit_until_steady(
     key: jax.Array,
     patience: int,
     frozen: Any = None,
-    **settings: Any,
+    **settings: Unpack[StepSettings],
 ) -> Fitted:
     """Trains as `fit_in_memory` does, until the training loss does not decrease.
 
@@ -271,6 +285,7 @@ def adam_step(
 
 def check_positive(**values: float) -> None:
     """Raises ValueError that names the first non-positive value."""
+    check_numbers(**values)
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value!r}.")

@@ -20,7 +20,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdp.data import Records
+from jaxdp.files import shows_keywords
 from jaxdp.prediction.certificates import Bounds, Certificates, certify
 from jaxdp.prediction.checks import distances
 from jaxdp.prediction.descent import DESCENT, Gradients, LeafBounds, Leaves
-from jaxdp.prediction.plan import BY_RECORD, Arrays, Plan, Training, make_plan
+from jaxdp.prediction.plan import BY_RECORD, Arrays, Plan, Training, TrainingKeywords, make_plan
 from jaxdp.prediction.sums import SHIFT, public_rows
 from jaxdp.report import progress_bar
 from jaxdp.transforms import forms
@@ -42,6 +43,7 @@ from jaxdp.transforms.meshes import check_mesh, rounded_up
 __all__ = ["Bounds", "Certificates", "certify", "train_with_bounds"]
 
 
+@shows_keywords(TrainingKeywords, dict.fromkeys(TrainingKeywords.__annotations__) | vars(Training))
 def train_with_bounds(
     loss_fn: Callable[[Any, Any], jax.Array],
     params: Any,
@@ -52,7 +54,7 @@ def train_with_bounds(
     group: bool = False,
     mesh: Mesh | None = None,
     data_axes: Sequence[str] = ("data",),
-    **options: Any,
+    **options: Unpack[TrainingKeywords],
 ) -> Bounds:
     """Trains with per-record clipped gradients and bounds the results of all data sets within
     distance k.
@@ -214,7 +216,7 @@ def _check_records(data: Any) -> None:
         )
 
 
-def _one_training(training: Training | None, options: dict[str, Any]) -> Training:
+def _one_training(training: Training | None, options: TrainingKeywords) -> Training:
     """Returns the options, which are one `Training` or its fields."""
     if training is None:
         return Training(**options)

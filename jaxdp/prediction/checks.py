@@ -15,7 +15,7 @@ def positive(
     meaning: str = "",
 ) -> float:
     """Returns `value` as a float. Raises ValueError, with `meaning`, unless finite and > 0."""
-    if value is None or np.ndim(value) or not 0 < value < math.inf:
+    if not hasattr(value, "__float__") or np.ndim(value) or not 0 < value < math.inf:
         explanation = ""
         if meaning:
             explanation = f" It is {meaning}."

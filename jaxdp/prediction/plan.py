@@ -6,7 +6,7 @@ Everything is checked here, before any computation.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import jax
 import jax.extend
@@ -36,6 +36,29 @@ _RANDOM = {
 
 
 # --- Options ------------------------------------------------------------------------------------
+
+
+class TrainingKeywords(TypedDict, total=False):
+    """The fields of `Training` as keywords, for editors and type checkers."""
+
+    clip: float
+    learning_rate: float
+    batch_size: int
+    epochs: int
+    threat: Threat
+    batches: int | None
+    order: np.ndarray | None
+    product: str
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    lr_decay: float
+    lr_min: float
+    trainable: Trainable | None
+    dampening: float
+    l1: float
+    public: np.ndarray | None
+    poisoning: Poisoning | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

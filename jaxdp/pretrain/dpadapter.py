@@ -36,7 +36,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.data.storage import on_device
-from jaxdp.files import shows_keywords
+from jaxdp.files import check_count, shows_keywords
 from jaxdp.transforms.exact_scaling import times_power, tree_in_units
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices
 
@@ -129,10 +129,8 @@ class SharpnessTrainer:
             raise ValueError(f"ball must be 'global' or 'per_tensor', got {self.ball!r}.")
         if self.rule not in ("project", "normalise"):
             raise ValueError(f"rule must be 'project' or 'normalise', got {self.rule!r}.")
-        if self.microbatch_size is not None and self.microbatch_size < 1:
-            raise ValueError(
-                f"microbatch_size must be at least 1 or None, got {self.microbatch_size}."
-            )
+        if self.microbatch_size is not None:
+            check_count("microbatch_size", self.microbatch_size, 1)
         check_mesh(self.mesh, self.data_axes, self.param_sharding)
         object.__setattr__(self, "zeros", jax.jit(_zeros))
         object.__setattr__(self, "gradient", jax.jit(self._gradient, static_argnames="parts"))

@@ -42,6 +42,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from jaxdp.files import check_numbers
 from jaxdp.privacy.convolution import epsilon_bound, log_delta_bound, losses_of
 from jaxdp.privacy.events import (
     Counts,
@@ -168,6 +169,7 @@ def epsilon_of_counts(
     counts: Mapping[DpEvent, int], *, delta: float, adjacency: Adjacency, method: Method
 ) -> float:
     """Returns `epsilon` of a composition that `jaxdp.privacy.events.composition` has flattened."""
+    check_numbers(delta=delta)
     return _epsilon_of_leaves(tuple(counts.items()), delta, adjacency, method)
 
 

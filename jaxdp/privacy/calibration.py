@@ -5,6 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
+from jaxdp.files import check_numbers
 from jaxdp.privacy.accounting import (
     ROUGH_ORDERS,
     Adjacency,
@@ -53,6 +54,7 @@ def calibrate_noise(
         ValueError: An argument is impossible. An event has no accounting rule. No noise up to 2^40
             meets the target, or 2^-20 meets it. Epsilon rises with the noise.
     """
+    check_numbers(epsilon=epsilon, tol=tol, delta=delta)
     if not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}.")
     if not 0 < tol <= 0.1:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Self
 
+from jaxdp.files import check_numbers
 from jaxdp.privacy import contacts, report_text, reports
 from jaxdp.privacy.accounting import Adjacency, check_rules
 from jaxdp.privacy.compositions import proven
@@ -162,6 +163,7 @@ class LedgerReader:
         """
         if isinstance(names, str) or not names:
             raise ValueError(f"names must be a sequence of one or more datasets, got {names!r}.")
+        check_numbers(delta=delta)
         if not 0 <= delta < 1:
             raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
         accounts = []

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.files import check_numbers
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.metrics import equal_width_bin
 from jaxdp.recalibration.protocol import Method, Records
@@ -513,6 +514,7 @@ def _check_count(name: str, value: int) -> None:
 def _check_positive(method: Any, *names: str) -> None:
     for name in names:
         value = getattr(method, name)
+        check_numbers(**{name: value})
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be finite and > 0, got {value!r}.")
 

@@ -16,7 +16,7 @@ millions of them.
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxdp.data.labels import check_labelled
 
+_Values = Array | np.ndarray
 _Binning = Literal["equal_width", "equal_mass"]
 
 # 1 as a fixed-point number, which holds all digits of a float32 in [0.5, 1].
@@ -35,20 +36,21 @@ _MOST_BINS = 2**15
 _ROUNDING = 1e-3
 
 
-_Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def _compiled(*static: str, fraction: str = "") -> _Decorator:
+def _compiled(*static: str, fraction: str = "") -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Compiles a metric of arrays. It converts lists and arrays of other libraries.
 
     `fraction` is the name of a first argument whose values must be in [0, 1].
     """
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
         compiled = jax.jit(function, static_argnames=static)
 
         @functools.wraps(function)
-        def metric(*args: Any, **options: Any) -> Any:
+        def metric(*args: P.args, **options: P.kwargs) -> R:
             arrays = [_array(x) for x in args]
             for name in options.keys() - set(static):
                 options[name] = _array(options[name])
@@ -108,13 +110,13 @@ class Reliability(NamedTuple):
 
 @_compiled("bins", "binning", "debiased", fraction="confidence")
 def ece(
-    confidence: Float[Array, " n"],
-    correct: Bool[Array, " n"],
+    confidence: Float[_Values, " n"],
+    correct: Bool[_Values, " n"],
     *,
     bins: int = 15,
     binning: _Binning = "equal_width",
     debiased: bool = False,
-    mask: Bool[Array, " n"] | None = None,
+    mask: Bool[_Values, " n"] | None = None,
 ) -> Float[Array, ""]:
     """Computes the expected calibration error (App. A.1).
 
@@ -174,8 +176,8 @@ def ece(
 
 @_compiled("bins", "binning", fraction="probabilities")
 def classwise_ece(
-    probabilities: Float[Array, "n m"],
-    labels: Int[Array, " n"],
+    probabilities: Float[_Values, "n m"],
+    labels: Int[_Values, " n"],
     *,
     bins: int = 15,
     binning: _Binning = "equal_width",
@@ -209,7 +211,7 @@ def classwise_ece(
 
 @_compiled("bins", fraction="confidence")
 def reliability(
-    confidence: Float[Array, " n"], correct: Bool[Array, " n"], *, bins: int = 15
+    confidence: Float[_Values, " n"], correct: Bool[_Values, " n"], *, bins: int = 15
 ) -> Reliability:
     """Computes the reliability diagram over bins of equal width, for `plot_reliability`.
 
@@ -228,7 +230,7 @@ def reliability(
     )
 
 
-def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, "..."]:
+def equal_width_bin(confidence: Float[_Values, "..."], bins: int) -> Int[Array, "..."]:
     """Returns the index of the bin of each confidence.
 
     The bins are [0, 1/bins), [1/bins, 2/bins), ..., [1 - 1/bins, 1].
@@ -247,7 +249,7 @@ def equal_width_bin(confidence: Float[Array, "..."], bins: int) -> Int[Array, ".
 
 
 @_compiled(fraction="probabilities")
-def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
+def brier(probabilities: Float[_Values, "n m"], labels: Int[_Values, " n"]) -> Float[Array, ""]:
     """Computes the Brier score: the mean squared distance of probabilities from the one-hot label.
 
         BS = 1/n sum_i sum_k (p_ik - 1[k = y_i])^2,   in [0, 2]
@@ -270,7 +272,7 @@ def brier(probabilities: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float
 
 
 @_compiled()
-def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, ""]:
+def nll(logits: Float[_Values, "n m"], labels: Int[_Values, " n"]) -> Float[Array, ""]:
     """Computes the mean negative log likelihood of labels under softmax(logits), in nats.
 
     Huge logits are safe.
@@ -293,7 +295,7 @@ def nll(logits: Float[Array, "n m"], labels: Int[Array, " n"]) -> Float[Array, "
 
 def _tabulate(
     confidence: jax.Array,
-    correct: jax.Array,
+    correct: _Values,
     bin_of: jax.Array,
     counted: jax.Array,
     bins: int,

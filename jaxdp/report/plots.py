@@ -13,11 +13,11 @@ import os
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypedDict, Unpack
 
 import numpy as np
 
-from jaxdp.files import explained_if_full, optional
+from jaxdp.files import explained_if_full, optional, shows_keywords
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -156,6 +156,18 @@ class CurveAxes:
     xticks: Mapping[float, str] | None = None
 
 
+class AxesKeywords(TypedDict, total=False):
+    """The fields of `CurveAxes` as keywords, for editors and type checkers."""
+
+    xlabel: Required[str]
+    ylabel: Required[str]
+    xscale: Literal["linear", "log"]
+    yscale: Literal["linear", "log"]
+    percent: bool
+    xticks: Mapping[float, str] | None
+
+
+@shows_keywords(AxesKeywords, vars(CurveAxes))
 def plot_curves(
     path: str | os.PathLike[str],
     curves: Curves,
@@ -163,7 +175,7 @@ def plot_curves(
     title: str,
     subtitle: str,
     references: Mapping[str, float] | None = None,
-    **axes: Any,
+    **axes: Unpack[AxesKeywords],
 ) -> Path:
     """Draws named curves in one panel, each with its name at its right end.
 

@@ -15,7 +15,7 @@ tuning hands out more than half of the model.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,11 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.data import labels as shapes
+from jaxdp.files import shows_keywords
 from jaxdp.models.training import Loss, fit_until_steady
 from jaxdp.split.backbone import Backbone, Params, in_batches
 from jaxdp.split.checks import check_labels, one_of
-from jaxdp.split.training import Training
+from jaxdp.split.training import EpochKeywords, Training
 from jaxdp.transforms import losses
 
 # --- Pieces of a network -------------------------------------------------------------------------
@@ -264,6 +265,7 @@ class Adapted:
         return in_batches(logits_of, images, batch_size)
 
 
+@shows_keywords(EpochKeywords, vars(Training))
 def adapt(
     baseline: Baseline,
     backbone: Backbone,
@@ -274,7 +276,7 @@ def adapt(
     num_classes: int,
     learning_rate: float,
     key: jax.Array,
-    **training: Any,
+    **training: Unpack[EpochKeywords],
 ) -> Adapted:
     """Adapts a public model to a client's task.
 

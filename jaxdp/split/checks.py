@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data import labels as shapes
+from jaxdp.files import check_numbers
 
 
 def at_least(low: int, **values: float) -> None:
     """Raises ValueError unless every value is at least `low`."""
+    check_numbers(**values)
     for name, value in values.items():
         if not value >= low:
             raise ValueError(f"{name} must be at least {low}, got {value!r}.")
@@ -18,6 +20,7 @@ def at_least(low: int, **values: float) -> None:
 
 def not_negative(**values: float) -> None:
     """Raises ValueError unless every value is finite and at least 0."""
+    check_numbers(**values)
     for name, value in values.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}.")

@@ -34,6 +34,7 @@ import scipy.linalg
 
 from jaxdp import privacy
 from jaxdp.data.labels import check_labels, check_range
+from jaxdp.files import check_numbers
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
 from jaxdp.split.checks import not_negative, one_of
@@ -323,6 +324,7 @@ class PrivateRelease:
 
     def __post_init__(self) -> None:
         one_of(get_args(Mechanism), mechanism=self.mechanism)
+        check_numbers(noise_multiplier=self.noise_multiplier, label_epsilon=self.label_epsilon)
         _check_norm(self.clip_norm)
         low, high = noise.range_of(np.float32)
         if self.noise_multiplier != 0 and not low <= self.noise_scale <= high:
@@ -685,6 +687,7 @@ def _float32(x: Any) -> jax.Array:
 
 
 def _check_norm(clip_norm: float) -> None:
+    check_numbers(clip_norm=clip_norm)
     if not _SMALLEST_NORM <= clip_norm <= _LARGEST_NORM:
         raise ValueError(
             f"clip_norm must be in [{_SMALLEST_NORM:g}, {_LARGEST_NORM:g}], got {clip_norm!r}."

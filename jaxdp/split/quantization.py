@@ -8,7 +8,7 @@ embedding. Biases, LayerNorm, softmax, GELU and the residual stream stay in floa
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack
 
 import flax.linen as nn
 import jax
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxdp.files import shows_keywords
 from jaxdp.models.vit import Product
 from jaxdp.split.backbone import Backbone, Params
 from jaxdp.split.checks import at_least, check_labels, one_of
@@ -113,12 +114,23 @@ class ScaleSearch:
         return jnp.ones_like(gradient)
 
 
+class ScaleKeywords(TypedDict, total=False):
+    """The fields of `ScaleSearch` as keywords, for editors and type checkers."""
+
+    bits: int
+    metric: Literal["hessian", "mse"]
+    fractions: tuple[float, float, int]
+    rounds: int
+    batch_size: int
+
+
+@shows_keywords(ScaleKeywords, vars(ScaleSearch))
 def search_scales(
     backbone: Backbone,
     params: Params,
     images: jax.Array,
     labels: jax.Array,
-    **options: Any,
+    **options: Unpack[ScaleKeywords],
 ) -> Scales:
     """Chooses the scales of all sites of a frontend on labelled PUBLIC images.
 

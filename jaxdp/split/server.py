@@ -15,13 +15,14 @@ All images here are the server's own. A client's representations come from `jaxd
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdp.files import shows_keywords
 from jaxdp.models.training import (
     Loss,
     adam_step,
@@ -35,12 +36,13 @@ from jaxdp.split.backbone import Backbone, Params
 from jaxdp.split.checks import at_least, check_labels, one_of
 from jaxdp.split.quantization import (
     QuantizedFrontend,
+    ScaleKeywords,
     ScaleSearch,
     quantize_frontend,
     quantized_front,
     search_scales,
 )
-from jaxdp.split.training import Training
+from jaxdp.split.training import RateKeywords, Training, TrainingKeywords
 from jaxdp.transforms import losses
 
 Partition = Literal["random", "domain", "class"]
@@ -89,6 +91,7 @@ def _merge(
     return merged_images, merged_labels
 
 
+@shows_keywords(ScaleKeywords, vars(ScaleSearch))
 def calibrate_frontends(
     key: jax.Array,
     backbone: Backbone,
@@ -99,7 +102,7 @@ def calibrate_frontends(
     frontends: int = 3,
     samples: int = 32,
     partition: Partition = "random",
-    **search: Any,
+    **search: Unpack[ScaleKeywords],
 ) -> tuple[QuantizedFrontend, ...]:
     """Quantises the frontend once for all data and once for each of M parts of the data.
 
@@ -167,6 +170,7 @@ def mixup_representations(
     return share * quantized + (1 - share) * exact
 
 
+@shows_keywords(RateKeywords, vars(Training))
 def tune_backend(
     key: jax.Array,
     backbone: Backbone,
@@ -177,7 +181,7 @@ def tune_backend(
     *,
     epochs: int = 1,
     beta: float = 0.75,
-    **training: Any,
+    **training: Unpack[RateKeywords],
 ) -> dict[str, Any]:
     """Tunes backend and head on representations of the original and quantised frontends (Eq. 11).
 
@@ -270,6 +274,7 @@ def _logits(backbone: Backbone, back: Params, representations: jax.Array) -> jax
     return backbone.back(back, representations)
 
 
+@shows_keywords(TrainingKeywords, vars(Training))
 def adapt(
     key: jax.Array,
     backbone: Backbone,
@@ -279,7 +284,7 @@ def adapt(
     *,
     num_classes: int,
     label_noise: jax.Array | None = None,
-    **training: Any,
+    **training: Unpack[TrainingKeywords],
 ) -> Adapted:
     """Tunes the backend and a new head on all copies of the client's representations (Eq. 14).
 
@@ -343,6 +348,7 @@ def copies_loss(backbone: Backbone) -> Loss:
 Gradients = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
+@shows_keywords(TrainingKeywords, vars(Training))
 def adapt_by_client(
     key: jax.Array,
     backbone: Backbone,
@@ -351,7 +357,7 @@ def adapt_by_client(
     gradients: Gradients,
     *,
     num_classes: int,
-    **training: Any,
+    **training: Unpack[TrainingKeywords],
 ) -> Adapted:
     """Adapts as `adapt` does, but asks the client for the gradients of every step (Eq. 14).
 

@@ -1,9 +1,35 @@
 """`Training`, the options of `fit_until_steady` that every training of split adaptation takes."""
 
 import dataclasses
+from typing import TypedDict
 
 from jaxdp.models.training import check_positive
 from jaxdp.split.checks import at_least
+
+
+class SteadyKeywords(TypedDict, total=False):
+    """The fields of `Training` that every caller may choose."""
+
+    batch_size: int
+    patience: int
+
+
+class EpochKeywords(SteadyKeywords, total=False):
+    """The fields of `Training` without the learning rate."""
+
+    epochs: int
+
+
+class RateKeywords(SteadyKeywords, total=False):
+    """The fields of `Training` without the number of epochs."""
+
+    learning_rate: float
+
+
+class TrainingKeywords(RateKeywords, total=False):
+    """The fields of `Training` as keywords, for editors and type checkers."""
+
+    epochs: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

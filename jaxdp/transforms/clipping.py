@@ -42,6 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxdp.files import check_function
 from jaxdp.transforms import engines, forms, leaf_plans, shards, sites
 from jaxdp.transforms.clip_arguments import (
     ParamsTree,
@@ -91,12 +92,23 @@ _REMEDY = (
 _CONTRIBUTIONS = {"add_remove": 1, "zero_out": 1, "replace_one": 2}
 
 
+class _WithRemedy(type):
+    """The type of `ClippedSum`, which JAX and optax show where two pytrees do not fit."""
+
+    def __repr__(cls) -> str:
+        return f"<class {cls.__qualname__!r}, private and without noise. {_REMEDY}>"
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ClippedSum:
+class ClippedSum(metaclass=_WithRemedy):
     """The result of a clipped gradient function.
 
     Only `grads` has bounded sensitivity. Other fields are unprotected.
+
+    A jitted function returns it, so that its leaves are arrays. An optimizer without state, such as
+    `optax.sgd`, therefore scales all of its fields and returns a `ClippedSum`.
+    `optax.apply_updates` and optimizers with state refuse it. Their error has the remedy.
 
     Attributes:
       grads: Pytree like params, float32 or wider. The SUM of clipped per-example gradients, None at
@@ -412,6 +424,9 @@ def clipped_grad(
             _check_clip_norm(f"clip_norm[{pattern!r}]", norm)
     else:
         _check_clip_norm("clip_norm", clip_norm)
+    check_function("loss_fn", loss_fn, "loss_fn(params, example) -> scalar")
+    if trainable is not None:
+        check_function("trainable", trainable, "trainable(path, leaf) -> bool")
     if engine not in ("auto", "bookkeeping", "vmap"):
         raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
     is_count = isinstance(microbatch_size, numbers.Integral) and microbatch_size >= 1

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 
+from jaxdp.files import check_numbers
+
 Uncertainty = Callable[[jax.Array], jax.Array]
 
 
@@ -165,6 +167,7 @@ def check_constants(num_classes: int, **fractions: float) -> None:
 
     Thresholds are fractions of ln(num_classes), the largest entropy.
     """
+    check_numbers(num_classes=num_classes, **fractions)
     if num_classes < 2:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     for name, value in fractions.items():

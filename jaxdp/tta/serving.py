@@ -15,7 +15,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ import safetensors.numpy
 from jaxdp import release
 from jaxdp.data.ids import identifier
 from jaxdp.data.labels import check_labels, check_logits, judge
-from jaxdp.files import parse_json, shown, understood, write_durably
+from jaxdp.files import parse_json, shown, shows_keywords, understood, write_durably
 from jaxdp.privacy.events import DpEvent, NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
 from jaxdp.report import MetricsWriter, progress_bar, read_metrics
@@ -95,6 +95,15 @@ class Observers:
     evaluate: Callable[[Batch, Any], dict[str, float]] | None = None
 
 
+class ObserverKeywords(TypedDict, total=False):
+    """The fields of `Observers` as keywords, for editors and type checkers."""
+
+    monitor: CollapseMonitor | None
+    deliver: Callable[[Batch, np.ndarray], None] | None
+    evaluate: Callable[[Batch, Any], dict[str, float]] | None
+
+
+@shows_keywords(ObserverKeywords, vars(Observers))
 def serve(
     adapter: Any,
     stream: Iterable[Batch],
@@ -103,7 +112,7 @@ def serve(
     workdir: str | os.PathLike[str] | None = None,
     state: Any = None,
     seed: bytes | None = None,
-    **observers: Any,
+    **observers: Unpack[ObserverKeywords],
 ) -> Served:
     """Adapts to a stream batch by batch. Pays for each batch before reading it.
 

@@ -77,16 +77,22 @@ def _parse(argv: list[str]) -> list[str]:
 
 def _clear(error: Exception, arguments: Sequence[str]) -> Exception:
     """Returns an error of ml_collections as a sentence. It names no flag, or has a traceback."""
-    if error.args and isinstance(error.args[0], KeyError):
-        error = error.args[0]  # of the last field of a path, in an AttributeError
+    cause = error.args[0] if error.args else ""
+    if isinstance(cause, KeyError):  # of a field inside another
+        error, cause = cause, cause.args[0]
     if isinstance(error, KeyError):
         # Its text is the name of a field, quoted, and perhaps "Did you mean ...?" on a second line.
-        field, _, hint = str(error.args[0]).partition("\n")
+        field, _, hint = str(cause).partition("\n")
         fields = [argument for argument in arguments if field.strip("'\"") in argument]
         named = ", ".join(fields) or "a flag"
-        return ValueError(f"{named}: the config has no field {field}. {hint}".strip())
+        hint = hint or "--help lists its fields."
+        return ValueError(f"{named}: the config has no field {field}. {hint}")
+    if " as a ConfigDict" in str(error):
+        return ValueError(f"{error} Change its fields one by one. --help lists them.")
     _, mark, raised = str(error).rpartition("\nValueError: ")
-    return ValueError(raised.strip()) if mark else error
+    if not mark:
+        return error
+    return ValueError(f"--config={catalogue.given(arguments)}: {raised.strip()}")
 
 
 def tell(program: Callable[..., Any], *arguments: Any, **options: Any) -> None:
@@ -95,11 +101,11 @@ def tell(program: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         program(*arguments, **options)
         sys.stdout.flush()
     except MISTAKES as error:
-        usage.end_if_unread(error)
         _stop(error)
 
 
 def _stop(error: Exception) -> NoReturn:
+    usage.end_if_unread(error)
     logging.debug("The error was raised here:", exc_info=error)
     for text in (error, *getattr(error, "__notes__", ())):
         print(shown_lines(text), file=sys.stderr)

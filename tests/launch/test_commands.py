@@ -155,7 +155,7 @@ def mistake(line):
         isinstance(errors[0], FileNotFoundError | ImportError)
         or "there is no file" in str(errors[0])
     )
-    if is_absent and not str(errors[0]).startswith("--config="):
+    if is_absent and " is neither a file " not in str(errors[0]):
         return ""
     return "" if done.returncode == 0 else f"{line}: {errors} {done.stderr}"
 

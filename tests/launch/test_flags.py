@@ -1,6 +1,51 @@
 """A mistake in a flag is a sentence that names the flag."""
 
 import pytest
+from ml_collections import ConfigDict
+
+from launch import catalogue, data
+from launch.frame.program import _clear
+from launch.settings import check_numbers
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            KeyError('epsilom\nDid you mean "epsilon"?'),
+            '--config.private.epsilom=2: the config has no field epsilom. Did you mean "epsilon"?',
+        ),
+        (
+            AttributeError(KeyError("'num_classes'")),
+            "--config.data.num_classes=3: the config has no field 'num_classes'. --help lists its "
+            "fields.",
+        ),
+        (
+            ValueError("flag --config.data=None: Failed to parse 'None' as a ConfigDict."),
+            "flag --config.data=None: Failed to parse 'None' as a ConfigDict. Change its fields "
+            "one by one. --help lists them.",
+        ),
+    ],
+)
+def test_an_error_of_a_field_names_flag_and_remedy(error, words):
+    arguments = ["--config.private.epsilom=2", "--config.data.num_classes=3"]
+    assert str(_clear(error, arguments)) == words
+
+
+def test_a_variant_that_a_config_lacks_is_named():
+    with pytest.raises(ValueError, match=r"^--config=digits_dpsgd:x: .*'random_round', got 'x'\.$"):
+        catalogue.load("digits_dpsgd:x")
+
+
+def test_parts_that_are_missing_are_named():
+    config = catalogue.load("digits_dpsgd")
+    with pytest.raises(ValueError, match=r"config\.data\.parts must name .*, got None"):
+        check_numbers(ConfigDict({"data": {"parts": None}}))
+    with config.unlocked():
+        config.data.parts.private = None
+    with pytest.raises(ValueError, match=r"config\.data\.parts\.private must name .* got None"):
+        data.specs(config.data, "private", "test", needs=("private",))
+
 
 from tests.launch import program
 
@@ -10,7 +55,7 @@ from tests.launch import program
     ("flags", "words"),
     [
         (
-            ["--config.privat.epsilon=2"],
+            ["--config=configs/digits_dpsgd.py", "--config.privat.epsilon=2"],
             "--config.privat.epsilon=2: the config has no field 'privat'. "
             'Did you mean "private" instead of "privat"?',
         ),
@@ -21,7 +66,8 @@ from tests.launch import program
         ),
         (
             ["--config=configs/dpadapter_table1.py:digit"],
-            "the config takes 'paper', 'cpu' or 'digits' after the colon, got 'digit'.",
+            "--config=configs/dpadapter_table1.py:digit: the config takes 'paper', 'cpu' or "
+            "'digits' after the colon, got 'digit'.",
         ),
     ],
     ids=["field", "last field", "variant"],

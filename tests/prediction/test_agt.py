@@ -1141,7 +1141,7 @@ def test_options_are_keywords_or_one_training(no_work):
     jax.tree.map(np.testing.assert_array_equal, by_object, by_keywords)
     with pytest.raises(TypeError, match=r"training and clip, epochs exclude each other"):
         train_with_bounds(*args, ks=2, training=training, epochs=2, clip=0.2)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'clips'"):
+    with pytest.raises(TypeError, match=r"no argument 'clips'. Did you mean clip="):
         train_with_bounds(*args, ks=2, **settings, clips=1.0)
     with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'epochs'"):
         train_with_bounds(*args, ks=2, clip=0.1, learning_rate=0.1, batch_size=8)

@@ -464,7 +464,7 @@ def test_statistics_and_stateful_belong_together():
         ({"ascent_steps": 0}, "ascent_steps must be at least 1, got 0"),
         ({"ball": "tensor"}, "ball must be 'global' or 'per_tensor', got 'tensor'"),
         ({"rule": "clip"}, "rule must be 'project' or 'normalise', got 'clip'"),
-        ({"microbatch_size": 0}, "microbatch_size must be at least 1 or None, got 0"),
+        ({"microbatch_size": 0}, "microbatch_size must be at least 1, got 0"),
     ],
 )
 def test_arguments_out_of_range_are_refused(arguments, message):

@@ -1,0 +1,27 @@
+"""Checks of public arguments, whose errors name the argument and its value."""
+
+import numbers
+from typing import Any
+
+
+def check_numbers(**values: Any) -> None:
+    """Raises TypeError unless every value is one real number. Text, booleans and None are none."""
+    for name, value in values.items():
+        is_number = hasattr(value, "__float__") and not isinstance(value, bool)
+        shape: Any = getattr(value, "shape", ())
+        if shape or not is_number:
+            raise TypeError(f"{name} must be a number, got {value!r}.")
+
+
+def check_count(name: str, value: int, minimum: int) -> None:
+    """Raises TypeError for what is no int, ValueError for an int below the minimum."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}.")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}.")
+
+
+def check_function(name: str, value: Any, call: str) -> None:
+    """Raises TypeError unless the value can be called. `call` shows how, for the error."""
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, {call}, got {type(value).__name__} {value!r}.")
