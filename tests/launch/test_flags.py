@@ -6,6 +6,7 @@ from ml_collections import ConfigDict
 from launch import catalogue, data
 from launch.frame.program import _clear
 from launch.settings import check_numbers
+from tests.launch import program
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,6 @@ def test_parts_that_are_missing_are_named():
         config.data.parts.private = None
     with pytest.raises(ValueError, match=r"config\.data\.parts\.private must name .* got None"):
         data.specs(config.data, "private", "test", needs=("private",))
-
-
-from tests.launch import program
 
 
 @pytest.mark.slow
