@@ -19,7 +19,7 @@ docs/design/prediction.md has the derivations T1 to T13 and the proof that the s
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,7 +39,10 @@ from jaxdp.transforms import forms
 from jaxdp.transforms.boxes import outward, slack
 from jaxdp.transforms.meshes import check_mesh, rounded_up
 
-__all__ = ["Bounds", "Certificates", "certify", "train_with_bounds"]
+__all__ = ["Bounds", "Certificates", "certify", "train_with_bounds", "training_programs"]
+
+# A compiled function, arguments for its `lower`, and the number of its calls.
+Call = tuple[Any, tuple[Any, ...], int]
 
 
 def train_with_bounds(
@@ -170,7 +173,7 @@ def training_programs(
     ks: int | Sequence[int],
     training: Training | None = None,
     **options: Any,
-) -> dict[str, tuple[Any, tuple[Any, ...], int]]:
+) -> Mapping[str, Call]:
     """Returns the compiled functions of `train_with_bounds`, each with arguments for its `lower`
     and the number of its calls.
 
@@ -190,20 +193,28 @@ def training_programs(
     training = _one_training(training, options)
     plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
     step_plan = dataclasses.replace(plan, groups=())
+    rows = arrays.order[0]
+    rate = arrays.rates[0]
     batches = len(arrays.order)
     boundary = plan.groups[0] if plan.shared_budget else batches
-    counts = {"first batch": 1, "batch": boundary - 1, "later batch": batches - boundary}
-    functions: dict[str, tuple[Any, tuple[Any, ...], int]] = {}
-    rows, rate = arrays.order[0], arrays.rates[0]
-    state, used = _start(plan, arrays)
-    for name, count in counts.items():
-        if name == "later batch" and count:
-            new_budget = functools.partial(_with_new_budget, plan, results=np.asarray(plan.ks))
-            state, used = jax.eval_shape(new_budget, state)
+    functions: dict[str, Call] = {}
+
+    def add(name: str, count: int, state: _State, used: Any) -> _State:
+        """Adds a function, and returns the state after its first call."""
         inputs = loss_fn, step_plan, arrays.frozen, arrays.data, state, rows, rate, used
         if count:
             functions[name] = _batch_step, inputs, count
-            state = _batch_step.eval_shape(*inputs)
+        after: _State = _batch_step.eval_shape(*inputs)
+        return after
+
+    state, used = _start(plan, arrays)
+    state = add("first batch", 1, state, used)
+    state = add("batch", boundary - 1, state, used)
+    if batches > boundary:
+        last_lines = np.asarray(plan.ks)
+        new_budget = functools.partial(_with_new_budget, plan, results=last_lines)
+        state, used = jax.eval_shape(new_budget, state)
+        add("later batch", batches - boundary, state, used)
     return functions
 
 
