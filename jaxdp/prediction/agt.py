@@ -179,20 +179,19 @@ def training_programs(
 
     "first batch" is called once, "batch" for the others that share its budget, and "later batch"
     for those of later epochs, which have more boxes. A function that is never called is left out.
-    Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s.
-    `jaxdp.compilers.estimate` takes functions and arguments too, for an accelerator that is not
-    there. Nothing is computed or charged.
+    `jaxdp.compilers.estimate` takes functions and arguments too. Nothing is computed.
 
     Args:
       loss_fn, params, data, ks, training, **options: As in `train_with_bounds`, for one device.
 
     Raises:
-      ValueError: As `train_with_bounds`.
-      TypeError: As `train_with_bounds`.
+      ValueError, TypeError: As `train_with_bounds`.
     """
     training = _one_training(training, options)
     plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
     step_plan = dataclasses.replace(plan, groups=())
+    frozen = arrays.frozen
+    records = arrays.data
     rows = arrays.order[0]
     rate = arrays.rates[0]
     batches = len(arrays.order)
@@ -201,7 +200,7 @@ def training_programs(
 
     def add(name: str, count: int, state: _State, used: Any) -> _State:
         """Adds a function, and returns the state after its first call."""
-        inputs = loss_fn, step_plan, arrays.frozen, arrays.data, state, rows, rate, used
+        inputs = loss_fn, step_plan, frozen, records, state, rows, rate, used
         if count:
             functions[name] = _batch_step, inputs, count
         after: _State = _batch_step.eval_shape(*inputs)
@@ -209,12 +208,14 @@ def training_programs(
 
     state, used = _start(plan, arrays)
     state = add("first batch", 1, state, used)
-    state = add("batch", boundary - 1, state, used)
+    others = boundary - 1
+    state = add("batch", others, state, used)
     if batches > boundary:
-        last_lines = np.asarray(plan.ks)
-        new_budget = functools.partial(_with_new_budget, plan, results=last_lines)
+        results = np.asarray(plan.ks)
+        new_budget = functools.partial(_with_new_budget, plan, results=results)
         state, used = jax.eval_shape(new_budget, state)
-        add("later batch", batches - boundary, state, used)
+        rest = batches - boundary
+        add("later batch", rest, state, used)
     return functions
 
 
@@ -302,10 +303,7 @@ def _train(
 
 
 def _start(plan: Plan, arrays: Arrays) -> tuple[_State, np.ndarray | None]:
-    """Returns the state before the first batch, and the number of changes so far of each line (T8).
-
-    There is no such number if every batch may have k changes. Then there is a line for each k.
-    """
+    """Returns the state before the first batch, and the changes so far of each line (T8)."""
     velocity = []
     if plan.momentum:
         velocity = [jnp.zeros_like(x) for x in arrays.moving]
@@ -319,9 +317,10 @@ def _with_new_budget(plan: Plan, state: _State, results: np.ndarray) -> tuple[_S
     The k changed records are in every epoch. So an epoch starts from the box of all k changes and
     counts its own from 0: each k has k + 1 lines, one for each j = 0..k.
     """
-    ks = np.asarray(plan.ks)
-    lines = _take(state.lines, np.repeat(results, ks + 1))
-    used = np.concatenate([np.arange(k + 1) for k in ks])
+    counts = np.asarray(plan.ks) + 1
+    from_last = np.repeat(results, counts)
+    lines = _take(state.lines, from_last)
+    used = np.concatenate([np.arange(count) for count in counts])
     return state._replace(lines=lines), used
 
 

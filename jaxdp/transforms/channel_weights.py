@@ -64,10 +64,6 @@ class Functional(NamedTuple):
     leaf: int
     base: Any
 
-    def same_as(self, other: "Functional") -> bool:
-        """Returns whether the other one has the same leaf and base."""
-        return self.leaf == other.leaf and self.base is other.base
-
 
 class _Value(NamedTuple):
     """A value and its derivative.
@@ -132,10 +128,14 @@ def of_program(
     """
     (result,) = weights.jaxpr.outvars
     shape = result.aval.shape
-    kernels = [k for k in members if jnp.shape(leaves[k]) == shape]
-    others = [k for k in members if jnp.shape(leaves[k]) == shape[-1:]]
-    wide = all(leaves[k].dtype == jnp.float32 for k in members)
-    if len(shape) < 2 or len(kernels) != 1 or len(others) != len(members) - 1 or not wide:
+    own_channels = shape[-1:]
+    kernels = [k for k in members if leaves[k].shape == shape]
+    others = [k for k in members if leaves[k].shape == own_channels]
+    if len(shape) < 2 or len(kernels) != 1:
+        return None
+    if len(others) != len(members) - 1:
+        return None
+    if any(leaves[k].dtype != jnp.float32 for k in members):
         return None
     (kernel,) = kernels
     inputs = []
@@ -160,24 +160,21 @@ def _as_rows(x: Any) -> jax.Array:
 
 
 def _form(weight: _Value, kernel: int) -> Form:
-    if weight.diagonal is None or weight.diagonal.base is not None or not weight.is_full:
+    diagonal = weight.diagonal
+    if diagonal is None or not weight.is_full:
         raise _Unknown
-    channels = weight.primal.shape[-1]
+    if diagonal.base is not None:
+        raise _Unknown
+    of_channel = (1, weight.primal.shape[-1])
     bases: list[Any] = []
-    merged: list[list[Any]] = []
+    merged: list[tuple[Any, int, Functional]] = []
     for p, q in weight.terms:
         place = _place(bases, p.base)
         if q.leaf == kernel:
             _place(bases, q.base)
-        for entry in merged:
-            if entry[1] == place and entry[2].same_as(q):
-                entry[0] = entry[0] + p.number
-                break
-        else:
-            merged.append([p.number, place, q])
-    numbers = tuple((jnp.broadcast_to(x, (1, channels)), place, q) for x, place, q in merged)
-    of_channel = (1, channels)
-    scale = jnp.broadcast_to(weight.diagonal.number, of_channel)
+        merged.append((p.number, place, q))
+    numbers = tuple((jnp.broadcast_to(x, of_channel), place, q) for x, place, q in merged)
+    scale = jnp.broadcast_to(diagonal.number, of_channel)
     return Form(kernel, scale, tuple(bases), numbers)
 
 
@@ -268,7 +265,9 @@ def _moved(eqn: Any, x: _Value, shape: tuple[int, ...]) -> _Value:
     if x.shape == shape or not x.shape:
         return x._replace(shape=shape)
     channels = x.shape[-1]
-    if x.is_full or not shape or shape[-1] != channels or math.prod(x.shape) != channels:
+    if x.is_full or not shape:
+        raise _Unknown
+    if shape[-1] != channels or math.prod(x.shape) != channels:
         raise _Unknown
     if eqn.primitive.name == "broadcast_in_dim":
         dimensions = eqn.params["broadcast_dimensions"]
