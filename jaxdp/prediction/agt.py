@@ -177,8 +177,8 @@ def training_programs(
     """Returns the compiled functions of `train_with_bounds`, each with arguments for its `lower`
     and the number of its calls.
 
-    "first batch" is called once, "batch" for the others that share its budget, and "later batch"
-    for those of later epochs, which have more boxes. A function that is never called is left out.
+    "first batch" is called once, "batch" for others of its epoch, and "later batch" in later
+    epochs, which have more boxes. What is never called is left out.
     `jaxdp.compilers.estimate` takes functions and arguments too. Nothing is computed.
 
     Args:
@@ -195,7 +195,9 @@ def training_programs(
     rows = arrays.order[0]
     rate = arrays.rates[0]
     batches = len(arrays.order)
-    boundary = plan.groups[0] if plan.shared_budget else batches
+    boundary = batches
+    if plan.shared_budget:
+        boundary = plan.groups[0]
     functions: dict[str, Call] = {}
 
     def add(name: str, count: int, state: _State, used: Any) -> _State:
