@@ -178,8 +178,7 @@ def training_programs(
     and the number of its calls.
 
     "first batch" is called once, "batch" for others of its epoch, and "later batch" in later
-    epochs, which have more boxes. What is never called is left out.
-    `jaxdp.compilers.estimate` takes functions and arguments too. Nothing is computed.
+    epochs, which have more boxes. What is never called is left out. Nothing is computed.
 
     Args:
       loss_fn, params, data, ks, training, **options: As in `train_with_bounds`, for one device.
