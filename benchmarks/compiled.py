@@ -86,15 +86,10 @@ def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) ->
         if ended.returncode:
             needed = process.needed_memory(ended.stderr)
             if needed is not None:
-                return {"error": too_large(needed, targets.TARGETS[target].memory)}
+                return {"error": "does not fit", "needed_mb": needed / 1e6}
             lines = [line for line in ended.stderr.splitlines() if line.strip()]
             return {"error": (lines[-1] if lines else f"ended with {ended.returncode}")[:400]}
         return json.loads(pathlib.Path(folder, "row.json").read_text())
-
-
-def too_large(needed: int, memory: int) -> str:
-    """Returns the error of a program that does not fit, by its bytes and those of the chip."""
-    return f"does not fit: {needed / 1e6:,.0f} MB of {memory / 1e6:,.0f} MB"
 
 
 def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
@@ -172,7 +167,9 @@ def left_out(report: Mapping[str, Any]) -> str:
     for case, steps in report["cases"].items():
         for step, row in steps.items():
             if "error" in row:
-                rows.append({"case": case, "step": step, "reason": row["error"]})
+                needed = f"{row['needed_mb']:,.0f}" if "needed_mb" in row else ""
+                reason = {"reason": row["error"], "needs, MB": needed}
+                rows.append({"case": case, "step": step} | reason)
     return format_table(rows, style="markdown")
 
 

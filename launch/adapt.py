@@ -495,20 +495,22 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
 
 def _programs(
     task: _Task, setting: str, methods: Sequence[str], stream: tta.Stream, memory: int | None
-) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
-    """Yields the steps of methods over a stream. Each has an equal share of the calls, so together
+) -> plans.Programs:
+    """Returns the steps of methods over a stream. Each has an equal share of the calls, so together
     they are the mean over the methods.
 
     Without a chip there are none, because a plan for this machine stays quick.
     """
     if memory is None:
-        return
+        return ()
     untrained = _Untrained(task)
     images = jax.ShapeDtypeStruct(stream.batch(0).images.shape, jnp.float32)
+    calls = []
     for name in methods:
         adapter = untrained.adapter(Cell("runs", name, setting, 0), _ANY_CHOICE)
         program = adapter.programs(adapter.init(), images)["step"]
-        yield *program, len(stream) / len(methods)
+        calls.append((*program, len(stream) / len(methods)))
+    return calls
 
 
 # --- Results ------------------------------------------------------------------------------------

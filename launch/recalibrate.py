@@ -421,21 +421,22 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
     )
 
 
-def _programs(config: Any, memory: int | None) -> Iterator[tuple[Any, tuple[Any, ...], float]]:
-    """Yields what a source computes in all rounds. Without a chip it is nothing, because it takes
+def _programs(config: Any, memory: int | None) -> plans.Programs:
+    """Returns what a source computes in all rounds. Without a chip it is nothing, because it takes
     no time worth a plan.
     """
     if memory is None:
-        return
+        return ()
     (centre,) = parts(config)[CENTRE]
     logits = np.zeros((centre.samples, config.model.num_classes), np.float32)
     source = recalibration.Party(logits, np.zeros(centre.samples, np.int32))
+    calls = []
     for name in config.figures.reliability_methods:
         functions = source.programs(
             methods(config)[name], epsilon=centre.epsilon, adjacency=config.sweep.adjacency
         )
-        for program in functions.values():
-            yield *program, 1.0
+        calls += [(*program, 1.0) for program in functions.values()]
+    return calls
 
 
 # --- Results ------------------------------------------------------------------------------------

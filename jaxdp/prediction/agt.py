@@ -19,7 +19,7 @@ docs/design/prediction.md has the derivations T1 to T13 and the proof that the s
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -40,7 +40,10 @@ from jaxdp.transforms import forms
 from jaxdp.transforms.boxes import outward, slack
 from jaxdp.transforms.meshes import check_mesh, rounded_up
 
-__all__ = ["Bounds", "Certificates", "certify", "train_with_bounds"]
+__all__ = ["Bounds", "Certificates", "certify", "train_with_bounds", "training_programs"]
+
+# A compiled function, arguments for its `lower`, and the number of its calls.
+Call = tuple[Any, tuple[Any, ...], int]
 
 
 @shows_keywords(TrainingKeywords, dict.fromkeys(TrainingKeywords.__annotations__) | vars(Training))
@@ -164,6 +167,7 @@ def train_with_bounds(
     )
 
 
+@shows_keywords(TrainingKeywords, dict.fromkeys(TrainingKeywords.__annotations__) | vars(Training))
 def training_programs(
     loss_fn: Callable[[Any, Any], jax.Array],
     params: Any,
@@ -171,41 +175,51 @@ def training_programs(
     *,
     ks: int | Sequence[int],
     training: Training | None = None,
-    **options: Any,
-) -> dict[str, tuple[Any, tuple[Any, ...], int]]:
+    **options: Unpack[TrainingKeywords],
+) -> Mapping[str, Call]:
     """Returns the compiled functions of `train_with_bounds`, each with arguments for its `lower`
     and the number of its calls.
 
-    "first batch" is called once, "batch" for the others that share its budget, and "later batch"
-    for those of later epochs, which have more boxes. A function that is never called is left out.
-    Arguments that an earlier function computes are `jax.ShapeDtypeStruct`s.
-    `jaxdp.compilers.estimate` takes functions and arguments too, for an accelerator that is not
-    there. Nothing is computed or charged.
+    "first batch" is called once, "batch" for others of its epoch, and "later batch" in later
+    epochs, which have more boxes. What is never called is left out. Nothing is computed.
 
     Args:
       loss_fn, params, data, ks, training, **options: As in `train_with_bounds`, for one device.
 
     Raises:
-      ValueError: As `train_with_bounds`.
-      TypeError: As `train_with_bounds`.
+      ValueError, TypeError: As `train_with_bounds`.
     """
     training = _one_training(training, options)
     plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
     step_plan = dataclasses.replace(plan, groups=())
+    frozen = arrays.frozen
+    records = arrays.data
+    rows = arrays.order[0]
+    rate = arrays.rates[0]
     batches = len(arrays.order)
-    boundary = plan.groups[0] if plan.shared_budget else batches
-    counts = {"first batch": 1, "batch": boundary - 1, "later batch": batches - boundary}
-    functions: dict[str, tuple[Any, tuple[Any, ...], int]] = {}
-    rows, rate = arrays.order[0], arrays.rates[0]
-    state, used = _start(plan, arrays)
-    for name, count in counts.items():
-        if name == "later batch" and count:
-            new_budget = functools.partial(_with_new_budget, plan, results=np.asarray(plan.ks))
-            state, used = jax.eval_shape(new_budget, state)
-        inputs = loss_fn, step_plan, arrays.frozen, arrays.data, state, rows, rate, used
+    boundary = batches
+    if plan.shared_budget:
+        boundary = plan.groups[0]
+    functions: dict[str, Call] = {}
+
+    def add(name: str, count: int, state: _State, used: Any) -> _State:
+        """Adds a function, and returns the state after its first call."""
+        inputs = loss_fn, step_plan, frozen, records, state, rows, rate, used
         if count:
             functions[name] = _batch_step, inputs, count
-            state = _batch_step.eval_shape(*inputs)
+        after: _State = _batch_step.eval_shape(*inputs)
+        return after
+
+    state, used = _start(plan, arrays)
+    state = add("first batch", 1, state, used)
+    others = boundary - 1
+    state = add("batch", others, state, used)
+    if batches > boundary:
+        results = np.asarray(plan.ks)
+        new_budget = functools.partial(_with_new_budget, plan, results=results)
+        state, used = jax.eval_shape(new_budget, state)
+        rest = batches - boundary
+        add("later batch", rest, state, used)
     return functions
 
 
@@ -293,10 +307,7 @@ def _train(
 
 
 def _start(plan: Plan, arrays: Arrays) -> tuple[_State, np.ndarray | None]:
-    """Returns the state before the first batch, and the number of changes so far of each line (T8).
-
-    There is no such number if every batch may have k changes. Then there is a line for each k.
-    """
+    """Returns the state before the first batch, and the changes so far of each line (T8)."""
     velocity = []
     if plan.momentum:
         velocity = [jnp.zeros_like(x) for x in arrays.moving]
@@ -310,9 +321,10 @@ def _with_new_budget(plan: Plan, state: _State, results: np.ndarray) -> tuple[_S
     The k changed records are in every epoch. So an epoch starts from the box of all k changes and
     counts its own from 0: each k has k + 1 lines, one for each j = 0..k.
     """
-    ks = np.asarray(plan.ks)
-    lines = _take(state.lines, np.repeat(results, ks + 1))
-    used = np.concatenate([np.arange(k + 1) for k in ks])
+    counts = np.asarray(plan.ks) + 1
+    from_last = np.repeat(results, counts)
+    lines = _take(state.lines, from_last)
+    used = np.concatenate([np.arange(count) for count in counts])
     return state._replace(lines=lines), used
 
 

@@ -258,6 +258,10 @@ def with_noise(
     return noisy_sum.astype(jnp.float32) * scale.step
 
 
+# Compiled functions by name, each with arguments for its `lower`.
+Functions = Mapping[str, tuple[Any, tuple[Any, ...]]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Party:
     """A private source: logits of a public model on its records, and their labels.
@@ -373,8 +377,12 @@ class Party:
             raise
 
     def programs(
-        self, method: Method, *, epsilon: float, adjacency: Adjacency = "add_remove"
-    ) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+        self,
+        method: Method,
+        *,
+        epsilon: float,
+        adjacency: Adjacency = "add_remove",
+    ) -> Functions:
         """Returns the compiled functions of a conversation by name, each with arguments for its
         `lower`.
 
@@ -390,7 +398,12 @@ class Party:
         """
         return self._answerer(method, epsilon, adjacency).programs()
 
-    def _answerer(self, method: Method, epsilon: float, adjacency: Adjacency) -> "_Answerer":
+    def _answerer(
+        self,
+        method: Method,
+        epsilon: float,
+        adjacency: Adjacency,
+    ) -> "_Answerer":
         scale = noise_scale(
             method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1]
         )
@@ -421,14 +434,15 @@ class _Answerer(NamedTuple):
         question_key = jax.random.fold_in(round_key, int(temperature.view(np.uint32)))
         return np.array(_noisy(question_key, exact, self.scale))
 
-    def programs(self) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    def programs(self) -> Functions:
         """Returns the compiled functions of `answer` with arguments, "sum k" and "noise k" of each
         round k.
         """
         key = stream(bytes(16), "shapes")
-        functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+        question = jnp.float32(1)
+        functions = {}
         for k in range(self.method.rounds):
-            arguments = (self.method, k, self.records, jnp.float32(1), self.scale, *self.units)
+            arguments = (self.method, k, self.records, question, self.scale, *self.units)
             exact = _exact.eval_shape(*arguments)
             functions[f"sum {k}"] = _exact, arguments
             functions[f"noise {k}"] = _noisy, (key, exact, self.scale)
@@ -444,7 +458,9 @@ class _Answerer(NamedTuple):
                 sums[exact.shape, exact.dtype] = function, arguments
             else:
                 texts.append(program(function, *arguments))
-        return texts + [program(function, *arguments) for function, arguments in sums.values()]
+        for function, arguments in sums.values():
+            texts.append(program(function, *arguments))
+        return texts
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -64,10 +64,6 @@ class Functional(NamedTuple):
     leaf: int
     base: Any
 
-    def same_as(self, other: "Functional") -> bool:
-        """Returns whether the other one has the same leaf and base."""
-        return self.leaf == other.leaf and self.base is other.base
-
 
 class _Value(NamedTuple):
     """A value and its derivative.
@@ -118,7 +114,9 @@ class Form:
 
 
 def of_program(
-    weights: jex.ClosedJaxpr, leaves: Sequence[Any], members: Sequence[int]
+    weights: jex.ClosedJaxpr,
+    leaves: Sequence[Any],
+    members: Sequence[int],
 ) -> Form | None:
     """Returns the form of the only weight of a program, or None if it has none.
 
@@ -130,10 +128,14 @@ def of_program(
     """
     (result,) = weights.jaxpr.outvars
     shape = result.aval.shape
-    kernels = [k for k in members if jnp.shape(leaves[k]) == shape]
-    others = [k for k in members if jnp.shape(leaves[k]) == shape[-1:]]
-    wide = all(leaves[k].dtype == jnp.float32 for k in members)
-    if len(shape) < 2 or len(kernels) != 1 or len(others) != len(members) - 1 or not wide:
+    own_channels = shape[-1:]
+    kernels = [k for k in members if leaves[k].shape == shape]
+    others = [k for k in members if leaves[k].shape == own_channels]
+    if len(shape) < 2 or len(kernels) != 1:
+        return None
+    if len(others) != len(members) - 1:
+        return None
+    if any(leaves[k].dtype != jnp.float32 for k in members):
         return None
     (kernel,) = kernels
     inputs = []
@@ -158,23 +160,21 @@ def _as_rows(x: Any) -> jax.Array:
 
 
 def _form(weight: _Value, kernel: int) -> Form:
-    if weight.diagonal is None or weight.diagonal.base is not None or not weight.is_full:
+    diagonal = weight.diagonal
+    if diagonal is None or not weight.is_full:
         raise _Unknown
-    channels = weight.primal.shape[-1]
+    if diagonal.base is not None:
+        raise _Unknown
+    of_channel = (1, weight.primal.shape[-1])
     bases: list[Any] = []
-    merged: list[list[Any]] = []
+    merged: list[tuple[Any, int, Functional]] = []
     for p, q in weight.terms:
         place = _place(bases, p.base)
         if q.leaf == kernel:
             _place(bases, q.base)
-        for entry in merged:
-            if entry[1] == place and entry[2].same_as(q):
-                entry[0] = entry[0] + p.number
-                break
-        else:
-            merged.append([p.number, place, q])
-    numbers = tuple((jnp.broadcast_to(x, (1, channels)), place, q) for x, place, q in merged)
-    scale = jnp.broadcast_to(weight.diagonal.number, (1, channels))
+        merged.append((p.number, place, q))
+    numbers = tuple((jnp.broadcast_to(x, of_channel), place, q) for x, place, q in merged)
+    scale = jnp.broadcast_to(diagonal.number, of_channel)
     return Form(kernel, scale, tuple(bases), numbers)
 
 
@@ -191,7 +191,9 @@ def _place(bases: list[Any], base: Any) -> int:
 
 
 def _evaluated(
-    program: jex.ClosedJaxpr, inputs: Sequence[_Value | None], kernel: int
+    program: jex.ClosedJaxpr,
+    inputs: Sequence[_Value | None],
+    kernel: int,
 ) -> list[_Value]:
     """Evaluates a program. None stands for a leaf that it must not read."""
     jaxpr = program.jaxpr
@@ -226,7 +228,11 @@ def _constant(x: Any) -> _Value:
     return _Value(x, False, ())
 
 
-def _applied(eqn: Any, operands: list[_Value], kernel: int) -> _Value:
+def _applied(
+    eqn: Any,
+    operands: list[_Value],
+    kernel: int,
+) -> _Value:
     """Returns the result of an equation."""
     name = eqn.primitive.name
     shape = tuple(eqn.outvars[0].aval.shape)
@@ -259,7 +265,9 @@ def _moved(eqn: Any, x: _Value, shape: tuple[int, ...]) -> _Value:
     if x.shape == shape or not x.shape:
         return x._replace(shape=shape)
     channels = x.shape[-1]
-    if x.is_full or not shape or shape[-1] != channels or math.prod(x.shape) != channels:
+    if x.is_full or not shape:
+        raise _Unknown
+    if shape[-1] != channels or math.prod(x.shape) != channels:
         raise _Unknown
     if eqn.primitive.name == "broadcast_in_dim":
         dimensions = eqn.params["broadcast_dimensions"]
@@ -287,7 +295,11 @@ def _sum(eqn: Any, x: _Value, kernel: int) -> _Value:
     return _Value(total, False, x.shape[-1:], None, tuple(terms))
 
 
-def _linear(signs: tuple[int, int], x: _Value, y: _Value | None = None) -> _Value:
+def _linear(
+    signs: tuple[int, int],
+    x: _Value,
+    y: _Value | None = None,
+) -> _Value:
     """Returns x or -x, or the sum or difference of two values."""
     sign_x, sign_y = signs
     x = x.with_derivative(sign_x * x.primal, Vector(float(sign_x), None))
@@ -302,8 +314,9 @@ def _linear(signs: tuple[int, int], x: _Value, y: _Value | None = None) -> _Valu
 
 
 def _product(x: _Value, y: _Value) -> _Value:
-    of_x = _Value.with_derivative(_full_like(x, y), x.primal * y.primal, y.as_vector)
-    of_y = _Value.with_derivative(_full_like(y, x), x.primal * y.primal, x.as_vector)
+    primal = x.primal * y.primal
+    of_x = _full_like(x, y).with_derivative(primal, y.as_vector)
+    of_y = _full_like(y, x).with_derivative(primal, x.as_vector)
     if of_x.diagonal is not None and of_y.diagonal is not None:
         raise _Unknown
     diagonal = of_x.diagonal if of_y.diagonal is None else of_y.diagonal
@@ -378,12 +391,17 @@ def scaled(form: Form, rule: Conv, g: jax.Array) -> jax.Array:
     """
     shape = [1] * g.ndim
     shape[1 + rule.numbers.out_spec[1]] = -1
-    product = g * form.scale.reshape(shape)
+    scale = form.scale.reshape(shape)
+    product = g * scale
     return _in_bfloat16(product).astype(jnp.bfloat16)
 
 
 def low_rank(
-    form: Form, rule: Conv, record: jax.Array, g: jax.Array, scaled_g: jax.Array
+    form: Form,
+    rule: Conv,
+    record: jax.Array,
+    g: jax.Array,
+    scaled_g: jax.Array,
 ) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
     """Returns the terms of J^T dV beside s dV, and what they add to the squared norm of s dV.
 
@@ -405,16 +423,19 @@ def low_rank(
     of_kernel = [jnp.zeros((len(x), channels), jnp.float32) for _ in form.bases]
     of_leaves: dict[int, jax.Array] = {}
     for number, place, functional in form.numbers:
-        term = number * (outputs[place] * cotangents).sum((1, 2))
+        over_positions = (outputs[place] * cotangents).sum((1, 2))
+        term = number * over_positions
         if functional.leaf == form.kernel:
             own = _place(list(form.bases), functional.base)
             of_kernel[own] = of_kernel[own] + term
         else:
-            of_leaves[functional.leaf] = of_leaves.get(functional.leaf, 0) + term
+            before = of_leaves.get(functional.leaf, jnp.zeros_like(term))
+            of_leaves[functional.leaf] = before + term
     added, spread, longest = _added_squares(form, rule, of_kernel, outputs, x, of_scaled)
     for term in of_leaves.values():
-        added = added + jnp.square(term).sum(1)
-        longest = longest + rounding.root(jnp.square(term).sum(1))
+        squares = jnp.square(term).sum(1)
+        added = added + squares
+        longest = longest + rounding.root(squares)
     error = rounding.of_sum(1, jnp.float32) * longest
     return LowRank(of_kernel, of_leaves), added, spread, error
 
@@ -432,23 +453,30 @@ def _added_squares(
     """
     eps = rounding.eps(jnp.float32)
     rows = math.prod(rule.window) * rule.channels
-    windows = _window_sums(rule, jnp.square(x).sum(3, keepdims=True))
-    lengths = (rounding.root(windows) * jnp.abs(g)).sum((1, 2))  # [B, C]
+    squares = jnp.square(x).sum(3, keepdims=True)
+    windows = _window_sums(rule, squares)
+    products_of_lengths = rounding.root(windows) * jnp.abs(g)
+    lengths = products_of_lengths.sum((1, 2))  # [B, C]
     additions = rounding.additions(rows) + rounding.additions(rule.positions)
     added = spread = longest = jnp.zeros(len(x), jnp.float32)
     for j, (multiple, base) in enumerate(zip(of_kernel, form.bases, strict=True)):
         crossed = (outputs[j] * g).sum((1, 2))
-        square = jnp.float32(rows) if base is None else jnp.square(base).sum(0, keepdims=True)
         # A base is rounded to bfloat16 where it is multiplied, ones are not.
-        rounded = additions * eps + (0.0 if base is None else _BFLOAT16_ROUNDING)
-        size = jnp.abs(multiple) * rounding.root(square)
+        rounded = additions * eps
+        if base is not None:
+            rounded += _BFLOAT16_ROUNDING
+        length = rounding.root(_inner(base, base, rows))
+        size = jnp.abs(multiple) * length
         terms = [2 * multiple * crossed]
         for k, other in enumerate(form.bases[: j + 1]):
             twice = 1 if k == j else 2
-            terms.append(twice * multiple * of_kernel[k] * _inner(base, other, rows))
-        added = added + sum(terms).sum(1)
-        absolute = sum(map(jnp.abs, terms))
-        spread = spread + (2 * rounded * size * lengths + _EVALUATED * eps * absolute).sum(1)
+            product = multiple * of_kernel[k]
+            terms.append(twice * product * _inner(base, other, rows))
+        of_products = 2 * rounded * size * lengths
+        spread = spread + of_products.sum(1)
+        for term in terms:
+            added = added + term.sum(1)
+            spread = spread + _EVALUATED * eps * jnp.abs(term).sum(1)
         longest = longest + rounding.root(jnp.square(size).sum(1))
     return added, spread, longest
 
@@ -484,13 +512,16 @@ def weighted_sum(
     grad = of_scaled.reshape(-1, shape[-1])
     for multiples, base in zip(sums.of_kernel, form.bases, strict=True):
         multiple = multiples.reshape(1, -1)
-        grad = grad + (multiple if base is None else multiple * base)
+        if base is not None:
+            multiple = multiple * base
+        grad = grad + multiple
     return {form.kernel: grad.reshape(shape), **sums.of_leaves}
 
 
 def _in_bfloat16(x: jax.Array) -> jax.Array:
     rounded = lax.reduce_precision(x, products.EXPONENT_BITS, products.BFLOAT16_BITS)
-    return rounded.astype(jnp.float32)
+    wide: jax.Array = rounded.astype(jnp.float32)
+    return wide
 
 
 def _applied_to(rule: Conv, x: jax.Array, base: Any) -> jax.Array:
@@ -498,7 +529,8 @@ def _applied_to(rule: Conv, x: jax.Array, base: Any) -> jax.Array:
     if base is None:
         return _window_sums(rule, x.sum(3, keepdims=True))
     out_feature, in_feature, *spatial = rule.numbers.rhs_spec
-    kernel = base.reshape(rule.weight_shape).transpose((*spatial, in_feature, out_feature))
+    order = (*spatial, in_feature, out_feature)
+    kernel = base.reshape(rule.weight_shape).transpose(order)
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -511,7 +543,7 @@ def _applied_to(rule: Conv, x: jax.Array, base: Any) -> jax.Array:
 
 def _window_sums(rule: Conv, x: jax.Array) -> jax.Array:
     """Returns the sums of the windows of a picture [B, H, W, 1]."""
-    return lax.reduce_window(
+    sums: jax.Array = lax.reduce_window(
         x,
         jnp.zeros((), x.dtype),
         lax.add,
@@ -520,3 +552,4 @@ def _window_sums(rule: Conv, x: jax.Array) -> jax.Array:
         padding=((0, 0), *rule.padding, (0, 0)),
         window_dilation=(1, *rule.kernel_dilation, 1),
     )
+    return sums

@@ -330,9 +330,8 @@ class Component:
                 terms, structure = jax.tree.flatten(low_rank)
                 contracted = contract_rows(terms, [factors] * len(terms))
                 shape = self._tapped[0].site.rule.weight_shape
-                return channel_weights.weighted_sum(
-                    self._form, shape, of_weights[0], structure.unflatten(contracted)
-                )
+                low_rank_sums = jax.tree.unflatten(structure, contracted)
+                return channel_weights.weighted_sum(self._form, shape, of_weights[0], low_rank_sums)
             sums = self._pull(of_weights)
         return dict(zip(self._members, sums, strict=True))
 
