@@ -93,12 +93,13 @@ def load(config: str) -> Any:
 
 
 def given(arguments: Sequence[str]) -> str | None:
-    """Returns the config that command-line arguments name."""
+    """Returns the config that command-line arguments name. Of several, the last one counts."""
+    config = None
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
         if flag in ("--config", "-config"):
-            return value if equals else next(iter(arguments[place + 1 :]), None)
-    return None
+            config = value if equals else next(iter(arguments[place + 1 :]), None)
+    return config
 
 
 def resolve(arguments: Sequence[str]) -> list[str]:

@@ -8,24 +8,27 @@ row or owner that moves the sums farthest.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Unpack
 
 import jax
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.audit.trials import Trials
+from jaxdp.audit.trials import NoiseTerms, Trials
 from jaxdp.data import Examples, Groups, take
+from jaxdp.files import shows_keywords
 from jaxdp.finetune.scaler import column_sums, columns_of, draw, sensitivity
 from jaxdp.privacy import GaussianDpEvent
 
 
+@shows_keywords(NoiseTerms, vars(Trials))
 def audit_scaler(
     source: Examples | Groups,
     ranges: Mapping[str, tuple[float, float]],
     *,
     noise_multiplier: float,
     rows: Sequence[int] | np.ndarray | None = None,
-    **terms: object,
+    **terms: Unpack[NoiseTerms],
 ) -> bounds.Audit:
     """Audits `charged_scaler` by many releases with and without a canary.
 
@@ -48,7 +51,7 @@ def audit_scaler(
     Raises:
       ValueError: An argument is out of range, or no candidate moves the sums.
     """
-    runs = Trials(charge=GaussianDpEvent(noise_multiplier), **terms)  # type: ignore[arg-type]
+    runs = Trials(charge=GaussianDpEvent(noise_multiplier), **terms)
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "rows")
     measured = columns_of(source, ranges)

@@ -197,9 +197,7 @@ def training_programs(
     rows = arrays.order[0]
     rate = arrays.rates[0]
     batches = len(arrays.order)
-    boundary = batches
-    if plan.shared_budget:
-        boundary = plan.groups[0]
+    boundary = plan.groups[0] if plan.shared_budget else batches
     functions: dict[str, Call] = {}
 
     def add(name: str, count: int, state: _State, used: Any) -> _State:
@@ -212,8 +210,7 @@ def training_programs(
 
     state, used = _start(plan, arrays)
     state = add("first batch", 1, state, used)
-    others = boundary - 1
-    state = add("batch", others, state, used)
+    state = add("batch", boundary - 1, state, used)
     if batches > boundary:
         results = np.asarray(plan.ks)
         new_budget = functools.partial(_with_new_budget, plan, results=results)

@@ -193,8 +193,7 @@ def plot_curves(
     if not _has_points(curves):
         raise ValueError("curves needs at least one curve and at least one (x, y) pair in each.")
     described = CurveAxes(**axes)
-    figure, panels = _page(title, subtitle)
-    panel = panels[0, 0]
+    figure, ((panel,),) = _page(title, subtitle)
     panel.set_xscale(described.xscale)
     if described.xscale == "log":
         places = [x for x, _ in itertools.chain.from_iterable(curves.values())]
@@ -236,9 +235,7 @@ def plot_panels(
 ) -> Path:
     """Draws panels of named curves side by side over one y axis.
 
-    Names are at the right of the last panel.
-
-    A name has the same colour in every panel.
+    Names are at the right of the last panel. A name has the same colour in every panel.
 
     Args:
         path, title, subtitle: As above.
@@ -297,8 +294,7 @@ def plot_points(
     """
     if not _has_points(points):
         raise ValueError("points needs at least one group and at least one point in each.")
-    figure, panels = _page(title, subtitle)
-    axes = panels[0, 0]
+    figure, ((axes,),) = _page(title, subtitle)
     labels = []
     look = {"fmt": "o", "markersize": 7, "elinewidth": 1.3, "capsize": 2.5, "zorder": 3}
     colours = itertools.cycle(_CURVE_COLOURS)

@@ -307,8 +307,7 @@ class PrivateRelease:
     """The settings of a release of images and labels. All of them are public.
 
     Attributes:
-      clip_norm: C in [1e-30, 1e30], for example the median norm of the coordinates of public
-          images.
+      clip_norm: C in [1e-30, 1e30], such as the median norm of coordinates of public images.
       noise_multiplier: sigma, the standard deviation (gaussian) or scale (laplace) of noise over C.
           0 gives no privacy.
       label_epsilon: epsilon of the labels. inf leaves them unchanged and gives no privacy.
@@ -681,8 +680,7 @@ def published_event(laplace_scale: float) -> privacy.UnprovenDpEvent:
 
 
 def _float32(x: Any) -> jax.Array:
-    # A value beyond float32 becomes infinite, and clipping makes its row zero.
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # infinite beyond float32: clipping makes the row zero
         return jnp.asarray(x, jnp.float32)
 
 

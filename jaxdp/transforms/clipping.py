@@ -42,7 +42,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxdp.files import check_function
 from jaxdp.transforms import engines, forms, leaf_plans, shards, sites
 from jaxdp.transforms.clip_arguments import (
     ParamsTree,
@@ -424,9 +423,16 @@ def clipped_grad(
             _check_clip_norm(f"clip_norm[{pattern!r}]", norm)
     else:
         _check_clip_norm("clip_norm", clip_norm)
-    check_function("loss_fn", loss_fn, "loss_fn(params, example) -> scalar")
-    if trainable is not None:
-        check_function("trainable", trainable, "trainable(path, leaf) -> bool")
+    if not callable(loss_fn):
+        raise TypeError(
+            "loss_fn must be a function, loss_fn(params, example) -> scalar, got "
+            f"{type(loss_fn).__name__} {loss_fn!r}."
+        )
+    if trainable is not None and not callable(trainable):
+        raise TypeError(
+            "trainable must be a function, trainable(path, leaf) -> bool, got "
+            f"{type(trainable).__name__} {trainable!r}."
+        )
     if engine not in ("auto", "bookkeeping", "vmap"):
         raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
     is_count = isinstance(microbatch_size, numbers.Integral) and microbatch_size >= 1
