@@ -282,7 +282,7 @@ def test_damaged_and_unlike_images_are_refused_by_name(folder):
     messages = {
         "cut.png": "is damaged: OSError, .*Get the file again, or leave its row out of the table",
         "text.png": "is damaged: UnidentifiedImageError, cannot identify image file. Get the file",
-        "empty.png": "is damaged: UnidentifiedImageError, cannot identify image file. Get the file",
+        "empty.png": "is an empty file. Get the file again, or leave its row out of the table",
         "wide.png": "has pixels of 16 bits, and the first image 8",
         "large.png": r"has the shape \(3, 3, 1\), and the first one \(2, 3, 1\)",
         "colour.png": r"has the shape \(2, 3, 3\), and the first one \(2, 3, 1\)",
