@@ -279,13 +279,14 @@ EVIDENCE = [
     ),
     Evidence(
         "results/accelerators.md",
-        ("compiled_v5e.json", "compiled_v6e.json", "compiled_h100.json"),
-        lambda v5e, v6e, h100: {
+        ("compiled_v5e.json", "compiled_v6e.json", "compiled_v5p.json", "compiled_h100.json"),
+        lambda v5e, v6e, v5p, h100: {
             "v5e": compiled.markdown(v5e),
             "v5e costs": compiled.costs(v5e),
             "v5e left out": compiled.left_out(v5e),
             "v6e": compiled.markdown(v6e),
             "v6e left out": compiled.left_out(v6e),
+            "v5p": compiled.markdown(v5p),
             "h100": compiled.markdown(h100),
             "h100 costs": compiled.costs(h100),
         },
