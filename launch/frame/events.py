@@ -6,7 +6,8 @@ import logging
 import os
 from collections.abc import Iterator
 
-from jaxdp.files import EVENTS, happened
+from jaxdp.files import happened
+from jaxdp.files.happenings import EVENTS
 from jaxdp.privacy.times import utc
 from jaxdp.version import __version__
 

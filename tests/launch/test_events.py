@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jaxdp.files import EVENTS
+from jaxdp.files.happenings import EVENTS
 from jaxdp.privacy import GaussianDpEvent, Ledger
 from jaxdp.release import Checkpoints
 from launch import frame
