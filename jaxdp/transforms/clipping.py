@@ -42,7 +42,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxdp.files import check_function
 from jaxdp.transforms import engines, forms, leaf_plans, shards, sites
 from jaxdp.transforms.clip_arguments import (
     ParamsTree,
@@ -424,9 +423,9 @@ def clipped_grad(
             _check_clip_norm(f"clip_norm[{pattern!r}]", norm)
     else:
         _check_clip_norm("clip_norm", clip_norm)
-    check_function("loss_fn", loss_fn, "loss_fn(params, example) -> scalar")
+    _check_function("loss_fn", loss_fn, "loss_fn(params, example) -> scalar")
     if trainable is not None:
-        check_function("trainable", trainable, "trainable(path, leaf) -> bool")
+        _check_function("trainable", trainable, "trainable(path, leaf) -> bool")
     if engine not in ("auto", "bookkeeping", "vmap"):
         raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
     is_count = isinstance(microbatch_size, numbers.Integral) and microbatch_size >= 1
@@ -437,6 +436,11 @@ def clipped_grad(
     return ClippedGrad(
         loss_fn, clip_norm, engine, find_rule(clip_rule), trainable, has_aux, group, microbatch_size
     )
+
+
+def _check_function(name: str, value: Any, call: str) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, {call}, got {type(value).__name__} {value!r}.")
 
 
 def _check_clip_norm(name: str, clip_norm: Any) -> None:
