@@ -6,18 +6,18 @@ the panels. matplotlib loads on use. Colours are from Okabe and Ito's palette, w
 readers can tell apart. Every line is named beside it.
 """
 
-import dataclasses
 import itertools
 import math
 import os
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Required, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 
 from jaxdp.files import explained_if_full, optional, shows_keywords
+from jaxdp.report.curve_axes import AxesKeywords, CurveAxes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -135,36 +135,6 @@ def _epsilon_panel(
     top = max(filter(math.isfinite, (*values, budget)), default=1.0)
     axes.set_ylim(0, 1.12 * top if top > 0 else 1.0)
     _round_marks(axes.yaxis, 4)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CurveAxes:
-    """The axes of `plot_curves`.
-
-    Attributes:
-        xlabel, ylabel: The names of the axes. The name of y is above the panel.
-        xscale, yscale: "linear" or "log".
-        percent: Whether a linear y axis has percentages.
-        xticks: x to the text of the marks on the x axis. Long texts are slanted. None chooses them.
-    """
-
-    xlabel: str
-    ylabel: str
-    xscale: Literal["linear", "log"] = "linear"
-    yscale: Literal["linear", "log"] = "linear"
-    percent: bool = True
-    xticks: Mapping[float, str] | None = None
-
-
-class AxesKeywords(TypedDict, total=False):
-    """The fields of `CurveAxes` as keywords, for editors and type checkers."""
-
-    xlabel: Required[str]
-    ylabel: Required[str]
-    xscale: Literal["linear", "log"]
-    yscale: Literal["linear", "log"]
-    percent: bool
-    xticks: Mapping[float, str] | None
 
 
 @shows_keywords(AxesKeywords, vars(CurveAxes))

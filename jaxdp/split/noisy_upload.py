@@ -34,10 +34,9 @@ import scipy.linalg
 
 from jaxdp import privacy
 from jaxdp.data.labels import check_labels, check_range
-from jaxdp.files import check_numbers
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
-from jaxdp.split.checks import not_negative, one_of
+from jaxdp.split.checks import check_numbers, not_negative, one_of
 from jaxdp.transforms import exact_scaling, noise
 from jaxdp.transforms.compiler import check_options
 
@@ -686,10 +685,9 @@ def _float32(x: Any) -> jax.Array:
 
 def _check_norm(clip_norm: float) -> None:
     check_numbers(clip_norm=clip_norm)
-    if not _SMALLEST_NORM <= clip_norm <= _LARGEST_NORM:
-        raise ValueError(
-            f"clip_norm must be in [{_SMALLEST_NORM:g}, {_LARGEST_NORM:g}], got {clip_norm!r}."
-        )
+    low, high = _SMALLEST_NORM, _LARGEST_NORM
+    if not low <= clip_norm <= high:
+        raise ValueError(f"clip_norm must be in [{low:g}, {high:g}], got {clip_norm!r}.")
 
 
 def _check_labels(labels: Any, num_classes: int) -> np.ndarray:

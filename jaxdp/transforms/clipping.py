@@ -423,16 +423,9 @@ def clipped_grad(
             _check_clip_norm(f"clip_norm[{pattern!r}]", norm)
     else:
         _check_clip_norm("clip_norm", clip_norm)
-    if not callable(loss_fn):
-        raise TypeError(
-            "loss_fn must be a function, loss_fn(params, example) -> scalar, got "
-            f"{type(loss_fn).__name__} {loss_fn!r}."
-        )
-    if trainable is not None and not callable(trainable):
-        raise TypeError(
-            "trainable must be a function, trainable(path, leaf) -> bool, got "
-            f"{type(trainable).__name__} {trainable!r}."
-        )
+    _check_function("loss_fn", loss_fn, "loss_fn(params, example) -> scalar")
+    if trainable is not None:
+        _check_function("trainable", trainable, "trainable(path, leaf) -> bool")
     if engine not in ("auto", "bookkeeping", "vmap"):
         raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
     is_count = isinstance(microbatch_size, numbers.Integral) and microbatch_size >= 1
@@ -443,6 +436,11 @@ def clipped_grad(
     return ClippedGrad(
         loss_fn, clip_norm, engine, find_rule(clip_rule), trainable, has_aux, group, microbatch_size
     )
+
+
+def _check_function(name: str, value: Any, call: str) -> None:
+    if not callable(value):
+        raise TypeError(f"{name} must be a function, {call}, got {type(value).__name__} {value!r}.")
 
 
 def _check_clip_norm(name: str, clip_norm: Any) -> None:
