@@ -131,7 +131,7 @@ def get_config(variant: str = "") -> ConfigDict:
             # What the same stages reach without privacy, which only public records may show.
             "references": {"show": True, "steps": 300, "batch_size": 64, "learning_rate": 1e-2},
             "certificates": {"show": False},  # True writes certificates.html, which is NOT private
-            "audit_finetune": {"candidates": 8, "trials": 1000},
+            "audit_finetune": {"candidates": 8, "trials": 20_000},
             "audit_recalibrate": {"trials": 1000},
             "audit_adapt": {"candidates": 16, "trials": 300},
             "audit_split": {"candidates": 16, "trials": 4000},
