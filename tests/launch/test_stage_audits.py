@@ -19,9 +19,13 @@ pytestmark = pytest.mark.slow
 
 SMALL = {
     "model.options.widths": (8,),
-    "finetune.augmult": 0,
+    "finetune.epsilon": 4.0,
+    "finetune.batch_size": 192,
+    "finetune.steps": 80,
     "finetune.physical_batch_size": 4,
+    "split.epsilon": 8.0,
     "audit_finetune.candidates": 2,
+    "audit_finetune.trials": 1000,
     "audit_split.trials": 1500,
 }
 
