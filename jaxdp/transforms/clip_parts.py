@@ -15,6 +15,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxdp.files import check_numbers
 from jaxdp.transforms.clip_arguments import paths_of, trainable_leaves
 
 Split = Literal["uniform", "dimension"]
@@ -47,8 +48,10 @@ def split_clip_norm(
       The clip norm of each part, by the regular expression of its paths.
 
     Raises:
+      TypeError: total is no number.
       ValueError: An argument is out of range, or no leaf is trained.
     """
+    check_numbers(total=total)
     if not 0 < total < math.inf:
         raise ValueError(f"total must be positive and finite, got {total!r}.")
     if by not in ("uniform", "dimension"):
