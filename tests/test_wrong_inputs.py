@@ -89,7 +89,7 @@ ARGUMENTS = [
     (
         jaxdp.split_clip_norm,
         {"params": 1.0, "total": PARAMS},
-        "total must be a number, got {'w': .*}.",
+        "total must be a real number, got dict.",
     ),
     (clipped, {"loss_fn": 3.0}, "loss_fn must be a function, .* got float 3.0."),
     (clipped, {"microbatch_size": 2.5}, "microbatch_size must be an integer .*, got 2.5."),

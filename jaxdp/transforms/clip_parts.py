@@ -15,8 +15,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxdp.files import check_numbers
 from jaxdp.transforms.clip_arguments import paths_of, trainable_leaves
+from jaxdp.transforms.noise.scales import real_number
 
 Split = Literal["uniform", "dimension"]
 
@@ -51,7 +51,7 @@ def split_clip_norm(
       TypeError: total is no number.
       ValueError: An argument is out of range, or no leaf is trained.
     """
-    check_numbers(total=total)
+    total = real_number("total", total)
     if not 0 < total < math.inf:
         raise ValueError(f"total must be positive and finite, got {total!r}.")
     if by not in ("uniform", "dimension"):
