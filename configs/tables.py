@@ -9,7 +9,7 @@ def columns_of(path: str) -> dict[str, Any]:
     """Returns `config.data.options`: what the columns of a table mean, from a JSON file.
 
     Raises:
-      ValueError: There is no such file.
+      ValueError: There is no such file, or it is no object of JSON.
     """
     options: dict[str, Any] = {"delimiter": ",", "encoding": "utf-8", "decimal": "."}
     options["thousands"] = ""
@@ -21,7 +21,14 @@ def columns_of(path: str) -> dict[str, Any]:
             f"there is no file {path!r}. Give a config of a table, such as "
             "configs/finetune/csv.py, a JSON file after the colon."
         )
+    try:
+        columns = json.loads(file.read_text("utf-8"))
+    except ValueError as error:
+        # The class of the error is not for the reader of flags, which builds it again from a text.
+        raise ValueError(f"{path} must be JSON in UTF-8: {error}.") from error
+    if not isinstance(columns, dict):
+        raise ValueError(f'{path} must be an object of JSON, {{"delimiter": ";"}}.')
     # Pairs, since names of columns may have dots, which no field of a config has.
-    for name, value in json.loads(file.read_text("utf-8")).items():
+    for name, value in columns.items():
         options[name] = tuple(value.items()) if isinstance(value, dict) else value
     return options

@@ -42,7 +42,7 @@ def trainer(optimizer=None, **options):
 
 
 def to_target(**changes):
-    return trainer(noise_multiplier=None, **{**TARGET, **changes})
+    return trainer(**{"noise_multiplier": None, **TARGET, **changes})
 
 
 def clipped(**options):
@@ -70,6 +70,27 @@ ARGUMENTS = [
     (trainer, {"trainable": "w"}, r"trainable must be a function, .* got str 'w'."),
     (trainer, {"optimizer": 0.1}, "optimizer must be .* such as optax.sgd.0.1., got 0.1."),
     (trainer, {"optimizer": optax.sgd}, "optimizer must be .*, got sgd."),
+    (trainer, {"sampler": 16}, r"sampler must be a jaxdp.data.PoissonSampler.*, got 16."),
+    (
+        to_target,
+        {"noise_multiplier": 1.0, "steps": None, "delta": None},
+        "noise_multiplier must be left out, or epsilon, got 1.0.",
+    ),
+    (
+        finetune.dp_adam_bc,
+        {"learning_rate": "0.1", "noise_std": 0.1},
+        "learning_rate must be a number, got '0.1'.",
+    ),
+    (
+        finetune.dp_adam_bc,
+        {"learning_rate": 0.1, "noise_std": "0.1"},
+        "noise_std must be a number, got '0.1'.",
+    ),
+    (
+        jaxdp.split_clip_norm,
+        {"params": 1.0, "total": PARAMS},
+        "total must be a real number, got dict.",
+    ),
     (clipped, {"loss_fn": 3.0}, "loss_fn must be a function, .* got float 3.0."),
     (clipped, {"microbatch_size": 2.5}, "microbatch_size must be an integer .*, got 2.5."),
     (of_mask, {"mask": [True] * 8}, "mask must be a boolean array, got list. Convert it .*"),

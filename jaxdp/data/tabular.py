@@ -140,6 +140,7 @@ def from_csv(
       The features and the label of a row are a function of that row and of the arguments. No
       statistic of the rows is computed, except for the numbers of missing cells in an error.
     """
+    _refuse_text(texts=texts, drop=drop, indicators=indicators, missing_marks=missing_marks)
     columns = _Columns(
         label=label,
         classes=classes,
@@ -176,6 +177,13 @@ def from_csv(
     cells_of_texts = {column: table.columns[column] for column in columns.all_texts}
     names = tuple(features)
     return dataclasses.replace(source, texts=cells_of_texts, feature_names=names)
+
+
+def _refuse_text(**arguments: Texts) -> None:
+    """Raises ValueError for one text, whose letters would pass as several."""
+    for name, value in arguments.items():
+        if isinstance(value, str):
+            raise ValueError(f"{name} must be several texts, such as ({value!r},), got {value!r}.")
 
 
 class _Cells(NamedTuple):

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdp.files import check_numbers
+
 
 def dp_adam_bc(
     learning_rate: optax.ScalarOrSchedule,
@@ -51,12 +53,16 @@ def dp_adam_bc(
         takes steps of eta m^ / sqrt(gamma').
 
     Raises:
+      TypeError: An argument is no number, or the learning rate is no schedule either.
       ValueError: An argument is out of range.
 
     Formal guarantees:
       It is post-processing: its input is released, and `noise_std` is public. The corrected moment
       v^ - Phi has the mean E[g^2] of the clipped gradient.
     """
+    if not callable(learning_rate):
+        check_numbers(learning_rate=learning_rate)
+    check_numbers(noise_std=noise_std, b1=b1, b2=b2, floor=floor)
     if not 0 <= noise_std < math.inf:
         raise ValueError(
             "noise_std must be finite and not negative, the noise multiplier times the clip norm "

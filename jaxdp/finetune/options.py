@@ -105,7 +105,7 @@ def noise_and_options(
     if noise_multiplier is not None:
         if target:
             raise ValueError(
-                f"noise_multiplier must be left out where {' and '.join(target)} are given, got "
+                f"noise_multiplier must be left out, or {' and '.join(target)}, got "
                 f"{noise_multiplier}."
             )
         return noise_multiplier, others
@@ -172,6 +172,15 @@ def check_optimizer(optimizer: Any) -> None:
     owner = getattr(optimizer.update, "__self__", None)
     if isinstance(owner, optax.MultiSteps):
         raise ValueError(_ACCUMULATES)
+
+
+def check_sampler(sampler: Any) -> None:
+    """Raises TypeError for what samples no batches, such as the size of a batch."""
+    if not hasattr(sampler, "expected_batch_size"):
+        raise TypeError(
+            "sampler must be a jaxdp.data.PoissonSampler(len(source), batch_size / len(source)), "
+            f"got {sampler!r}."
+        )
 
 
 def check_optimizer_state(state: Any) -> None:

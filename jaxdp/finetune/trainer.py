@@ -39,6 +39,7 @@ from jaxdp.finetune.options import (
     check_clip_norm,
     check_optimizer,
     check_optimizer_state,
+    check_sampler,
     event,
     noise_and_options,
 )
@@ -404,6 +405,7 @@ def make_trainer(
     """
     check_clip_norm("clip_norm", clip_norm)
     check_optimizer(optimizer)
+    check_sampler(sampler)
     noise_multiplier, fields = noise_and_options(noise_multiplier, options, sampler)
     size = fields.get("physical_batch_size")
     if size is not None:

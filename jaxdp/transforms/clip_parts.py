@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.transforms.clip_arguments import paths_of, trainable_leaves
+from jaxdp.transforms.noise.scales import real_number
 
 Split = Literal["uniform", "dimension"]
 
@@ -47,8 +48,10 @@ def split_clip_norm(
       The clip norm of each part, by the regular expression of its paths.
 
     Raises:
+      TypeError: total is no number.
       ValueError: An argument is out of range, or no leaf is trained.
     """
+    total = real_number("total", total)
     if not 0 < total < math.inf:
         raise ValueError(f"total must be positive and finite, got {total!r}.")
     if by not in ("uniform", "dimension"):

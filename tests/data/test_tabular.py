@@ -148,6 +148,8 @@ def test_what_would_be_read_wrongly_is_refused(tmp_path, content, options, messa
         ({"group": "sex"}, "'sex' is declared twice"),
         ({"drop": ("y",)}, "'y' is declared twice"),
         ({"ranges": {"age": (1, 1)}}, "ranges must have low < high for 'age'"),
+        ({"drop": "age"}, r"drop must be several texts, such as \('age',\), got 'age'"),
+        ({"missing_marks": "NA"}, "missing_marks must be several texts"),
         ({"indicators": ("age",)}, "indicators must be columns of missing="),
         ({"classes": "01"}, "classes must be different texts"),
         ({"categories": {"sex": ("f", "f")}}, "categories of 'sex' must be different"),

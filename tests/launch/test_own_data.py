@@ -342,3 +342,16 @@ def test_a_dry_run_warns_of_numbers_that_are_not_finite(folder, tmp_path, bad):
     messages = [str(warning.message) for warning in caught]
     counts = "2 of the first 5 examples hold NaN or an infinity (2 in 'image')"
     assert any(counts in message for message in messages) == np.isnan(bad)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [('{"delimiter": ";",}', "must be JSON in UTF-8"), ("[]", "must be an object of JSON")],
+)
+def test_a_damaged_file_of_columns_is_named(tmp_path, content, message):
+    path = tmp_path / "columns.json"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        importlib.import_module("configs.tables").columns_of(str(path))
+    # The reader of flags makes an error of the same class from one text.
+    assert type(caught.value) is ValueError
