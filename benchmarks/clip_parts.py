@@ -39,8 +39,8 @@ METHODS = {
     "adaptive": "sgd",
     "adaptive per part": "sgd",
     "DP-Adam": "adam",
-    "DP-AdamBC": "adam",
-    "DP-AdamBC, floor Phi": "adam",  # the variance of the noise in place of 5e-8
+    "DP-AdamBC": "adam",  # with the paper's floor, 5e-8
+    "DP-AdamBC, floor Phi": "adam",  # with the variance of the noise, the default
 }
 RATES = {
     "sgd": (0.125, 0.25, 0.5, 1.0),
@@ -131,8 +131,8 @@ def trainer(method: str, params: Any, records: int) -> Any:
     corrected = functools.partial(finetune.dp_adam_bc, noise_std=noise_std)
     optimizers = {
         "DP-Adam": optax.adam,
-        "DP-AdamBC": corrected,
-        "DP-AdamBC, floor Phi": functools.partial(corrected, floor=noise_std**2),
+        "DP-AdamBC": functools.partial(corrected, floor=5e-8),
+        "DP-AdamBC, floor Phi": corrected,
     }
     optimizer = optimizers.get(method, functools.partial(optax.sgd, momentum=0.9))
     leaves = jaxdp.split_clip_norm(params, CLIP)

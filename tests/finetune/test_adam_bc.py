@@ -70,6 +70,17 @@ def test_the_corrected_moment_is_unbiased_and_a_wrong_scale_is_not():
         assert abs(error(wrong)) > 10 * tolerance
 
 
+def test_the_default_floor_is_the_variance_of_the_noise():
+    """The broken twin has the paper's floor."""
+    gradients = np.random.default_rng(0).normal(0, 0.5, (4, 50))
+
+    def steps(**options):
+        return stepped(gradients, finetune.dp_adam_bc(0.1, noise_std=0.5, **options))[0]
+
+    np.testing.assert_array_equal(steps(), steps(floor=0.25))
+    assert np.abs(steps()).max() < 0.1 * np.abs(steps(floor=5e-8)).max()
+
+
 def test_bfloat16_and_frozen_leaves():
     optimizer = finetune.dp_adam_bc(optax.constant_schedule(0.1), noise_std=0.0)
     params = {"w": jnp.ones(3, jnp.bfloat16), "frozen": None}
