@@ -4,6 +4,7 @@ WORKDIR/release gets the parameters, the program with its preprocessing, a model
 report and checksums (`jaxdp.models.write_release`). `jaxdp serve-check WORKDIR/release` checks it.
 """
 
+import json
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ def write(
     card = ModelCard(
         name=f"{result['dataset']}, {config.model.name}",
         architecture=config.model.name,
-        inputs=_meaning(network),
+        inputs=_meaning(network, config, specs),
         classes=specs["test"].class_names,
         purpose=purpose,
         limits="Measured on the test part of its own data set only.",
@@ -95,10 +96,17 @@ def _probe(network: Pretrained) -> np.ndarray:
     return np.random.default_rng(0).random((4, *shape), np.float32)
 
 
-def _meaning(network: Pretrained) -> str:
-    if isinstance(network.preprocessing, Vectors):
-        return "the features of a row, in the order of the columns"
-    return "an image in [0, 1], of this size; the normalisation is in the program"
+def _meaning(network: Pretrained, config: Any, specs: Mapping[str, DataSpec]) -> str:
+    """Returns what one input is, so that its user can make one."""
+    if not isinstance(network.preprocessing, Vectors):
+        return "an image in [0, 1], of this size; the normalisation is in the program"
+    table = open_parts(specs, images=False)["test"]
+    names = ", ".join(table.feature_names or ())
+    options = json.dumps(dict(config.data.options.to_dict()), default=list)
+    return (
+        f"the features of a row, in this order: {names}. jaxdp.data.from_csv makes them from a "
+        f"table with these options: {options}"
+    )
 
 
 def main(argv: Sequence[str]) -> None:

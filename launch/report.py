@@ -13,6 +13,7 @@ if that cannot be told.
 """
 
 import argparse
+import dataclasses
 import os
 import pathlib
 import sys
@@ -68,7 +69,12 @@ def verify(
         else:
             run_report.write(root, output=output, past=past)
 
-    return verification.verify(page, rewrite, ledger=ledger)
+    answer = verification.verify(page, rewrite, ledger=ledger)
+    if not answer.is_true and root.is_file():
+        hint = "It was compared with the page of the ledger alone. For that of a run give its workdir: "
+        hint += "jaxdp report WORKDIR --verify PAGE --ledger LEDGER."
+        return dataclasses.replace(answer, text=f"{answer.text}\n{hint}")
+    return answer
 
 
 def _is_of_library(root: pathlib.Path) -> bool:

@@ -285,6 +285,9 @@ def test_a_scaler_and_the_training_share_one_budget_and_one_release(table, tmp_p
     params = load_params(tmp_path / "run" / "params.safetensors")
     expected = jax.nn.softmax(task.network.apply_fn(params, rows))
     np.testing.assert_allclose(load_released(folder)(rows), expected, atol=1e-5)
+    # Its user can make the inputs: the features by name, and what their columns mean.
+    meaning = json.loads((folder / "card.json").read_text())["inputs"]
+    assert "in this order: mean.0, mean.1, mean.2, mean.3" in meaning and '"ranges"' in meaning
     with pytest.raises(ValueError, match="scaler_noise_multiplier must be 0 without columns"):
         no_ranges = table_config(table, **GROUP, **charged, **{"data.options.ranges": ()})
         finetune.STUDY.open(no_ranges, tmp_path)

@@ -64,6 +64,9 @@ def test_a_page_is_the_one_of_its_ledger(root):
     assert report.verify(sent, root / "run", ledger=away / "ledger.sqlite").is_true
     with pytest.raises(ValueError, match=r"cannot tell: the ledger .* does not exist\. Name it"):
         report.verify(sent, root / "run")
+    # The page of a run is not that of its ledger alone.
+    alone = report.verify(sent, ledger=away / "ledger.sqlite")
+    assert not alone.is_true and alone.text.endswith("--verify PAGE --ledger LEDGER.")
 
 
 def test_a_page_stays_true_when_more_is_spent(root):
