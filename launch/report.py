@@ -71,8 +71,10 @@ def verify(
 
     answer = verification.verify(page, rewrite, ledger=ledger)
     if not answer.is_true and root.is_file():
-        hint = "It was compared with the page of the ledger alone. For that of a run give its workdir: "
-        hint += "jaxdp report WORKDIR --verify PAGE --ledger LEDGER."
+        hint = (
+            "It was compared with the page of the ledger alone. For that of a run give its "
+            "workdir: jaxdp report WORKDIR --verify PAGE --ledger LEDGER."
+        )
         return dataclasses.replace(answer, text=f"{answer.text}\n{hint}")
     return answer
 
