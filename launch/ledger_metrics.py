@@ -66,4 +66,4 @@ def _values(entry: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _number(value: float) -> str:
-    return "+Inf" if math.isinf(value) else f"{value:.9g}"
+    return "+Inf" if math.isinf(value) else f"{value:.12g}"

@@ -1,6 +1,7 @@
 """The command `jaxdp ledger`: what it prints, that it writes nothing, and what it refuses."""
 
 import csv
+import datetime
 import importlib.util
 import io
 import json
@@ -181,7 +182,15 @@ def test_a_monitor_reads_gauges_and_an_exit_status(path, tmp_path, capsys):
     assert said(capsys, "show", path, "--metrics", file) == ""
     *lines, end = file.read_text().splitlines()
     labels = f'{{ledger="{path}",dataset="train",unit="example"}}'
-    assert f"jaxdp_ledger_epsilon{labels} {epsilon:.9g}" in lines
+    assert f"jaxdp_ledger_epsilon{labels} {epsilon:.12g}" in lines
+    with Ledger(path) as ledger:
+        last = max(run["last_at"] for run in ledger.report()["datasets"][-1]["runs"])
+    seconds = round(datetime.datetime.fromisoformat(last).timestamp())
+    # Nine digits would be ten seconds.
+    (line,) = (
+        line for line in lines if line.startswith(f"jaxdp_ledger_last_spend_seconds{labels}")
+    )
+    assert float(line.split()[-1]) == pytest.approx(seconds, abs=1), (line, last)
     assert f"jaxdp_ledger_remaining{labels} {budget - epsilon:.9g}"[:-6] in file.read_text()
     assert end == "# EOF" and len(lines) == 6 * (2 + 4)
     assert "train" in said(capsys, "show", path, "--alert", 1)
