@@ -134,6 +134,7 @@ class Life:
         waiting = {"status": "waiting", "message": "not run yet", "folder": ""}
         self.states: dict[str, _State] = {stage.name: dict(waiting) for stage in self.stages}
         self.hold: Hold | None = None
+        self.is_behind = False  # whether the report lacks stages that were done before
         self._charges = functools.cache(lambda stage: stage.charges(config, data))
 
     def step(self, stage: Stage, done: dict[str, Done]) -> Step:
@@ -210,7 +211,7 @@ def _open(config: Any, root: pathlib.Path) -> Life:
 
 
 def _rows(work: frame.Work, cells: Sequence[Any]) -> list[_State]:
-    """Runs the stages in their order. Publishes their states after every stage."""
+    """Runs the stages in their order. Publishes their states after every stage that runs."""
     life: Life = work.shared
     with contextlib.ExitStack() as held:
         held.enter_context(alone(work.root))
@@ -240,6 +241,10 @@ def _rows(work: frame.Work, cells: Sequence[Any]) -> list[_State]:
                     "the ledger counts all reservations. The same command continues from here "
                     "and pays nothing twice."
                 ) from error
+            # A resumed run would write one report for each stage that was done before.
+            if not life.is_behind:
+                _publish(work)
+        if life.is_behind:
             _publish(work)
     return _listed(life)
 
@@ -268,6 +273,7 @@ def _listed(life: Life) -> list[_State]:
 
 
 def _publish(work: frame.Work) -> None:
+    work.shared.is_behind = False
     work.publish(_listed(work.shared))
     document.write(work.root)
 
@@ -284,6 +290,7 @@ def _advance(stage: Stage, work: frame.Work) -> _State:
     finished = cache.find(folder)
     if finished is not None:
         life.done[stage.name] = finished
+        life.is_behind = True
         return _say(stage, "done", "done before with this config and data", folder, work.root)
     failed = [
         other.name
@@ -293,6 +300,8 @@ def _advance(stage: Stage, work: frame.Work) -> _State:
     if stage.charges is not None and failed:
         reason = f"nothing more is spent until {' and '.join(failed)} can be done"
         return _say(stage, "skipped", reason)
+    if life.is_behind:  # The stage may take hours.
+        _publish(work)
     # The row of a stage whose files have changed is no result.
     (folder / "row.json").unlink(missing_ok=True)
     print(f"{stage.name}: running", flush=True)

@@ -26,16 +26,10 @@ CHAIN = [
     (["four_steps", 2, [0, "batches"]], 2),  # paid, before the first step
     (["four_steps", 2, [1, "step"]], 2),  # The chunk is repeated and not paid again.
     # after the last step of the second chunk, before its commit
-    (
-        ["four_steps", 2, [0, "save"]],
-        4,
-    ),
-    # restores the first chunk. The program of the second is another: it is paid again.
-    (
-        ["four_steps", 4, None],
-        6,
-    ),
-    (["six_steps", 1, None], 8),  # One process restores what four have saved.
+    (["four_steps", 2, [0, "save"]], 4),
+    # One process restores the first chunk, which two have saved. Its program is another: the second
+    # chunk is paid again. The third is paid for the first time.
+    (["six_steps", 1, None], 8),
 ]
 JOBS = {
     **{f"same{count}": [["same_steps", count, None]] for count in (1, 2, 4)},

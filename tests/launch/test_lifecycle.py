@@ -621,6 +621,31 @@ def test_ctrl_c_in_any_stage(copied, monkeypatch):
     assert spent(copied) == before and unfinished(copied) == 0
 
 
+def test_a_resumed_run_writes_a_report_for_stages_that_run_only(copied, monkeypatch):
+    """What was done before is in the report before the next stage, which may take hours."""
+    reports = []
+
+    def write(root):
+        stages = json.loads((root / "result.json").read_text())["stages"]
+        reports.append({name: state["status"] for name, state in stages.items()})
+
+    def interrupted(job):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(document, "write", write)
+    life.run(tiny.lifecycle(), copied)
+    assert reports == [dict.fromkeys(NAMES, "done")]
+    (row,) = copied.glob("cells/split/*/row.json")
+    row.unlink()
+    replaced(monkeypatch, "split", interrupted)
+    with pytest.raises(Interrupted):
+        life.run(tiny.lifecycle(), copied)
+    place = NAMES.index("split")
+    later = dict.fromkeys(NAMES[place:], "waiting")
+    before = dict.fromkeys(NAMES, "done") | later
+    assert reports[1:] == [before, before | {"split": "interrupted"}]
+
+
 @pytest.mark.parametrize(
     "place",
     [

@@ -1,6 +1,7 @@
 """The way of a config to arrays is short: few functions lie between a launcher and a source, a
 config is parsed in one file, and nobody below `launch` sees it."""
 
+import functools
 import pathlib
 import sys
 
@@ -17,6 +18,16 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 MOST_ROOMS = 6
 # Other files call functions of launch/data.py in at most so many places.
 MOST_RETURNS = 8
+
+
+@functools.cache  # The profiler asks at each of millions of calls.
+def watched(filename):
+    """Returns the path below the root of a file in launch/ or jaxdp/data/, None for others."""
+    path = pathlib.PurePath(filename)
+    if not path.is_relative_to(ROOT):
+        return None
+    file = path.relative_to(ROOT).as_posix()
+    return file if file.startswith(("launch/", "jaxdp/data/")) else None
 
 
 class Walk:
@@ -40,11 +51,10 @@ class Walk:
         if event == "return" and self._stack and self._stack[-1][0] is frame:
             self._stack.pop()
         code = frame.f_code
-        path = pathlib.PurePath(code.co_filename)
-        if event != "call" or not path.is_relative_to(ROOT) or code.co_name.startswith("<"):
+        if event != "call" or code.co_name.startswith("<"):
             return
-        file = path.relative_to(ROOT).as_posix()
-        if not file.startswith(("launch/", "jaxdp/data/")):
+        file = watched(code.co_filename)
+        if file is None:
             return
         caller = self._stack[-1][1] if self._stack else ""
         if file == "launch/data.py" and caller not in ("", file):
