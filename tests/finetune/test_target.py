@@ -48,11 +48,11 @@ def test_the_relation_and_the_accountant_of_the_target_are_used():
         ({"epsilon": 2.0, "delta": 1e-5}, r"Missing: \['steps'\]"),
         (
             {**TARGET, "noise_multiplier": 1.0},
-            "must be left out where epsilon and delta and steps are given, got 1.0",
+            "must be left out, or epsilon and delta and steps, got 1.0",
         ),
         (
             {"noise_multiplier": 1.0, "adjacency": "replace_one"},
-            "must be left out where adjacency are given",
+            "must be left out, or adjacency, got",
         ),
         ({**TARGET, "epsilon": -1.0}, "epsilon must be finite and > 0, got -1.0"),
         ({**TARGET, "steps": 0}, "steps must be an integer of at least 1, got 0"),
