@@ -17,6 +17,7 @@ holds prepared TFDS data. Without it TFDS's default directory is read."""
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
+from configs.people import PEOPLE
 
 
 def get_config(size: str = "paper") -> ConfigDict:
@@ -38,6 +39,7 @@ def get_config(size: str = "paper") -> ConfigDict:
                     "test": "test",
                 },
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "adjacency": "add_remove",
                 "crop_padding": 4,
                 "flip": True,

@@ -13,6 +13,7 @@ changes it by a point or two between runs."""
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
+from configs.people import PEOPLE
 
 
 def get_config(rounds: str = "all") -> ConfigDict:
@@ -30,6 +31,7 @@ def get_config(rounds: str = "all") -> ConfigDict:
                 "split_seed": 0,
                 "parts": {"public": 0.05, "private": 0.65, "test": 0.3},
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "adjacency": "add_remove",
                 "crop_padding": 1,
                 "flip": False,

@@ -9,6 +9,7 @@ two CPU cores. Test accuracy: about 0.855 at epsilon 3, 0.90 without privacy. ""
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
+from configs.people import PEOPLE
 
 
 def get_config() -> ConfigDict:
@@ -23,6 +24,7 @@ def get_config() -> ConfigDict:
                 "data_dir": "",
                 "parts": {"public": "", "private": "train", "test": "test"},
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "adjacency": "add_remove",
                 "crop_padding": 0,
                 "flip": False,

@@ -17,6 +17,7 @@ its numbers are poor."""
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, clipping, optimizer
+from configs.people import PEOPLE
 
 _VARIANTS = ("", "smoke")
 _SMOKE = {
@@ -57,6 +58,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 },
                 "sources": 5,  # the hospitals that share `parts.sources`
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "source_shift": "brightness",
                 "stream_shifts": ("brightness",),  # one after the other
                 "severity": 4,

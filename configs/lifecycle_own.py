@@ -11,6 +11,7 @@ chest X-rays of 28 by 28 pixels in two classes: copy this file and change what i
 from ml_collections import ConfigDict
 
 from configs.lifecycle_digits import get_config as digits
+from configs.people import PEOPLE
 
 _SITES = ("site_0.csv", "site_1.csv", "site_2.csv", "site_3.csv", "site_4.csv")
 
@@ -36,6 +37,7 @@ def get_config() -> ConfigDict:
             "prepare": False,
             # of privacy: one record of a part, or one owner of records, such as "patient"
             "unit": "image",
+            **PEOPLE,
             # the column of the CSV files with the owner of each image, if a unit may have several
             "group": "",
             "max_records": 1,  # with group: the largest number of images of one owner that count

@@ -202,6 +202,7 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
                 "unit": mine.unit,
                 "epsilon": config.epsilon,
                 "delta": 0.0,
+                **frame.people(mine, "client"),
             }
             account = frame.own_account(ledger, _name(mine), **terms)
             self._party = dataclasses.replace(party, account=account)

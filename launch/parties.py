@@ -415,6 +415,7 @@ class _Client:
         """Returns the accounts of the images and of the queries, None if there are none."""
         config = self.config
         common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
+        common |= frame.people(config, "client")
         unproven: dict[str, Any] = common | {"allow_unproven": True}
         terms = unproven
         if config.mode == "private":  # the budget of the images is what their upload costs

@@ -16,6 +16,7 @@ busy CPU cores. See docs/results/public_checkpoint.md for all images. """
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
+from configs.people import PEOPLE
 
 
 def get_config(size: str = "small") -> ConfigDict:
@@ -43,6 +44,7 @@ def get_config(size: str = "small") -> ConfigDict:
                     "test": "test",
                 },
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "adjacency": "add_remove",
                 "crop_padding": 0,
                 "flip": False,

@@ -18,6 +18,7 @@ run. Ten seconds on two CPU cores for 569 rows.
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
+from configs.people import PEOPLE
 from configs.tables import columns_of
 
 
@@ -41,6 +42,7 @@ def get_config(columns: str = "") -> ConfigDict:
                 "group": "",  # the column with the patient
                 "max_records": 1,
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "adjacency": "add_remove",
                 "crop_padding": 0,
                 "flip": False,

@@ -16,6 +16,7 @@ Results, minutes and what was tuned on which images: docs/results/scattering.md.
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
+from configs.people import PEOPLE
 
 # side, channels, training images
 _IMAGES = {
@@ -50,6 +51,7 @@ def get_config(chosen: str = "cifar10") -> ConfigDict:
                 "data_dir": "",
                 "parts": {"public": "", "private": f"train[:{records}]", "test": "test"},
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "adjacency": "add_remove",
                 "crop_padding": 0,
                 "flip": False,

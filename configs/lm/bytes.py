@@ -15,6 +15,7 @@ docs/results/language_models.md."""
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
+from configs.people import PEOPLE
 
 
 def get_config(texts: str = "sst2") -> ConfigDict:
@@ -40,6 +41,7 @@ def get_config(texts: str = "sst2") -> ConfigDict:
                 "tokenizer": "bytes",  # or the tokenizer.json of a checkpoint
                 "length": 65,  # tokens per record, public. Longer texts are cut
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "adjacency": "add_remove",
             },
             "model": {

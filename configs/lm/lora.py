@@ -19,6 +19,7 @@ Not run by us with a public checkpoint. The tests run it with a tiny one.
 from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
+from configs.people import PEOPLE
 
 VOCABULARIES = {
     "gpt2": 50_257,
@@ -49,6 +50,7 @@ def get_config(name: str = "gpt2") -> ConfigDict:
                 "tokenizer": "tokenizer.json",
                 "length": 129,  # tokens per record, public. Longer texts are cut
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "adjacency": "add_remove",
             },
             "model": {

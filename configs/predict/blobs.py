@@ -15,6 +15,8 @@ paper, and 100.0 with the 1000 used here."""
 
 from ml_collections import ConfigDict
 
+from configs.people import PEOPLE
+
 _VARIANTS = ("", "close", "mlp")
 
 
@@ -31,6 +33,7 @@ def get_config(variant: str = "") -> ConfigDict:
             "data": {
                 "kind": "blobs",
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "separation": 1.0 if close else 1.25,
                 "std": 0.75 if close else 0.35,
                 "train": 3000 if mlp else 5000,

@@ -14,6 +14,7 @@ for 569 rows."""
 
 from ml_collections import ConfigDict
 
+from configs.people import PEOPLE
 from configs.predict import digits
 from configs.tables import columns_of
 
@@ -24,6 +25,7 @@ def get_config(columns: str = "") -> ConfigDict:
     config.data = {
         "kind": "table",
         "unit": "example",  # of privacy, for the ledger
+        **PEOPLE,
         "source": "csv",
         "name": "table",  # in the ledger
         "path": "",  # the file, or a folder with a file for each part

@@ -11,6 +11,8 @@ finds for small data."""
 
 from ml_collections import ConfigDict
 
+from configs.people import PEOPLE
+
 
 def get_config() -> ConfigDict:
     return ConfigDict(
@@ -23,6 +25,7 @@ def get_config() -> ConfigDict:
             "data": {
                 "kind": "images",
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "source": "bundled",
                 "name": "digits",
                 "split_seed": 0,

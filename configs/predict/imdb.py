@@ -23,10 +23,13 @@ Not run by us on the real data."""
 
 from ml_collections import ConfigDict
 
+from configs.people import PEOPLE
+
 _DATA = {
     "reviews": {
         "kind": "text",
         "unit": "example",  # of privacy, for the ledger
+        **PEOPLE,
         "name": "imdb_reviews",
         "data_dir": "",
         "parts": {"private": "train", "test": "test[:5000]"},

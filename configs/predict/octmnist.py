@@ -25,6 +25,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from configs.people import PEOPLE
+
 _FEATURES = {
     "parts": {
         "upstream": "fashion_mnist/train[:20000]",
@@ -63,6 +65,7 @@ def get_config(variant: str = "features") -> ConfigDict:
             "data": {
                 "kind": "images",
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "source": "npz",
                 "path": "",
                 "data_dir": "",

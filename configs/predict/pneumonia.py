@@ -25,6 +25,7 @@ for distances. docs/results/agt.md has its numbers."""
 
 from ml_collections import ConfigDict
 
+from configs.people import PEOPLE
 from configs.predict.octmnist import published_options
 
 _VARIANTS = ("features", "published")
@@ -42,6 +43,7 @@ def get_config(variant: str = "features") -> ConfigDict:
             "data": {
                 "kind": "images",
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "source": "tfds",
                 "data_dir": "",  # by default the environment variable TFDS_DATA_DIR
                 "name": "pneumonia_mnist",

@@ -21,6 +21,8 @@ data. The guarantee does not cover such choices. """
 
 from ml_collections import ConfigDict
 
+from configs.people import PEOPLE
+
 
 def get_config() -> ConfigDict:
     return ConfigDict(
@@ -32,6 +34,7 @@ def get_config() -> ConfigDict:
             "data": {
                 "kind": "text",
                 "unit": "example",  # of privacy, for the ledger
+                **PEOPLE,
                 "name": "glue/sst2",
                 "data_dir": "",
                 "parts": {"private": "train", "test": "validation"},

@@ -16,6 +16,8 @@ r"""Private recalibration between a calibrator and hospitals, each in a process 
 
 from ml_collections import ConfigDict
 
+from configs.people import PEOPLE
+
 
 def get_config() -> ConfigDict:
     return ConfigDict(
@@ -34,6 +36,7 @@ def get_config() -> ConfigDict:
                 # their name on the hospital's ledger. "" is that of the file, without .npz.
                 "dataset": "",
                 "unit": "record",  # what one entry is, or what `group` has in common
+                **PEOPLE,
             },
         }
     )

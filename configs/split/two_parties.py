@@ -19,6 +19,8 @@ with the upload's size (chance is .20, and 25 images are few):
 
 from ml_collections import ConfigDict
 
+from configs.people import PEOPLE
+
 
 def get_config() -> ConfigDict:
     digits = {"source": "bundled", "name": "digits", "split": "", "data_dir": "", "prepare": False}
@@ -73,6 +75,7 @@ def get_config() -> ConfigDict:
                 "dataset": "",
                 "data": {**digits, "classes": (5, 6, 7, 8, 9)},  # without a file: half is for tests
                 "data_seed": 0,
+                **PEOPLE,
                 "shots": 5,
                 "num_classes": 5,  # a public declaration
                 "mode": "private",  # or "published", "noise_once"

@@ -28,7 +28,7 @@ With `--devices` the processes of `jax.distributed` compute each cell together
 
 from ..study import PrivateSet, Program, Report, Row, Study
 from .accounts import account, own_account
-from .fields import check_watch, known, some, watching
+from .fields import check_watch, known, people, some, watching
 from .launcher import main
 from .ledgers import DEFAULT, Choice, asked, chosen, of_workdir, settled
 from .ledgers import NAME as LEDGER
@@ -62,6 +62,7 @@ __all__ = [
     "main",
     "of_workdir",
     "own_account",
+    "people",
     "run",
     "run_of",
     "settled",

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jaxdp.files import optional
+from jaxdp.privacy import contacts
 from jaxdp.report import Callback, TensorBoardWriter, WandbWriter
+
+from ..settings import named
 
 
 def known(field: str, names: Iterable[Any], choices: Iterable[Any]) -> None:
@@ -24,6 +27,22 @@ def some(field: str, entries: Any) -> Any:
     if not len(entries):
         raise ValueError(f"config.{field} must have at least one entry, got none.")
     return entries
+
+
+def people(described: Any, part: str = "data") -> dict[str, str]:
+    """Returns whom to ask about private data, as `Ledger.register` takes it.
+
+    Args:
+      described: A part of a config that may have the fields owner, purpose, contact and approver.
+        A field that is "" says nothing, and is left out.
+      part: The name of the part.
+
+    Raises:
+      ValueError, TypeError: A field is no text, or is longer than a line of 500 characters.
+    """
+    filled = {name: described[name] for name in contacts.FIELDS if described.get(name)}
+    with named(part, described):
+        return contacts.checked(filled)
 
 
 def _tensorboard(folder: pathlib.Path) -> Any:

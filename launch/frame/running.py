@@ -76,9 +76,10 @@ class Work:
         """Returns the account of a private set in the ledger of the run, as a context manager.
 
         Args:
-          name, label, **terms: As in `launch.frame.account`.
+          name, label, **terms: As in `launch.frame.account`. `config.data` says whom to ask.
         """
         path = self.ledger or self.root / ledgers.NAME
+        terms |= fields.people(self.config.data)
         return account(path, name, label=label, run=run_of(self.root), **terms)
 
     def folder(self, cell: Any) -> pathlib.Path:
@@ -339,6 +340,7 @@ def _checked(
     bound = study.grows(config) if study.grows else config
     check_numbers(config)
     fields.check_watch(config)
+    fields.people(config.get("data", {}))
     if study.private is None and choice != ledgers.DEFAULT:
         raise ValueError(
             f"--ledger and --new_ledger name the one ledger of a private set, and study "

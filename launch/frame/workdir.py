@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.metadata
+import itertools
 import json
 import os
 import pathlib
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxdp.files import read_json, shown, write_json
+from jaxdp.privacy.contacts import FIELDS
 from jaxdp.version import __version__
 
 from ..usage import flat
@@ -80,6 +82,8 @@ def check_same_config(study: str, config: Any, root: pathlib.Path) -> None:
         fields.pop("private.allow_nonfinite", None)
         for field, default in _ADDED.items():
             fields.setdefault(field, default)
+        for part, name in itertools.product(("data.", "client.", ""), FIELDS):
+            fields.pop(f"{part}{name}", None)  # The ledger has whom to ask, and its history.
     changed = {name for name in {*before, *after} if before.get(name) != after.get(name)}
     # A field that is None and a missing field are two configs, though `get` gives None for both.
     changed |= before.keys() ^ after.keys()

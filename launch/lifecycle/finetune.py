@@ -11,7 +11,7 @@ from jaxdp.audit import finetune as canaries
 from jaxdp.data import Groups, Source, by_group, from_arrays, take
 from jaxdp.models import Pretrained, merge_pretrained, save_params
 
-from .. import data, models, plans, results, trainers
+from .. import data, frame, models, plans, results, trainers
 from .networks import Params, backbone, network, tuned
 from .parts import Parts
 from .stage import AUDITS, CHANGE, CONFIDENCE, CURVE, Accounts, Charges, Job, Stage, audited, terms
@@ -72,7 +72,8 @@ def private_account(config: Any) -> Accounts:
     """Returns the terms of the private training set, by its name in the ledger."""
     data.only_adjacency(config.data, "add_remove")
     budget = config.budgets.private
-    return {f"{config.data.name}/private": terms(config, "add_remove", budget)}
+    account = terms(config, "add_remove", budget) | frame.people(config.data)
+    return {f"{config.data.name}/private": account}
 
 
 def _charges(config: Any, parts: Parts) -> Charges:

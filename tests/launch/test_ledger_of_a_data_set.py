@@ -3,19 +3,23 @@
 import dataclasses
 import json
 import os
+import pathlib
+import re
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from configs import digits_dpsgd
+from configs import digits_dpsgd, lifecycle_digits
 from configs.recalibration import hospitals as hospital_configs
 from configs.tta import digits as tta_digits
 from jaxdp.data import DataSpec
-from jaxdp.privacy import BudgetExceeded, Ledger, PureDpEvent
+from jaxdp.privacy import BudgetExceeded, Ledger, PrivacyWarning, PureDpEvent
 from launch import adapt, data, finetune, frame, hospitals, run_report
+from launch.lifecycle import life
 
+CONFIGS = pathlib.Path(digits_dpsgd.__file__).parent
 RECORDS = 96
 BUDGET = 1.0
 
@@ -120,6 +124,63 @@ def test_ledgers_of_workdirs_do_not_see_each_other(files, home, monkeypatch):
         frame.run(QUERIES, queries(files), files / workdir)
         assert spends(files / workdir / "ledger.sqlite") == 1
     assert not home.exists()
+
+
+PEOPLE = {"owner": "Cardiology", "contact": "data@clinic.example"}
+
+
+@pytest.mark.slow
+def test_the_config_says_whom_to_ask_and_the_ledger_keeps_it(files, home):
+    """Twins: the first run says nothing, so nothing is in the ledger. The third says another name,
+    which the ledger does not take.
+    """
+    config = queries(files, 0.1)
+    frame.run(QUERIES, config, files / "a")
+    with Ledger(home / "patients.sqlite") as ledger:
+        assert not any(ledger.contacts("patients/train.npz").values())
+    config.data.update(PEOPLE)
+    frame.run(QUERIES, config, files / "b")
+    config.data.owner = "Radiology"
+    with pytest.warns(PrivacyWarning, match="has owner 'Cardiology' in its ledger"):
+        frame.run(QUERIES, config, files / "c")
+    with Ledger(home / "patients.sqlite") as ledger:
+        described = ledger.contacts("patients/train.npz")
+        assert PEOPLE.items() <= described.items()
+        assert len(ledger.contact_history()) == 2  # a row for each field, none for another name
+
+
+def test_a_workdir_from_before_goes_on_with_whom_to_ask(files):
+    config = queries(files, 0.1)
+    with frame.bind("queries", config, files / "a"):
+        (files / "a" / "file").touch()
+    config.data.update(PEOPLE)
+    frame.check_same_config("queries", config, files / "a")
+    config.data.path = "elsewhere"
+    with pytest.raises(ValueError, match=r"another data\.path\. Use"):
+        frame.check_same_config("queries", config, files / "a")
+
+
+def test_whom_to_ask_is_one_line(files, home):
+    config = queries(files)
+    config.data.owner = "Cardiology\nWard 3"
+    with pytest.raises(ValueError, match=r"config\.data\.owner must be one line of at most 500"):
+        frame.run(QUERIES, config, files / "a")
+    assert not (files / "a").exists() and not home.exists()
+
+
+@pytest.mark.slow
+def test_the_private_set_of_a_lifecycle_says_whom_to_ask():
+    config = lifecycle_digits.get_config()
+    config.data.update(PEOPLE)
+    named = life.accounts(config)
+    assert PEOPLE.items() <= named.pop("digits/private").items()
+    assert not any(PEOPLE.keys() & terms.keys() for terms in named.values())  # of other parties
+
+
+def test_every_config_of_a_private_set_asks_whom_to_ask():
+    for path in CONFIGS.rglob("*.py"):
+        if re.search(r'^ +"unit": "example"', path.read_text(), re.MULTILINE):
+            assert "**PEOPLE" in path.read_text(), path
 
 
 @pytest.mark.slow
