@@ -53,7 +53,7 @@ def run(
     If a stage fails, the finished ones stay usable. The stages that build on it are skipped, and so
     are all later stages that would spend. The next call tries again. A stage with the same config,
     data and predecessors is not run again, and nothing is paid for twice (`cache`). The report and
-    result.json are written after every stage.
+    result.json are written after every stage that runs.
 
     Args:
       config: The config of the lifecycle.
