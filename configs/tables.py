@@ -1,8 +1,26 @@
-"""What configs of tables share: the arguments of `jaxdp.data.from_csv` from a JSON file."""
+"""What configs of tables share: fields of `config.data`, and the arguments of `jaxdp.data.from_csv`
+from a JSON file."""
 
 import json
 import pathlib
 from typing import Any
+
+
+def table(columns: str) -> dict[str, Any]:
+    """Returns the fields of `config.data` that name a table and say what it holds.
+
+    `columns` is the path of a JSON file, or "", as `columns_of` takes it.
+    """
+    return {
+        "source": "csv",
+        "name": "table",  # in the ledger
+        "path": "",  # the file, or a folder with a file for each part
+        "label": "",
+        "class_names": (),  # texts of the label, or
+        "num_classes": 0,  # the number of classes, if the label has numbers
+        "options": columns_of(columns),
+        "split_seed": 0,
+    }
 
 
 def columns_of(path: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from jaxdp.data import DataSpec
+from jaxdp.data import Examples
 from jaxdp.data.spec import open_parts
 from jaxdp.files import read_json, shown
 from jaxdp.finetune import Scaler
@@ -57,12 +57,13 @@ def write(
     config = ml_collections.ConfigDict(bound["config"])
     result = read_json(workdir / "result.json", keys=("private", "tested", "dataset"))
     specs = data.specs(config.data, "test", needs=("test",), grouped=True, tables=True)
-    network = _network(workdir, config, specs)
+    sources = open_parts(specs, images=bool(config.model.preprocessing))
+    network = _network(workdir, config, sources)
     inputs = _probe(network)
     card = ModelCard(
         name=f"{result['dataset']}, {config.model.name}",
         architecture=config.model.name,
-        inputs=_meaning(network, config, specs),
+        inputs=_meaning(network, config, sources["test"]),
         classes=specs["test"].class_names,
         purpose=purpose,
         limits="Measured on the test part of its own data set only.",
@@ -82,9 +83,8 @@ def write(
     )
 
 
-def _network(workdir: pathlib.Path, config: Any, specs: Mapping[str, DataSpec]) -> Pretrained:
+def _network(workdir: pathlib.Path, config: Any, sources: Mapping[str, Examples]) -> Pretrained:
     """Returns the network that the run served, without parameters."""
-    sources = open_parts(specs, images=bool(config.model.preprocessing))
     network = network_of(config, sources, sources["test"].num_classes)
     path = workdir / SCALER
     return scaled(network, Scaler.load(path)) if path.exists() else network
@@ -96,13 +96,12 @@ def _probe(network: Pretrained) -> np.ndarray:
     return np.random.default_rng(0).random((4, *shape), np.float32)
 
 
-def _meaning(network: Pretrained, config: Any, specs: Mapping[str, DataSpec]) -> str:
+def _meaning(network: Pretrained, config: Any, test: Examples) -> str:
     """Returns what one input is, so that its user can make one."""
     if not isinstance(network.preprocessing, Vectors):
         return "an image in [0, 1], of this size; the normalisation is in the program"
-    table = open_parts(specs, images=False)["test"]
-    names = ", ".join(table.feature_names or ())
-    options = json.dumps(dict(config.data.options.to_dict()), default=list)
+    names = ", ".join(test.feature_names)
+    options = json.dumps(config.data.options.to_dict())
     return (
         f"the features of a row, in this order: {names}. jaxdp.data.from_csv makes them from a "
         f"table with these options: {options}"

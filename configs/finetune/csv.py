@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from configs.method_options import METHOD_OPTIONS, TUNING, clipping, optimizer
 from configs.people import PEOPLE
-from configs.tables import columns_of
+from configs.tables import table
 
 
 def get_config(columns: str = "") -> ConfigDict:
@@ -29,14 +29,7 @@ def get_config(columns: str = "") -> ConfigDict:
             "watch": "",  # "tensorboard", "wandb" or both with a comma
             "references": False,  # a model without privacy must not be published
             "data": {
-                "source": "csv",
-                "name": "table",  # in the ledger
-                "path": "",  # the file, or a folder with a file for each part
-                "label": "",
-                "class_names": (),  # texts of the label, or
-                "num_classes": 0,  # the number of classes, if the label has numbers
-                "options": columns_of(columns),
-                "split_seed": 0,
+                **table(columns),
                 # shares of the rows, or with a group of the owners
                 "parts": {"public": "", "private": 0.8, "test": 0.2},
                 "group": "",  # the column with the patient

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from configs.people import PEOPLE
 from configs.predict import digits
-from configs.tables import columns_of
+from configs.tables import table
 
 
 def get_config(columns: str = "") -> ConfigDict:
@@ -26,14 +26,7 @@ def get_config(columns: str = "") -> ConfigDict:
         "kind": "table",
         "unit": "example",  # of privacy, for the ledger
         **PEOPLE,
-        "source": "csv",
-        "name": "table",  # in the ledger
-        "path": "",  # the file, or a folder with a file for each part
-        "label": "",
-        "class_names": (),  # texts of the label, or
-        "num_classes": 0,  # the number of classes, if the label has numbers
-        "options": columns_of(columns),
-        "split_seed": 0,
+        **table(columns),
         "parts": {"public": 0.1, "private": 0.6, "test": 0.3},  # shares of the rows
         "features": {"dimensions": 0, "whiten": 0.5, "radius": 1.0},
     }
