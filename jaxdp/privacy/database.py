@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import errno
 import fcntl
 import os
 import pathlib
@@ -89,11 +90,22 @@ def share_with_group(*paths: pathlib.Path) -> None:
             path.chmod(stat.S_IMODE(about.st_mode) | stat.S_IRGRP | stat.S_IWGRP)
 
 
+def check_writable(*paths: pathlib.Path) -> None:
+    """Raises PermissionError for the first file that exists and that this user cannot write.
+
+    SQLite would open a readable ledger, and leave a log of this user that locks out its owner.
+    """
+    for path in paths:
+        if path.exists() and not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
+
+
 def rights_missing(path: str) -> str:
     """Returns which files of a ledger this user cannot write, with the remedy, or ""."""
     ledger = pathlib.Path(path)
     files = [ledger.absolute().parent]
     files += [pathlib.Path(f"{ledger}{suffix}") for suffix in ("", "-wal", "-shm", ".head")]
+    files.append(ledger.with_name(f".{ledger.name}.anchor"))
     closed = []
     for file in files:
         if file.exists() and not os.access(file, os.W_OK):

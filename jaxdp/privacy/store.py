@@ -99,11 +99,11 @@ class Store:
                     self._open_to_write(files)
             except UnicodeDecodeError as error:
                 raise damaged(self.path, f"is damaged: {error}") from error
-            except sqlite3.Error as error:
+            except (PermissionError, sqlite3.Error) as error:
                 # Without a head, a file that is no database is another program's, not a damaged
                 # ledger.
                 is_ledger = self._head_path.exists() or "not a database" not in str(error)
-                if is_damage(error) and is_ledger:
+                if isinstance(error, sqlite3.Error) and is_damage(error) and is_ledger:
                     raise damaged(self.path, f"is damaged: {error}") from error
                 remedy = database.rights_missing(self.path)
                 raise ValueError(
@@ -125,6 +125,7 @@ class Store:
                 raise damaged(path, f"is missing, and {names} shows that it was in use", gone=True)
             database.create(path)
         database.check_size(path)
+        database.check_writable(path, self._head_path, self._anchor_path)
         if kind := database.network_disk(path):
             warn_of_network_disk(self.path, kind)
         wal = pathlib.Path(f"{path}-wal")

@@ -447,20 +447,28 @@ def test_a_file_that_this_user_cannot_write_is_named(run_in_subprocess):
     # pytest's folders are closed to other users.
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        path = f"{folder}/ledger.sqlite"
-        make(path)
-        os.chmod(path, 0o444)
+        names = ["ledger.sqlite", "ledger.sqlite.head", ".ledger.sqlite.anchor"]
+        for index, name in enumerate(names):
+            os.mkdir(f"{folder}/{index}")
+            make(f"{folder}/{index}/ledger.sqlite")
+            os.chmod(f"{folder}/{index}/{name}", 0o444)
+            os.chmod(f"{folder}/{index}", 0o777)
         code = f"""
 import os
 from jaxdp.privacy import Ledger
 if os.geteuid() == 0:
     os.setuid(65534)  # root may write everything
-try:
-    Ledger({path!r})
-except (ValueError, OSError) as error:
-    assert "ledger.sqlite' has mode -r--r--r--" in str(error), error
-else:
-    raise AssertionError("it was opened")
+for index, name in enumerate({names!r}):
+    folder = f"{folder}/{{index}}"
+    before = sorted(os.listdir(folder))
+    try:
+        Ledger(f"{{folder}}/ledger.sqlite")
+    except ValueError as error:
+        assert f"{{name}}' has mode -r--r--r--" in str(error), error
+    else:
+        raise AssertionError("it was opened")
+    # A log of this user would lock out the owner.
+    assert sorted(os.listdir(folder)) == before
 """
         run_in_subprocess(code)
 
