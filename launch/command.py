@@ -190,6 +190,8 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     )
     plan.add_argument("--ledger", help="a ledger, to say what the run would leave of it")
     plan.add_argument("--dataset", help="the dataset in the ledger, if it has several")
+    # `_run` hands a plan with a config to the config's launcher.
+    plan.add_argument("--config", help="a config, instead of numbers: what its run would take")
     plan.add_argument(
         "--target", help="with --config: a TPU or GPU, such as v5e, whose compiler is asked"
     )
