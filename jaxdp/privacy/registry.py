@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
+from jaxdp.privacy import database
 from jaxdp.privacy.times import now
 
 # Of the smaller set. Two sets of images share a few blank or repeated ones by chance.
@@ -75,6 +76,11 @@ class Registry:
     def __init__(self, path: str | os.PathLike[str]):
         self.path = os.fspath(path)
         os.makedirs(os.path.dirname(os.path.abspath(self.path)), mode=0o700, exist_ok=True)
+        if missing := database.rights_missing(self.path):
+            raise OSError(
+                f"registry {self.path!r} cannot be opened. {missing} The owner of a registry gives "
+                "the group access with chmod 660."
+            )
         # SQLite would make it with the umask's mode, and the key must not be readable for a moment.
         os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
         with self._transaction() as db:

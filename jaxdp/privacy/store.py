@@ -511,9 +511,11 @@ def accept(path: str | os.PathLike[str]) -> Head:
 
     Raises:
         LedgerDamaged: The database is inconsistent.
-        ValueError: The file is not a ledger.
+        ValueError: The file is not a ledger, or this user cannot write it.
     """
     path = os.fspath(database.existing(path))
+    if missing := database.rights_missing(path):
+        raise ValueError(missing)
     head_path = pathlib.Path(f"{path}.head")
     os.close(os.open(head_path, os.O_RDWR | os.O_CREAT, 0o666))
     head_file = database.acquire(head_path)
@@ -533,6 +535,8 @@ def accept(path: str | os.PathLike[str]) -> Head:
             os.pwrite(head_file, chain.head_text(head), 0)
             os.fsync(head_file)
             _write_anchor(anchor_of(path), head)
+            # A restored file has the mode of whoever copied it.
+            database.share_with_group(pathlib.Path(path), head_path, anchor_of(path))
     finally:
         os.close(head_file)
     return head

@@ -23,6 +23,7 @@ from jaxdp.privacy import (
     Ledger,
     LedgerDamaged,
     PureDpEvent,
+    Registry,
     chain,
     database,
     store,
@@ -407,7 +408,7 @@ def test_a_reader_sees_what_a_writer_has_written(path):
 
 def modes(path):
     files = (path, pathlib.Path(f"{path}.head"), anchor_of(path), pathlib.Path(f"{path}-wal"))
-    return [stat.S_IMODE(file.stat().st_mode) for file in files]
+    return [stat.S_IMODE(file.stat().st_mode) for file in files if file.exists()]
 
 
 @pytest.mark.parametrize(("folder", "expected"), [(0o2775, 0o664), (0o775, 0o644)])
@@ -418,6 +419,10 @@ def test_a_ledger_in_the_folder_of_a_team_is_writable_for_the_group(path, folder
         with Ledger(path) as ledger:
             ledger.register("data", adjacency="add_remove", unit="example")
             assert modes(path) == [expected] * 4
+        for file in (path, pathlib.Path(f"{path}.head"), anchor_of(path)):
+            file.chmod(0o644)  # as a restored copy
+        accept(path)
+        assert modes(path)[:3] == [expected] * 3
     finally:
         os.umask(before)
 
@@ -453,22 +458,33 @@ def test_a_file_that_this_user_cannot_write_is_named(run_in_subprocess):
             make(f"{folder}/{index}/ledger.sqlite")
             os.chmod(f"{folder}/{index}/{name}", 0o444)
             os.chmod(f"{folder}/{index}", 0o777)
+        Registry(f"{folder}/registry.sqlite")
+        os.chmod(folder, 0o777)
         code = f"""
 import os
-from jaxdp.privacy import Ledger
+from jaxdp.privacy import Ledger, Registry
+from jaxdp.privacy.store import accept
 if os.geteuid() == 0:
     os.setuid(65534)  # root may write everything
 for index, name in enumerate({names!r}):
     folder = f"{folder}/{{index}}"
     before = sorted(os.listdir(folder))
-    try:
-        Ledger(f"{{folder}}/ledger.sqlite")
-    except ValueError as error:
-        assert f"{{name}}' has mode -r--r--r--" in str(error), error
-    else:
-        raise AssertionError("it was opened")
+    for use in (Ledger, accept):
+        try:
+            use(f"{{folder}}/ledger.sqlite")
+        except ValueError as error:
+            assert f"{{name}}' has mode -r--r--r--" in str(error), error
+        else:
+            raise AssertionError("it was opened")
     # A log of this user would lock out the owner.
     assert sorted(os.listdir(folder)) == before
+if os.stat("{folder}/registry.sqlite").st_uid != os.geteuid():
+    try:
+        Registry("{folder}/registry.sqlite")
+    except OSError as error:
+        assert "has mode -rw-------" in str(error) and "chmod 660" in str(error), error
+    else:
+        raise AssertionError("the registry was opened")
 """
         run_in_subprocess(code)
 
