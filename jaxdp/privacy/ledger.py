@@ -414,8 +414,10 @@ class Ledger(LedgerReader):
         registered = self.delta(spend.dataset)
         delta = 1e-5 if registered is None else registered
         epsilon = self.epsilon(spend.dataset, delta=delta)
+        # Programs of several folders share a log.
+        path = self._path if self._path == ":memory:" else os.path.abspath(self._path)
         return {
-            "ledger": self._path,
+            "ledger": path,
             "dataset": spend.dataset,
             "spend": spend.id,
             "label": label,

@@ -120,7 +120,8 @@ class Work:
         """Tells when a cell starts and ends."""
         coordinates = cell._asdict()
         coordinates.pop("key", None)  # a hash of what a stage of a lifecycle reads
-        fields = {"study": self.study.name, "workdir": os.fspath(self.root), "cell": coordinates}
+        root = os.path.abspath(self.root)
+        fields = {"study": self.study.name, "workdir": root, "cell": coordinates}
         happened("cell", lambda: fields)
         try:
             yield

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import pathlib
 from unittest import mock
 
 import numpy as np
@@ -35,10 +36,11 @@ def lines_of(path):
     return lines
 
 
-def test_a_run_tells_its_cells_and_its_end(tmp_path):
+def test_a_run_tells_its_cells_and_its_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a relative path is told whole
     log = tmp_path / "events.jsonl"
     with events.as_lines(str(log), "toy"):
-        frame.run(toy.STUDY, toy.config(), tmp_path / "run")
+        frame.run(toy.STUDY, toy.config(), pathlib.Path("run"))
     lines = lines_of(log)
     kinds = [line["event"] for line in lines]
     assert kinds == ["start", *["cell", "cell_end"] * 4, "end"]
@@ -49,9 +51,10 @@ def test_a_run_tells_its_cells_and_its_end(tmp_path):
     assert lines_of(log) == lines  # nobody listens any more
 
 
-def test_a_payment_names_its_ledger_and_epsilon(tmp_path):
+def test_a_payment_names_its_ledger_and_epsilon(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     log = tmp_path / "events.jsonl"
-    with Ledger(tmp_path / "a.sqlite") as ledger:
+    with Ledger("a.sqlite") as ledger:
         ledger.register("patients", adjacency="add_remove", unit="patient", delta=1e-5)
         account = ledger.account("patients", label="training")
         with events.as_lines(str(log), "toy"):
