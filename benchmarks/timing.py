@@ -124,6 +124,8 @@ def parser_of(benchmark: Benchmark) -> argparse.ArgumentParser:
     """Returns the parser of a benchmark's flags."""
     module = benchmark.load()
     parser = arguments(module.__doc__, output=None)
+    name = benchmark.module.removeprefix("bench_")
+    parser.prog = " ".join(["python -m benchmarks", "run", name])
     parser.add_argument(
         "--update",
         action="store_true",

@@ -164,7 +164,8 @@ def test_the_table_has_every_benchmark_and_each_has_one_form(capsys):
         assert re.search(rf"^  {name} +{re.escape(benchmark.measures)}", listed, re.MULTILINE)
         assert callable(benchmark.load().measure), name
         assert benchmark.place(update=True) == benchmark.output
-        assert timing.parser_of(benchmark).get_default("output") is None
+        parser = timing.parser_of(benchmark)
+        assert parser.get_default("output") is None and parser.prog.endswith(f" run {name}")
     assert all(command in listed for command in COMMANDS)
 
 

@@ -489,6 +489,12 @@ def test_help_imports_no_jax():
     assert "recalibration/digits" not in said.stdout
 
 
+def test_the_help_of_a_plan_has_its_config(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "--config CONFIG" in capsys.readouterr().out
+
+
 def test_the_help_names_every_target():
     assert f"One of {', '.join(compilers.TARGETS)}." in usage._TARGET
 
