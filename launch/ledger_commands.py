@@ -18,6 +18,7 @@ from jaxdp.privacy import BudgetExceeded, Ledger, report_text
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.database import existing
 from jaxdp.privacy.events import describe, parse
+from jaxdp.privacy.explanations import GROUPINGS
 from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.reports import finite
 from jaxdp.privacy.store import accept, anchor_of
@@ -53,7 +54,7 @@ _OF_A_DAY = ("day", "dataset", "spends", "epsilon", "delta")
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the commands to the parser of `jaxdp ledger`."""
     commands = parser.add_subparsers(
-        required=True, metavar="show | history | describe | verify | backup | accept"
+        required=True, metavar="show | explain | history | describe | verify | backup | accept"
     )
     show = _command(commands, "show", _show)
     show.add_argument(
@@ -80,6 +81,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="exit with 3 if a dataset has spent this share of its budget, for cron",
     )
+
+    explain = _command(commands, "explain", _explain)
+    explain.add_argument("dataset", nargs="?", help="the dataset, by default all")
+    explain.add_argument(
+        "--by", choices=GROUPINGS, default="event", help="what the releases of a group share"
+    )
+    explain.add_argument("--delta", type=float, help="by default the registered one, or 1e-5")
+    explain.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     history = _command(commands, "history", _history)
     history.add_argument("--dataset", help="the dataset to list, by default all")
@@ -214,6 +223,31 @@ def _epsilon(value: float | None) -> str:
     return "inf" if value is None else f"{value:.6g}"
 
 
+def _explain(options: argparse.Namespace) -> None:
+    """Shows what each group of releases adds to epsilon, and what would be left without it."""
+    with Ledger(options.path, read_only=True) as ledger:
+        names = [options.dataset] if options.dataset else ledger.names()
+        explanations = []
+        for name in names:
+            delta = _delta_of(ledger, name, options.delta)
+            explanations.append(ledger.explain(name, delta=delta, by=options.by))
+    if options.json:
+        print(json.dumps([explanation.as_dict() for explanation in explanations], indent=2))
+        return
+    print("\n\n".join(explanation.text() for explanation in explanations))
+    print(
+        "\nalone: epsilon of these releases only. marginal: epsilon less epsilon without them. "
+        "Neither adds up to epsilon."
+    )
+
+
+def _delta_of(ledger: Ledger, name: str, delta: float | None) -> float:
+    """Returns the delta of an option, of the dataset, or 1e-5."""
+    registered = ledger.delta(name)
+    known = [value for value in (delta, registered) if value is not None]
+    return known[0] if known else 1e-5
+
+
 def _history(options: argparse.Namespace) -> None:
     """Lists every spend, or the growth of epsilon by the day."""
     with Ledger(options.path, read_only=True) as ledger:
@@ -231,9 +265,7 @@ def _history(options: argparse.Namespace) -> None:
 
 
 def _days(ledger: Ledger, options: argparse.Namespace) -> list[dict[str, Any]]:
-    names = [options.dataset]
-    if not options.dataset:
-        names = [entry["name"] for entry in ledger.report()["datasets"]]
+    names = [options.dataset] if options.dataset else ledger.names()
     rows: list[dict[str, Any]] = []
     for name in names:
         rows += ledger.by_day(name, delta=options.delta, timezone=options.timezone)

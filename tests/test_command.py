@@ -73,6 +73,18 @@ def test_the_account_is_shown(path, capsys):
     assert "times in Asia/Kolkata" in hour[1] and hour[0] != hour[1]
 
 
+def test_what_each_release_adds_is_explained(path, capsys):
+    text = said(capsys, "explain", path, "train")
+    assert "PoissonSampled(0.01, Gaussian(1.1)) x 100" in text and "remaining without" in text
+    assert "hospital 2: epsilon 0.5 at delta 0, budget 1" in said(capsys, "explain", path)
+    (train,) = json.loads(said(capsys, "explain", path, "train", "--by", "type", "--json"))
+    (cost,) = train["costs"]
+    with Ledger(path, read_only=True) as ledger:
+        assert cost["marginal"] == cost["alone"] == ledger.epsilon("train")
+    assert (cost["group"], cost["releases"]) == ("PoissonSampled(Gaussian)", 100)
+    assert (cost["without"], cost["remaining_without"]) == (0.0, 2.0)
+
+
 def test_datasets_whose_accounts_differ_are_shown_apart(path, capsys):
     with Ledger(path) as ledger, ledger.spend("hospital 1", PureDpEvent(0.25)):
         pass
@@ -264,6 +276,9 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         (["show", "{path}", "--if", "nobody: Gaussian(1)"], "not registered"),
         (["show", "{path}", "--if", "train: Gauss(1)"], "cannot be read"),
         (["history", "{path}", "--dataset", "nobody"], "not registered"),
+        (["explain", "{path}", "nobody"], "not registered"),
+        (["explain", "{path}", "--by", "day"], "invalid choice: 'day'"),
+        (["explain", "{path}", "--delta", "2"], r"delta must be in \[0, 1\), got 2.0"),
         (["show", "{path}", "--alert", "1.5"], r"--alert must be in \(0, 1\]"),
         (["show", "{path}", "--metrics", "{folder}/no/file"], "No such file or directory"),
     ],

@@ -8,6 +8,7 @@ The modules:
 * The ledger's file: `chain`, `schema`, `integrity`, `database`, `store`, with `damage` and `times`.
 * Its rows: `terms`, `datasets`, `spends`, `holds`, `contacts`.
 * Its decisions: `compositions`, `spent_epsilon`, `budget`, `admission`.
+* What explains them: `explanations`.
 * What users call: `accounts`, `ledger_reader`, `ledger`, and what they read: `reports`,
   `report_text`, in the words of `units`.
 * Which ledger counts which records: `registry`.
@@ -35,6 +36,7 @@ from jaxdp.privacy.events import (
     ZCDpEvent,
     unproven,
 )
+from jaxdp.privacy.explanations import Explanation, GroupCost
 from jaxdp.privacy.ledger import (
     Account,
     BudgetExceeded,
@@ -58,7 +60,9 @@ __all__ = [
     "CountedElsewhere",
     "DiscreteLaplaceDpEvent",
     "DpEvent",
+    "Explanation",
     "GaussianDpEvent",
+    "GroupCost",
     "Head",
     "Hold",
     "LaplaceDpEvent",

@@ -66,6 +66,7 @@ __all__ += [
     "composition",
     "describe",
     "from_json",
+    "kind",
     "parse",
     "precision",
     "to_json",
@@ -389,6 +390,13 @@ def describe(event: DpEvent) -> str:
             return f"{describe(event.event)} x {event.count}"
     arguments = map(_describe_value, _values(event).values())
     return f"{_NAMES[type(event)]}({', '.join(arguments)})"
+
+
+def kind(leaf: DpEvent) -> str:
+    """Returns the type of a leaf for people, for example "PoissonSampled(Gaussian)"."""
+    name = _NAMES[type(leaf)]
+    inner = getattr(leaf, "event", None)
+    return name if inner is None else f"{name}({kind(inner)})"
 
 
 def _describe_value(value: Any) -> str:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from jaxdp.files import check_numbers
-from jaxdp.privacy import contacts, report_text, reports
+from jaxdp.privacy import contacts, explanations, report_text, reports
 from jaxdp.privacy.accounting import Adjacency, check_rules
 from jaxdp.privacy.compositions import proven
 from jaxdp.privacy.datasets import dataset_of, datasets, paid_for
 from jaxdp.privacy.events import Counts, DpEvent, compose, composition
+from jaxdp.privacy.explanations import By, Explanation
 from jaxdp.privacy.spends import Spends
 from jaxdp.privacy.spent_epsilon import epsilon_of, total_epsilon, used_epsilon
 from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, damaged
@@ -45,6 +46,11 @@ class LedgerReader:
         self.close()
 
     # --- Terms -----------------------------------------------------------------------------------
+
+    def names(self) -> list[str]:
+        """Returns the names of all datasets, in the order of their registration."""
+        with self._transaction("DEFERRED") as db:
+            return [dataset.name for dataset in datasets(db)]
 
     def adjacency(self, name: str) -> Adjacency:
         """Returns a dataset's neighbouring relation."""
@@ -209,6 +215,37 @@ class LedgerReader:
             for counts in compositions:
                 check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
         return max(epsilon_of(dataset, counts, delta) for counts in compositions)
+
+    def explain(self, name: str, *, delta: float | None = None, by: By = "event") -> Explanation:
+        """Returns what each group of releases adds to epsilon, alone and beside the others.
+
+        The numbers do not depend on the order of the releases. They are no shares: the sum of
+        `alone` is usually above epsilon, and the sum of `marginal` usually below it. A group on
+        parts that bear less than others has a marginal of 0.
+
+        Args:
+            name: A registered dataset.
+            delta: The delta, by default the registered one. One of them is needed.
+            by: What the releases of a group have in common: the "event" of a spend, the "type" of
+                mechanism (events are then divided into their leaves), the "label" up to its first
+                colon, which is that of an account, or the "run".
+
+        Returns:
+            An `Explanation` with at most 50 groups. Every epsilon is an upper bound as in
+            `epsilon`, exact for Gaussians and pure releases alone. A `marginal` is a difference of
+            two bounds, each at most 3e-4 of epsilon above the PLD's. For a "renyi_filter" dataset
+            the numbers are shares of its bound, in units of the budget's epsilon, and add up.
+
+        Raises:
+            ValueError: As in `epsilon`, or `by` is unknown.
+        """
+        explanations.check_grouping(by)
+        with self._transaction("DEFERRED") as db:
+            dataset = dataset_of(db, name)
+            units, sizes = explanations.spent_groups(db, dataset, by)
+        delta = _delta_for(dataset, delta)
+        check_numbers(delta=delta)
+        return explanations.explained(dataset, units, sizes, by=by, delta=delta)
 
     # --- Reports ---------------------------------------------------------------------------------
 

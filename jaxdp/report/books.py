@@ -11,6 +11,7 @@ from jaxdp.files import read_json, shown, understood, write_json
 from jaxdp.privacy import Ledger, SelfComposedDpEvent, epsilon
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.events import from_json
+from jaxdp.privacy.explanations import marginals_of
 from jaxdp.report.html import round_up
 from jaxdp.report.past import Past, state_of
 from jaxdp.report.verdicts import verdict
@@ -319,7 +320,8 @@ def _minute(time: str) -> str:
 def spends_of(names: str, group: Sequence[Mapping[str, Any]]) -> Iterator[list[str]]:
     """Yields a row for each kind of release. The labels are those of all accounts of the group."""
     first = group[0]
-    for rows in zip(*(entry["spends"] for entry in group), strict=True):
+    marginals = marginals_of(first)
+    for place, rows in enumerate(zip(*(entry["spends"] for entry in group), strict=True)):
         row = rows[0]
         event = SelfComposedDpEvent(from_json(json.dumps(row["event"])), row["spends"])
         alone = epsilon(event, delta=first["delta"], adjacency=first["adjacency"])
@@ -331,6 +333,7 @@ def spends_of(names: str, group: Sequence[Mapping[str, Any]]) -> Iterator[list[s
             _labels(rows),
             f"{row['spends']} × {row['description']}",
             round_up(alone),
+            round_up(marginals[place]) if place in marginals else "not computed",
             when,
             str(row["open"] or "none"),
         ]

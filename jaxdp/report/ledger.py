@@ -106,8 +106,8 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
         equal accounts, those with the least left first. Each has the `names`, the `account` of the
         first one, the `words` for its unit, its `people`, the `share` of its budget that is spent
         (None without a budget), and `growth` as
-        `Ledger.growth` returns it, which is empty if there is no figure. `newest` are the last
-        spends, the newest first.
+        `Ledger.growth` returns it, which is empty if there is no figure. `explanation` is what
+        `Ledger.explain` returns, or None. `newest` are the last spends, the newest first.
 
     Raises:
         LedgerDamaged: The file lost history or is inconsistent.
@@ -124,7 +124,9 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
             for group in groups:
                 account = group["account"]
                 group["growth"] = []
+                group["explanation"] = None
                 if account["name"] in drawn:
+                    group["explanation"] = copy.explain(account["name"], delta=account["delta"])
                     group["growth"] = copy.growth(
                         account["name"],
                         delta=account["delta"],

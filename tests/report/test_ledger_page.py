@@ -204,6 +204,22 @@ def test_who_spent_what_and_when(path):
     assert history[-1]["link"] in page.text and "Verified." in page.text
 
 
+def test_what_each_mechanism_adds_is_the_ledgers(path):
+    page = Page(ledger_page(path)[0])
+    rows = page.tables["What each mechanism adds to the epsilon of train."]
+    with Ledger(path, read_only=True) as ledger:
+        costs = ledger.explain("train").costs
+    exact = [
+        (cost.group, cost.alone, cost.marginal, cost.without, cost.remaining_without)
+        for cost in costs
+    ]
+    columns = ("epsilon alone", "epsilon it adds", "epsilon without it", "left without it")
+    numbers = [(row["mechanism"][0], *(row[name][1][0] for name in columns)) for row in rows]
+    assert numbers == exact and len(exact) == 3
+    pilot = page.tables["What each mechanism adds to the epsilon of pilot."]
+    assert [row["epsilon it adds"][0] for row in pilot] == ["infinite", "0"]
+
+
 def test_the_growth_ends_at_epsilon(path, monkeypatch):
     """Every row counts what was spent until its end. A row of several spends stands for the last of
     them."""
