@@ -54,7 +54,8 @@ _OF_A_DAY = ("day", "dataset", "spends", "epsilon", "delta")
 def add(parser: argparse.ArgumentParser) -> None:
     """Adds the commands to the parser of `jaxdp ledger`."""
     commands = parser.add_subparsers(
-        required=True, metavar="show | explain | history | describe | verify | backup | accept"
+        required=True,
+        metavar="show | explain | curve | history | describe | verify | backup | accept",
     )
     show = _command(commands, "show", _show)
     show.add_argument(
@@ -89,6 +90,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     explain.add_argument("--delta", type=float, help="by default the registered one, or 1e-5")
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
+
+    curve = _command(commands, "curve", _curve)
+    curve.add_argument("dataset", help="the dataset")
+    curve.add_argument(
+        "--slack", type=float, help="the probability that mu may leave out, by default delta"
+    )
+    form = curve.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON instead of text")
+    form.add_argument("--csv", action="store_true", help="print all points as CSV instead of text")
 
     history = _command(commands, "history", _history)
     history.add_argument("--dataset", help="the dataset to list, by default all")
@@ -239,6 +249,26 @@ def _explain(options: argparse.Namespace) -> None:
         "\nalone: epsilon of these releases only. marginal: epsilon less epsilon without them. "
         "Neither adds up to epsilon."
     )
+
+
+def _curve(options: argparse.Namespace) -> None:
+    """Shows the trade-off curve (f-DP) of everything that was spent, and its mu."""
+    with Ledger(options.path, read_only=True) as ledger:
+        slack = _delta_of(ledger, options.dataset, options.slack)
+        curve = ledger.trade_off(options.dataset, slack=slack)
+    if options.json:
+        print(json.dumps(curve.as_dict(), indent=2))
+    elif options.csv:
+        _print_points(("alpha", "beta"), curve.rows())
+    else:
+        print(curve.text())
+
+
+def _print_points(columns: tuple[str, ...], rows: list[dict[str, float]]) -> None:
+    """Prints rows as CSV with all their digits."""
+    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 def _delta_of(ledger: Ledger, name: str, delta: float | None) -> float:

@@ -85,6 +85,19 @@ def test_what_each_release_adds_is_explained(path, capsys):
     assert (cost["without"], cost["remaining_without"]) == (0.0, 2.0)
 
 
+def test_the_trade_off_curve_is_printed(path, capsys):
+    with Ledger(path, read_only=True) as ledger:
+        curve = ledger.trade_off("hospital 1")
+    text = said(capsys, "curve", path, "hospital 1")
+    assert f"mu {curve.mu:.6g}, and {curve.mu:.6g} up to a slack of 0" in text
+    assert re.search(r"0\.1 +0\.8351", text)  # 1 - 0.1 exp(0.5), rounded down
+    points = list(csv.DictReader(io.StringIO(said(capsys, "curve", path, "hospital 1", "--csv"))))
+    assert [float(row["alpha"]) for row in points] == list(curve.alpha)
+    assert [float(row["beta"]) for row in points] == list(curve.beta)
+    answer = json.loads(said(capsys, "curve", path, "hospital 1", "--json", "--slack", "1e-4"))
+    assert answer["slack"] == 1e-4 and answer["mu_up_to_slack"] < answer["mu"] == curve.mu
+
+
 def test_datasets_whose_accounts_differ_are_shown_apart(path, capsys):
     with Ledger(path) as ledger, ledger.spend("hospital 1", PureDpEvent(0.25)):
         pass
@@ -277,6 +290,8 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         (["show", "{path}", "--if", "train: Gauss(1)"], "cannot be read"),
         (["history", "{path}", "--dataset", "nobody"], "not registered"),
         (["explain", "{path}", "nobody"], "not registered"),
+        (["curve", "{path}", "nobody"], "not registered"),
+        (["curve", "{path}", "train", "--slack", "2"], r"slack must be in \[0, 1\), got 2.0"),
         (["explain", "{path}", "--by", "day"], "invalid choice: 'day'"),
         (["explain", "{path}", "--delta", "2"], r"delta must be in \[0, 1\), got 2.0"),
         (["show", "{path}", "--alert", "1.5"], r"--alert must be in \(0, 1\]"),

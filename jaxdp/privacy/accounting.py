@@ -42,8 +42,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from jaxdp.files import check_numbers
-from jaxdp.privacy.convolution import epsilon_bound, log_delta_bound, losses_of
+from jaxdp.privacy.convolution import (
+    epsilon_bound,
+    log_delta_bound,
+    log_delta_curve,
+    losses_of,
+)
 from jaxdp.privacy.events import (
     Counts,
     DiscreteLaplaceDpEvent,
@@ -66,6 +73,7 @@ from jaxdp.privacy.renyi import (
     epsilon_from_rdp,
     leaf_rdp,
     renyi_bound,
+    renyi_deltas,
     renyi_epsilon,
     total_rdp,
 )
@@ -89,12 +97,14 @@ __all__ = [
     "check_rules",
     "default_renyi_order",
     "delta",
+    "deltas_of_counts",
     "epsilon",
     "epsilon_of_counts",
     "merge_gaussians",
     "rdp_epsilon_of_counts",
     "rdp_of_counts",
     "renyi_bound",
+    "renyi_deltas",
     "renyi_epsilon",
 ]
 
@@ -106,6 +116,8 @@ _LEAST_DELTA = 5e-324
 _ROUNDED_UP = 1 + 2.0**-49
 # The deltas for which `delta` covers the tails of losses.
 _DEPTHS = (1e-16, 1e-250)
+# The deltas near which a curve is tight.
+_TARGETS = (0.3, 1e-2, 1e-4, 1e-8, 1e-16, 1e-32, 1e-64, 1e-128)
 # Beyond so many releases the grids of their losses may be too coarse.
 _MOST_RELEASES = 10**7
 
@@ -197,6 +209,41 @@ def _epsilon_of_leaves(
         if is_precise or "rdp" not in rules:
             return best
     return max(0.0, min(best, epsilon_from_rdp(total_rdp(counts, adjacency), delta)))
+
+
+def deltas_of_counts(
+    counts: Mapping[DpEvent, int],
+    epsilons: np.ndarray,
+    *,
+    least: float,
+    adjacency: Adjacency,
+    method: Method,
+) -> np.ndarray:
+    """Returns `delta` of a composition at many epsilons, with few compositions of losses.
+
+    Args:
+        counts: A composition that `jaxdp.privacy.events.composition` has flattened.
+        epsilons: Finite numbers >= 0, ascending, float64 [N].
+        least: The smallest delta of interest. Bounds far below it are loose.
+        adjacency: As in `delta`.
+        method: As in `delta`.
+
+    Returns:
+        Upper bounds on delta in [0, 1], float64 [N].
+    """
+    rules = check_rules(counts, adjacency=adjacency, method=method)
+    if not counts:
+        return np.zeros(len(epsilons))
+    if is_boundless(counts):
+        return np.ones(len(epsilons))
+    if "pld" in rules:
+        deltas = _deltas_by_losses(counts, adjacency, epsilons, least)
+    else:
+        rdp = total_rdp(counts, adjacency)
+        deltas = np.array([delta_from_rdp(rdp, float(epsilon)) for epsilon in epsilons])
+    deltas = np.clip(deltas, _LEAST_DELTA, 1.0)
+    deltas[epsilons >= pure_epsilon(counts, adjacency)] = 0.0
+    return deltas
 
 
 def rdp_epsilon_of_counts(
@@ -294,6 +341,37 @@ def _delta_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, epsilo
                 log_deltas.append(log_delta_bound(losses, epsilon))
             bound = math.exp(max(log_deltas))
     return max(min(most, bound), _LEAST_DELTA)
+
+
+def _deltas_by_losses(
+    counts: Mapping[DpEvent, int], adjacency: Adjacency, epsilons: np.ndarray, least: float
+) -> np.ndarray:
+    """Returns the larger deltas of both directions at many epsilons."""
+    certain, rest = _without_certain(counts, adjacency)
+    epsilons = epsilons - certain
+    most = np.ones(len(epsilons))
+    # Only there do the other releases matter.
+    inside = epsilons >= 0
+    if not rest or not inside.any():
+        return most
+    whole_mu = _only_gaussian(_unsampled(rest), adjacency)
+    if whole_mu is not None:
+        most[inside] = [gaussian_delta(whole_mu, float(value)) for value in epsilons[inside]]
+        if _only_gaussian(rest, adjacency) is not None:
+            return most
+    largest = min(1.0, _largest_delta(rest, adjacency) * (1 + 1e-12))
+    most[inside] = np.minimum(most[inside], largest)
+    if largest <= least:
+        return most
+    targets = [delta for delta in _TARGETS if least < delta < largest]
+    symmetric = all(is_symmetric(leaf, adjacency) for leaf in rest)
+    bounds = []
+    for reverse in (False,) if symmetric else (False, True):
+        losses = losses_of(rest, adjacency, least, reverse)
+        curve = log_delta_curve(losses, epsilons[inside], [*targets, least])
+        bounds.append(np.exp(curve))
+    most[inside] = np.minimum(most[inside], np.max(bounds, axis=0))
+    return most
 
 
 def _largest_delta(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> float:

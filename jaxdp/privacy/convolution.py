@@ -504,3 +504,22 @@ def log_delta_bound(losses: Losses, epsilon: float) -> float:
             break
         budget /= finer
     return min(result, 0.0)
+
+
+def log_delta_curve(losses: Losses, epsilons: np.ndarray, deltas: Sequence[float]) -> np.ndarray:
+    """Returns logarithms of upper bounds on delta in one direction, at ascending epsilons.
+
+    Each of `deltas` gives one composition, which bounds delta everywhere and is tight near it. The
+    bounds are at most 0.
+    """
+    bounds = np.zeros(len(epsilons))
+    for delta in deltas:
+        epsilon, tilt = moment_epsilon(losses, delta)
+        if not epsilon < math.inf:
+            continue
+        composed = tail(losses, tilt, epsilon, math.log(delta), _TOLERANCE)
+        shifted = epsilons - losses.rounding
+        here = np.array([composed.log_delta(float(value)) for value in shifted])
+        bounds = np.minimum(bounds, here)
+    # Delta falls with epsilon, and the last composition ends somewhere.
+    return np.minimum.accumulate(bounds)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from jaxdp.files import check_numbers
-from jaxdp.privacy import contacts, explanations, report_text, reports
+from jaxdp.privacy import contacts, explanations, report_text, reports, trade_offs
 from jaxdp.privacy.accounting import Adjacency, check_rules
 from jaxdp.privacy.compositions import proven
 from jaxdp.privacy.datasets import dataset_of, datasets, paid_for
@@ -18,6 +18,7 @@ from jaxdp.privacy.spends import Spends
 from jaxdp.privacy.spent_epsilon import epsilon_of, total_epsilon, used_epsilon
 from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, damaged
 from jaxdp.privacy.terms import Dataset
+from jaxdp.privacy.trade_offs import TradeOff
 
 
 class LedgerReader:
@@ -246,6 +247,39 @@ class LedgerReader:
         delta = _delta_for(dataset, delta)
         check_numbers(delta=delta)
         return explanations.explained(dataset, units, sizes, by=by, delta=delta)
+
+    def trade_off(
+        self, name: str, *, slack: float | None = None, partition: str | None = None
+    ) -> TradeOff:
+        """Returns the trade-off curve (f-DP) of everything reserved so far, and its mu.
+
+        It bounds the two error rates of every attacker who decides whether a record was in the
+        data, for neighbours in both directions. Epsilon at every delta follows from it.
+
+        Args:
+            name: A registered dataset.
+            slack: The probability of events that `mu_up_to_slack` leaves out, in [0, 1). By default
+                the registered delta. One of them is needed.
+            partition: A part whose units are meant. The default is the worst of all parts.
+
+        Returns:
+            A `TradeOff` of at most 400 points. The curve is never above the trade-off function that
+            the accounting proves. It is exact at the points where one of 200 lines touches it. It
+            is 0 for a release without a proof.
+
+        Raises:
+            ValueError: As in `epsilon`. `slack` is not in [0, 1).
+        """
+        with self._transaction("DEFERRED") as db:
+            dataset = dataset_of(db, name)
+            compositions = self._spends.compositions(db, dataset, partition)
+        slack = dataset.delta if slack is None else slack
+        if slack is None:
+            raise ValueError(f"slack is needed: dataset {name!r} has no delta. Give 1e-5.")
+        check_numbers(slack=slack)
+        if not 0 <= slack < 1:
+            raise ValueError(f"slack must be in [0, 1), got {slack!r}.")
+        return trade_offs.trade_off_of(dataset, compositions, slack)
 
     # --- Reports ---------------------------------------------------------------------------------
 

@@ -68,6 +68,14 @@ def renyi_epsilon(rdp: float, delta: float, order: float) -> float:
     return max(0.0, rdp + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
 
 
+def renyi_deltas(rdp: float, epsilons: np.ndarray, order: float) -> np.ndarray:
+    """Returns the deltas, at most 1, to which `rdp` at `order` converts. It inverts
+    `renyi_epsilon` at each epsilon [N].
+    """
+    log_deltas = (order - 1) * (rdp - epsilons + math.log1p(-1 / order)) - math.log(order)
+    return np.exp(np.minimum(log_deltas + _SLACK, 0.0))
+
+
 def default_renyi_order(epsilon: float, delta: float) -> float:
     """Returns the order at which the bound admits most of a Gaussian.
 

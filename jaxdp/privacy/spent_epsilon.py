@@ -4,11 +4,15 @@ import functools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from jaxdp.privacy.accounting import (
     Adjacency,
     Method,
+    deltas_of_counts,
     epsilon_of_counts,
     rdp_of_counts,
+    renyi_deltas,
     renyi_epsilon,
 )
 from jaxdp.privacy.compositions import combinations, is_proven
@@ -36,6 +40,27 @@ def epsilon_of(dataset: Dataset, counts: Counts, delta: float) -> float:
         bound = spent
     assert dataset.renyi_order is not None
     return renyi_epsilon(bound, delta, dataset.renyi_order)
+
+
+def deltas_of(dataset: Dataset, counts: Counts, epsilons: np.ndarray, least: float) -> np.ndarray:
+    """Returns upper bounds on delta of a composition at ascending epsilons, float64 [N].
+
+    Deltas far below `least` may be loose.
+    """
+    if dataset.accounting != "renyi_filter":
+        return deltas_of_counts(
+            counts,
+            epsilons,
+            least=least,
+            adjacency=dataset.adjacency,
+            method=dataset.method,
+        )
+    spent = renyi_spent(dataset, counts)
+    if spent == 0:
+        return np.zeros(len(epsilons))
+    bound = max(dataset.renyi_bound, spent)
+    assert dataset.renyi_order is not None
+    return renyi_deltas(bound, epsilons, dataset.renyi_order)
 
 
 def renyi_spent(dataset: Dataset, counts: Counts) -> float:

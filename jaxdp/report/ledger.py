@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import DiskFull, write_durably
-from jaxdp.privacy import Ledger, LedgerDamaged, unit_words
+from jaxdp.privacy import Ledger, LedgerDamaged, TradeOff, unit_words
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.report_text import grouped
 from jaxdp.privacy.times import local
@@ -22,9 +22,11 @@ from jaxdp.report.verdicts import verdict
 from jaxdp.version import __version__
 
 CHARTS = 12  # accounts with a figure: those with the least left
+CURVES = 6  # accounts with a trade-off curve, of about 0.5 s each
 POINTS = 120  # of all figures together, because the accountant may take 0.1 s for each
 ROWS = 10  # of a table about one account; fewer if there are many accounts
 NEWEST = 50  # rows of the table of the newest spends
+_ALARMS = (0.0, 0.01, 0.02, 0.05, *(k / 20 for k in range(2, 21)))  # of a trade-off curve
 _PAGES = pathlib.Path(__file__).parent / "pages"
 
 
@@ -91,6 +93,7 @@ def ledger_page(
         return render_page(_PAGES / "damaged.html.jinja", **damaged, **common), error
     groups = facts["groups"]
     facts["charts"] = [_chart(facts, group, timezone) for group in groups]
+    facts["trade_offs"] = [_trade_off_chart(group["trade_off"]) for group in groups]
     facts["units"] = list(dict.fromkeys(group["words"] for group in groups))
     facts["verdicts"] = [verdict(group["account"]) for group in groups]
     # About 300 rows in all tables together, so that the page of many accounts can be read.
@@ -106,8 +109,9 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
         equal accounts, those with the least left first. Each has the `names`, the `account` of the
         first one, the `words` for its unit, its `people`, the `share` of its budget that is spent
         (None without a budget), and `growth` as
-        `Ledger.growth` returns it, which is empty if there is no figure. `explanation` is what
-        `Ledger.explain` returns, or None. `newest` are the last spends, the newest first.
+        `Ledger.growth` returns it, which is empty if there is no figure. `explanation` and
+        `trade_off` are what `Ledger.explain` and `Ledger.trade_off` return, or None. `newest` are
+        the last spends, the newest first.
 
     Raises:
         LedgerDamaged: The file lost history or is inconsistent.
@@ -125,6 +129,7 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
                 account = group["account"]
                 group["growth"] = []
                 group["explanation"] = None
+                group["trade_off"] = None
                 if account["name"] in drawn:
                     group["explanation"] = copy.explain(account["name"], delta=account["delta"])
                     group["growth"] = copy.growth(
@@ -132,6 +137,8 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
                         delta=account["delta"],
                         points=min(40, POINTS // len(drawn)),
                     )
+                if account["name"] in drawn[:CURVES]:
+                    group["trade_off"] = copy.trade_off(account["name"], slack=account["delta"])
             newest = copy.history()[-NEWEST:][::-1]
         return {"report": report, "has_head": ledger.has_head, "groups": groups, "newest": newest}
 
@@ -206,6 +213,24 @@ def _chart(
         text=functools.partial(text, "%Y-%m-%d %H:%M:%S"),
         mark=functools.partial(text, _mark(now - first)),
         steps=True,
+    )
+
+
+def _trade_off_chart(curve: TradeOff | None) -> Chart | None:
+    """Returns the chart of a trade-off curve. It is None without a curve, or if it is 0."""
+    if curve is None or not any(curve.beta):
+        return None
+    # Rounded down to the digits that are shown.
+    points = [(alpha, math.floor(1000 * curve.at(alpha)) / 1000) for alpha in _ALARMS]
+    return Chart(
+        curves={
+            "proven for every attacker": points,
+            "guessing": [(0.0, 1.0), (1.0, 0.0)],
+        },
+        xlabel="false alarms",
+        ylabel="misses at least",
+        top=1.0,
+        percent=True,
     )
 
 

@@ -220,6 +220,21 @@ def test_what_each_mechanism_adds_is_the_ledgers(path):
     assert [row["epsilon it adds"][0] for row in pilot] == ["infinite", "0"]
 
 
+def test_the_trade_off_curve_is_the_ledgers_and_on_the_safe_side(path):
+    page = Page(ledger_page(path)[0])
+    captions = [name for name in page.tables if "What an attacker must miss on train" in name]
+    (rows,) = (page.tables[caption] for caption in captions)
+    with Ledger(path, read_only=True) as ledger:
+        curve = ledger.trade_off("train")
+    for row in rows:
+        exact = curve.at(float(row["false alarms"][0]))
+        proven = row["proven for every attacker"][0]
+        if proven:
+            shown = float(proven.removesuffix(" %")) / 100
+            assert shown - 1e-12 <= exact <= shown + 1e-3
+    assert len(rows) == 23 and "What an attacker must miss on pilot" not in page.text
+
+
 def test_the_growth_ends_at_epsilon(path, monkeypatch):
     """Every row counts what was spent until its end. A row of several spends stands for the last of
     them."""
