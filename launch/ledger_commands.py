@@ -14,7 +14,7 @@ import zoneinfo
 from typing import Any
 
 from jaxdp.files import shown, write_durably
-from jaxdp.privacy import BudgetExceeded, Ledger, report_text
+from jaxdp.privacy import BudgetExceeded, Ledger, RenyiStatement, TradeOff, report_text
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.database import existing
 from jaxdp.privacy.events import describe, parse
@@ -55,7 +55,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the commands to the parser of `jaxdp ledger`."""
     commands = parser.add_subparsers(
         required=True,
-        metavar="show | explain | curve | history | describe | verify | backup | accept",
+        metavar="show | explain | curve | renyi | history | describe | verify | backup | accept",
     )
     show = _command(commands, "show", _show)
     show.add_argument(
@@ -92,13 +92,15 @@ def add(parser: argparse.ArgumentParser) -> None:
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
 
     curve = _command(commands, "curve", _curve)
-    curve.add_argument("dataset", help="the dataset")
     curve.add_argument(
         "--slack", type=float, help="the probability that mu may leave out, by default delta"
     )
-    form = curve.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON instead of text")
-    form.add_argument("--csv", action="store_true", help="print all points as CSV instead of text")
+    renyi = _command(commands, "renyi", _renyi)
+    for command in (curve, renyi):
+        command.add_argument("dataset", help="the dataset")
+        form = command.add_mutually_exclusive_group()
+        form.add_argument("--json", action="store_true", help="print JSON instead of text")
+        form.add_argument("--csv", action="store_true", help="print CSV instead of text")
 
     history = _command(commands, "history", _history)
     history.add_argument("--dataset", help="the dataset to list, by default all")
@@ -256,19 +258,28 @@ def _curve(options: argparse.Namespace) -> None:
     with Ledger(options.path, read_only=True) as ledger:
         slack = _delta_of(ledger, options.dataset, options.slack)
         curve = ledger.trade_off(options.dataset, slack=slack)
+    _print_statement(curve, ("alpha", "beta"), options)
+
+
+def _renyi(options: argparse.Namespace) -> None:
+    """Shows the Renyi DP and the zCDP of everything that was spent, for other accountants."""
+    with Ledger(options.path, read_only=True) as ledger:
+        statement = ledger.renyi(options.dataset)
+    _print_statement(statement, ("order", "rdp"), options)
+
+
+def _print_statement(
+    statement: TradeOff | RenyiStatement, columns: tuple[str, str], options: argparse.Namespace
+) -> None:
+    """Prints a statement as text, as JSON, or as CSV with all digits."""
     if options.json:
-        print(json.dumps(curve.as_dict(), indent=2))
+        print(json.dumps(statement.as_dict(), indent=2))
     elif options.csv:
-        _print_points(("alpha", "beta"), curve.rows())
+        writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(statement.rows())
     else:
-        print(curve.text())
-
-
-def _print_points(columns: tuple[str, ...], rows: list[dict[str, float]]) -> None:
-    """Prints rows as CSV with all their digits."""
-    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
+        print(statement.text())
 
 
 def _delta_of(ledger: Ledger, name: str, delta: float | None) -> float:

@@ -98,6 +98,17 @@ def test_the_trade_off_curve_is_printed(path, capsys):
     assert answer["slack"] == 1e-4 and answer["mu_up_to_slack"] < answer["mu"] == curve.mu
 
 
+def test_renyi_dp_is_printed_for_other_accountants(path, capsys):
+    with Ledger(path, read_only=True) as ledger:
+        statement = ledger.renyi("train")
+    assert f"zCDP rho {statement.rho:.6g}, adjacency add" in said(capsys, "renyi", path, "train")
+    rows = list(csv.DictReader(io.StringIO(said(capsys, "renyi", path, "train", "--csv"))))
+    assert [float(row["order"]) for row in rows] == list(statement.orders)
+    assert [float(row["rdp"]) for row in rows] == list(statement.rdp)
+    answer = json.loads(said(capsys, "renyi", path, "train", "--json"))
+    assert answer["rho"] == statement.rho and answer["rdp"] == list(statement.rdp)
+
+
 def test_datasets_whose_accounts_differ_are_shown_apart(path, capsys):
     with Ledger(path) as ledger, ledger.spend("hospital 1", PureDpEvent(0.25)):
         pass

@@ -8,7 +8,7 @@ The modules:
 * The ledger's file: `chain`, `schema`, `integrity`, `database`, `store`, with `damage` and `times`.
 * Its rows: `terms`, `datasets`, `spends`, `holds`, `contacts`.
 * Its decisions: `compositions`, `spent_epsilon`, `budget`, `admission`.
-* What explains them: `explanations`, `trade_offs`.
+* What explains them: `explanations`, `trade_offs`, `statements`.
 * What users call: `accounts`, `ledger_reader`, `ledger`, and what they read: `reports`,
   `report_text`, in the words of `units`.
 * Which ledger counts which records: `registry`.
@@ -50,6 +50,7 @@ from jaxdp.privacy.ledger import (
 from jaxdp.privacy.planning import TrainingPlan, plan_training
 from jaxdp.privacy.privacy_warnings import PrivacyWarning
 from jaxdp.privacy.registry import Claim, CountedElsewhere, Registry
+from jaxdp.privacy.statements import RenyiStatement
 from jaxdp.privacy.trade_offs import TradeOff
 from jaxdp.privacy.units import UnitWords, unit_words
 
@@ -76,6 +77,7 @@ __all__ = [
     "PureDpEvent",
     "RandomizedResponseDpEvent",
     "Registry",
+    "RenyiStatement",
     "RepeatAndSelectDpEvent",
     "Reservation",
     "SampledWithoutReplacementDpEvent",

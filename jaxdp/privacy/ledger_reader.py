@@ -16,6 +16,7 @@ from jaxdp.privacy.events import Counts, DpEvent, compose, composition
 from jaxdp.privacy.explanations import By, Explanation
 from jaxdp.privacy.spends import Spends
 from jaxdp.privacy.spent_epsilon import epsilon_of, total_epsilon, used_epsilon
+from jaxdp.privacy.statements import RenyiStatement, renyi_statement
 from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, damaged
 from jaxdp.privacy.terms import Dataset
 from jaxdp.privacy.trade_offs import TradeOff
@@ -280,6 +281,25 @@ class LedgerReader:
         if not 0 <= slack < 1:
             raise ValueError(f"slack must be in [0, 1), got {slack!r}.")
         return trade_offs.trade_off_of(dataset, compositions, slack)
+
+    def renyi(self, name: str, *, partition: str | None = None) -> RenyiStatement:
+        """Returns the Renyi DP and the zCDP of everything reserved so far, for other accountants.
+
+        Renyi DP at equal orders adds up over releases, and so does rho. So another accountant may
+        add what it counts itself. Epsilon from these statements is usually above `epsilon`.
+
+        Args:
+            name: A registered dataset.
+            partition: A part whose units are meant. The default is the maximum over all parts.
+
+        Returns:
+            A `RenyiStatement` of upper bounds. A "renyi_filter" dataset has its one order, and its
+            bound once anything was spent.
+        """
+        with self._transaction("DEFERRED") as db:
+            dataset = dataset_of(db, name)
+            compositions = self._spends.compositions(db, dataset, partition)
+        return renyi_statement(dataset, compositions)
 
     # --- Reports ---------------------------------------------------------------------------------
 
