@@ -237,11 +237,11 @@ def deltas_of_counts(
     if is_boundless(counts):
         return np.ones(len(epsilons))
     if "pld" in rules:
-        deltas = _deltas_by_losses(counts, adjacency, epsilons, least)
+        deltas: np.ndarray = _deltas_by_losses(counts, adjacency, epsilons, least)
     else:
         rdp = total_rdp(counts, adjacency)
         deltas = np.array([delta_from_rdp(rdp, float(epsilon)) for epsilon in epsilons])
-    deltas = np.clip(deltas, _LEAST_DELTA, 1.0)
+    deltas = np.asarray(np.clip(deltas, _LEAST_DELTA, 1.0))
     deltas[epsilons >= pure_epsilon(counts, adjacency)] = 0.0
     return deltas
 

@@ -80,9 +80,8 @@ def renyi_statement(dataset: Dataset, compositions: Sequence[Counts]) -> RenyiSt
     known = [rho for rho in rhos if rho is not None]
     rho = max(known) if len(known) == len(rhos) else None
     curves = [_rdp(counts, dataset.adjacency) for counts in compositions]
-    divergences = np.max([curve for curve in curves if curve is not None] or [()], axis=0)
-    if any(curve is None for curve in curves):
-        divergences = np.zeros(0)
+    ruled = [curve for curve in curves if curve is not None]
+    divergences = np.max(ruled, axis=0) if len(ruled) == len(curves) else np.zeros(0)
     # The series of sampled releases diverges at some orders, of which nothing is known then.
     finite = np.isfinite(divergences)
     shown_orders = finite if finite.any() else np.ones(len(finite), bool)
@@ -135,8 +134,8 @@ def leaf_rho(leaf: DpEvent, adjacency: Adjacency) -> float | None:
         case ZCDpEvent(rho=rho, xi=xi):
             return float(rho) if xi == 0 else None
         case GaussianDpEvent(noise_multiplier=sigma):
-            return (distance_factor(adjacency) / sigma) ** 2 / 2
+            return (distance_factor(adjacency) / float(sigma)) ** 2 / 2
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
-            return (distance_factor(adjacency) / sigma) ** 2 / 2
+            return (distance_factor(adjacency) / float(sigma)) ** 2 / 2
     loss = leaf_pure_epsilon(leaf, adjacency)
     return loss * loss / 2 if loss < math.inf else None

@@ -214,8 +214,8 @@ def leaf_mu(leaf: DpEvent, adjacency: Adjacency) -> float:
     """
     match leaf:
         case GaussianDpEvent(noise_multiplier=sigma):
-            return distance_factor(adjacency) / sigma
+            return distance_factor(adjacency) / float(sigma)
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
-            return distance_factor(adjacency) / sigma
+            return distance_factor(adjacency) / float(sigma)
     loss = leaf_pure_epsilon(leaf, adjacency)
     return -2 * float(special.ndtri(special.expit(-loss))) * _UP
