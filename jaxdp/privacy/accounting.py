@@ -23,6 +23,8 @@ SingleEpochTreeAggregation   zero_out only, RDP                  no rule
 RepeatAndSelect              RDP (arXiv 2110.03620)              RDP
 ===========================  ==================================  =================================
 
+Under "replace_label" only LabelDp has a rule, that of PureDp, and it has none elsewhere.
+
 Under REPLACE_ONE, dp_accounting 0.6 doubles a Gaussian's sensitivity in its PLD but not in its RDP.
 It does not double the sensitivity of Laplace. It composes a `RandomizedResponseDpEvent` once for
 any count. So its accountant classes compute single RDP leaves only, and `jaxdp.privacy.renyi`
@@ -64,7 +66,14 @@ from jaxdp.privacy.events import (
 )
 from jaxdp.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from jaxdp.privacy.losses import is_symmetric, tamed, total_variation
-from jaxdp.privacy.relations import METHODS, RELATIONS, Adjacency, Method, distance_factor
+from jaxdp.privacy.relations import (
+    LABELS,
+    METHODS,
+    RELATIONS,
+    Adjacency,
+    Method,
+    distance_factor,
+)
 from jaxdp.privacy.renyi import (
     RDP_ORDERS,
     ROUGH_ORDERS,
@@ -89,6 +98,7 @@ from jaxdp.privacy.tally import Tally
 __all__ = [
     "METHODS",
     "RDP_ORDERS",
+    "LABELS",
     "RELATIONS",
     "ROUGH_ORDERS",
     "Adjacency",

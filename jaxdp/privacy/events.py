@@ -4,7 +4,7 @@ An event describes one release for the accountant. **`noise_multiplier` is the s
 (Gaussian) or scale (Laplace) of the noise over the norm of ONE record's contribution**, `noise_std
 / clip_norm`, under every adjacency. Replacing a record moves a sum by up to twice that norm.
 `jaxdp.privacy.accounting` charges this factor. `PureDpEvent` and `ZCDpEvent` state a guarantee FOR
-the adjacency of the dataset that they are spent on.
+the adjacency of the dataset that they are spent on. `LabelDpEvent` states one for labels only.
 
 Unknown classes, unknown JSON and impossible parameters raise an error.
 """
@@ -45,6 +45,7 @@ __all__ = [
     "DiscreteLaplaceDpEvent",
     "DpEvent",
     "GaussianDpEvent",
+    "LabelDpEvent",
     "LaplaceDpEvent",
 ]
 __all__ += [
@@ -90,6 +91,19 @@ class PureDpEvent(DpEvent):
     """
 
     epsilon: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelDpEvent(PureDpEvent):
+    """Any release that is `epsilon`-DP with delta = 0 for the replacement of one label.
+
+    It says nothing about features, which may be public, and nothing about who is in the data. So a
+    ledger charges it to datasets with the adjacency "replace_label" only, and charges them nothing
+    else. Accounting is that of `PureDpEvent`.
+
+    Attributes:
+        epsilon: A finite number >= 0.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +207,7 @@ _FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
     RepeatAndSelectDpEvent: {"event": _event, "mean": _real(1), "shape": _real(0, allow_inf=True)},
     ZCDpEvent: {"rho": _real(0), "xi": _real(0)},
     PureDpEvent: {"epsilon": _real(0)},
+    LabelDpEvent: {"epsilon": _real(0)},
     UnprovenDpEvent: {"reason": _text},
 }
 _NAMES: Mapping[type[DpEvent], str] = {cls: cls.__name__.removesuffix("DpEvent") for cls in _FIELDS}

@@ -148,7 +148,9 @@ class Ledger(LedgerReader):
         Args:
             name: The dataset's name in this ledger.
             adjacency: The neighbouring relation: "add_remove" one unit, "replace_one" by another,
-                or "zero_out" one (replace it by the zero or null record).
+                or "zero_out" one (replace it by the zero or null record). "replace_label" replaces
+                the label of one unit and protects nothing else: it is for `LabelDpEvent` only,
+                and the claim is not one for examples.
             unit: The unit of privacy in words: "example", "user", "patient".
             records: The public number of units. It may be declared later, once. A delta of 1 /
                 records or more gives a `PrivacyWarning`, because it allows one record to be

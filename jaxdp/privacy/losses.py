@@ -109,7 +109,7 @@ def tamed(leaf: DpEvent) -> DpEvent:
         case RepeatAndSelectDpEvent(event=event, mean=mean, shape=shape):
             return RepeatAndSelectDpEvent(tamed(event), mean, shape)
         case PureDpEvent(epsilon=loss):
-            return PureDpEvent(max(loss, _LEAST))
+            return type(leaf)(max(loss, _LEAST))
         case DiscreteLaplaceDpEvent(noise_parameter=rate, sensitivity=sensitivity):
             return DiscreteLaplaceDpEvent(max(rate, _LEAST), sensitivity)
     return leaf

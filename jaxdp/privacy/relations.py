@@ -5,13 +5,23 @@ from typing import Literal
 
 from dp_accounting import NeighboringRelation
 
-Adjacency = Literal["add_remove", "replace_one", "zero_out"]
+Adjacency = Literal["add_remove", "replace_one", "zero_out", "replace_label"]
 Method = Literal["auto", "pld", "rdp"]
 
 RELATIONS: Mapping[str, NeighboringRelation] = {
     "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace_one": NeighboringRelation.REPLACE_ONE,
     "zero_out": NeighboringRelation.REPLACE_SPECIAL,
+    # Pure events only (`jaxdp.privacy.rules`), for which all relations of dp_accounting are the same.
+    "replace_label": NeighboringRelation.REPLACE_ONE,
+}
+LABELS: Adjacency = "replace_label"
+# What a claim of an adjacency protects, in the words of errors and reports.
+PROTECTED: Mapping[str, str] = {
+    "add_remove": "whole examples",
+    "replace_one": "whole examples",
+    "zero_out": "whole examples",
+    "replace_label": "labels only",
 }
 METHODS = ("auto", "pld", "rdp")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxdp.files import shown
 from jaxdp.privacy.contacts import FIELDS
+from jaxdp.privacy.relations import LABELS, PROTECTED
 from jaxdp.privacy.times import local
 from jaxdp.privacy.units import unit_words
 
@@ -74,6 +75,8 @@ def _terms(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> lis
     for field in FIELDS:
         if first[field]:
             lines.append(f"  {field:<12} {shown(first[field])}")
+    if first["adjacency"] == LABELS:
+        lines.append(f"  protects     {PROTECTED[LABELS]}: features count as public")
     if first["headline"] == "inf (empirical only)":
         proven = "inf" if first["proven_epsilon"] is None else f"{first['proven_epsilon']:.6g}"
         lines.append(f"  proven part  {proven} at delta {first['delta']:g}")

@@ -10,17 +10,28 @@ from dp_accounting.rdp import RdpAccountant
 from jaxdp.privacy.events import (
     DiscreteLaplaceDpEvent,
     DpEvent,
+    LabelDpEvent,
     LaplaceDpEvent,
     NonPrivateDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
     UnprovenDpEvent,
+    composition,
+    describe,
     to_json,
 )
 from jaxdp.privacy.loss_densities import sampled_loss
 from jaxdp.privacy.losses import has_distribution, randomized_response
-from jaxdp.privacy.relations import METHODS, RELATIONS, Adjacency, Method, distance_factor
+from jaxdp.privacy.relations import (
+    LABELS,
+    METHODS,
+    PROTECTED,
+    RELATIONS,
+    Adjacency,
+    Method,
+    distance_factor,
+)
 from jaxdp.privacy.renyi import rdp_event
 
 
@@ -36,6 +47,8 @@ def check_rules(
         raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
     if method not in METHODS:
         raise ValueError(f"method must be one of {list(METHODS)}, got {method!r}.")
+    for leaf in counts:
+        _check_claim(leaf, adjacency)
     missing: dict[str, list[DpEvent]] = {}
     for way in ("pld", "rdp") if method == "auto" else (method,):
         missing[way] = [leaf for leaf in counts if way not in leaf_rules(leaf, adjacency)]
@@ -52,12 +65,41 @@ def check_rules(
     return rules
 
 
+def _check_claim(leaf: DpEvent, adjacency: Adjacency) -> None:
+    """Raises ValueError if a leaf is for labels and the adjacency for examples, or vice versa."""
+    if _is_of_claim(leaf, adjacency):
+        return
+    of_leaf = PROTECTED["replace_one" if adjacency == LABELS else LABELS]
+    raise ValueError(
+        f"{describe(leaf)} is a claim for {of_leaf}, and adjacency {adjacency!r} is a claim for "
+        f"{PROTECTED[adjacency]}. One account cannot hold both: a release of labels shows the "
+        f"features. Charge LabelDpEvent to datasets with adjacency={LABELS!r} and nothing else."
+    )
+
+
+def _is_of_claim(leaf: DpEvent, adjacency: Adjacency) -> bool:
+    if is_boundless([leaf]):
+        return True
+    if adjacency == LABELS:
+        return isinstance(leaf, LabelDpEvent)
+    return not _has_labels(leaf)
+
+
+def _has_labels(event: DpEvent) -> bool:
+    """Returns whether an event, or the event of its samples, is for labels."""
+    if isinstance(event, LabelDpEvent):
+        return True
+    return hasattr(event, "event") and any(map(_has_labels, composition(event.event)))
+
+
 @functools.lru_cache(maxsize=2**16)
 def leaf_rules(leaf: DpEvent, adjacency: Adjacency) -> frozenset[str]:
     """Returns which of "pld" and "rdp" have a rule for a leaf."""
     # Their epsilon is infinite by every method.
     if isinstance(leaf, NonPrivateDpEvent | UnprovenDpEvent):
         return frozenset({"pld", "rdp"})
+    if not _is_of_claim(leaf, adjacency):
+        return frozenset()
     rules = set()
     if has_distribution(leaf, adjacency):
         rules.add("pld")

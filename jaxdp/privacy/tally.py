@@ -14,7 +14,7 @@ from jaxdp.privacy.events import (
     UnprovenDpEvent,
     precision,
 )
-from jaxdp.privacy.relations import Adjacency
+from jaxdp.privacy.relations import LABELS, Adjacency
 from jaxdp.privacy.renyi import RDP_ORDERS, epsilon_from_rdp, leaf_rdp
 from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, leaf_rules
 
@@ -72,6 +72,8 @@ class Tally:
         for leaf, count in step.items():
             if isinstance(leaf, GaussianDpEvent):
                 total.precision += times * precision({leaf: count})
+                if self.adjacency == LABELS:  # a claim for examples
+                    total.rules = frozenset()
             elif not isinstance(leaf, UnprovenDpEvent):
                 total.others[leaf] += times * count
                 total.rules &= leaf_rules(leaf, self.adjacency)

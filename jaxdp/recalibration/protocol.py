@@ -33,7 +33,7 @@ from jaxdp.data.ids import owners_of
 from jaxdp.data.labels import check_labelled, judge
 from jaxdp.data.storage import immutable
 from jaxdp.privacy import Account, DpEvent, NonPrivateDpEvent, PureDpEvent
-from jaxdp.privacy.accounting import RELATIONS, Adjacency
+from jaxdp.privacy.accounting import LABELS, RELATIONS, Adjacency
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.transforms import noise
 
@@ -160,8 +160,9 @@ def noise_scale(
       ValueError: epsilon is not positive, or the noise or a sensitivity leaves the range of exact
           sums.
     """
-    if adjacency not in RELATIONS:
-        raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
+    of_examples = sorted(RELATIONS.keys() - {LABELS})
+    if adjacency not in of_examples:
+        raise ValueError(f"adjacency must be one of {of_examples}, got {adjacency!r}.")
     if isinstance(event(epsilon), NonPrivateDpEvent):
         return None
     sensitivities = [method.sensitivity(k, adjacency, num_classes) for k in range(method.rounds)]

@@ -19,6 +19,10 @@ _NEIGHBOURS = {
     "add_remove": ("adding or removing one {}", "whether a certain {} was in it"),
     "replace_one": ("replacing one {0} by another", "which of two possible {1} was in it"),
     "zero_out": ("blanking out one {}", "whether a certain {} was blank"),
+    "replace_label": (
+        "replacing the label of one {} by another (nothing else about a {} is protected)",
+        "which of two possible labels a certain {} had",
+    ),
 }
 
 
