@@ -96,9 +96,9 @@ from jaxdp.privacy.rules import (
 from jaxdp.privacy.tally import Tally
 
 __all__ = [
+    "LABELS",
     "METHODS",
     "RDP_ORDERS",
-    "LABELS",
     "RELATIONS",
     "ROUGH_ORDERS",
     "Adjacency",

@@ -12,7 +12,7 @@ RELATIONS: Mapping[str, NeighboringRelation] = {
     "add_remove": NeighboringRelation.ADD_OR_REMOVE_ONE,
     "replace_one": NeighboringRelation.REPLACE_ONE,
     "zero_out": NeighboringRelation.REPLACE_SPECIAL,
-    # Pure events only (`jaxdp.privacy.rules`), for which all relations of dp_accounting are the same.
+    # For `LabelDpEvent` only. All relations of dp_accounting are the same for pure events.
     "replace_label": NeighboringRelation.REPLACE_ONE,
 }
 LABELS: Adjacency = "replace_label"

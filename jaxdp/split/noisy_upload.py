@@ -21,7 +21,6 @@ replacing one image. The number of images is public.
 """
 
 import dataclasses
-import fractions
 import functools
 import math
 import os
@@ -39,6 +38,7 @@ from jaxdp.report import counting
 from jaxdp.split.checks import check_numbers, not_negative, one_of
 from jaxdp.transforms import exact_scaling, noise
 from jaxdp.transforms.compiler import check_options
+from jaxdp.transforms.responses import BITS, response_threshold
 
 Mechanism = Literal["gaussian", "laplace"]
 
@@ -49,8 +49,6 @@ _SMALLEST_DIRECTION = 1e-5
 _SMALLEST_NORM = 1e-30
 _LARGEST_NORM = 1e30
 _WIDEST = 2**20  # numbers of a row. Wider rows would leave no room for rounding.
-_BITS = 64  # random bits of a label
-_MOST_CLASSES = 2**16
 
 
 # --- Public directions --------------------------------------------------------------------------
@@ -248,44 +246,10 @@ def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
     p(x) @ matrix with the observed label. p(x) are the predicted probabilities of the true label.
     Errors are as in `randomized_response`.
     """
-    other = response_threshold(num_classes, epsilon) * 2.0**-_BITS
+    other = response_threshold(num_classes, epsilon) * 2.0**-BITS
     matrix = np.full((num_classes, num_classes), other)
     np.fill_diagonal(matrix, 1 - (num_classes - 1) * other)
     return matrix.astype(np.float32)
-
-
-def response_threshold(num_classes: int, epsilon: float) -> int:
-    """Returns how many of 2**64 numbers stand for each other label, 0 for an infinite epsilon.
-
-    It is the least number r that is exactly epsilon-DP.
-
-    With own = 2**64 - (K - 1) r for the true label and a rational E below e^epsilon: own <= E r and
-    r <= E own.
-    """
-    whole = isinstance(num_classes, int) and not isinstance(num_classes, bool)
-    if not whole or not 2 <= num_classes <= _MOST_CLASSES:
-        raise ValueError(
-            f"num_classes must be an integer in [2, {_MOST_CLASSES}], got {num_classes!r}."
-        )
-    if not epsilon > 0:
-        raise ValueError(
-            "the epsilon of labels must be > 0 (math.inf for labels without noise), got "
-            f"{epsilon!r}."
-        )
-    if math.isinf(epsilon):
-        return 0
-    # E is rational and below e^epsilon, because math.exp is right to 2**-52. Above e^55 one number
-    # in 2**64 for each other label is enough.
-    power = fractions.Fraction(math.exp(min(epsilon, 55.0)))
-    ratio = power * (1 - fractions.Fraction(1, 2**50))
-    others = num_classes - 1
-    threshold = math.ceil(2**_BITS / (ratio + others))
-    if ratio <= 1 or threshold > ratio * (2**_BITS - others * threshold):
-        raise ValueError(
-            f"epsilon={epsilon!r} is too small for {num_classes} classes and {_BITS} random bits. "
-            "Use a larger one."
-        )
-    return threshold
 
 
 # --- The release --------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "absolute_error",
+    "corrected_cross_entropy",
     "hinge",
     "next_token",
     "sigmoid_cross_entropy",
@@ -50,6 +51,33 @@ def softmax_cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
     """
     logits = _at_least_float32(logits)
     return _softmax_cross_entropy(logits, _class_weights(logits, label))
+
+
+def corrected_cross_entropy(logits: jax.Array, likelihood: jax.Array) -> jax.Array:
+    """Computes the cross-entropy of a noisy label by forward correction.
+
+        loss = -log sum_c P(noisy label | true label c) softmax(z)_c
+
+    Its minimum over all functions predicts the true label, not the noisy one (Patrini et al. 2017,
+    arXiv:1609.03683, Theorem 2).
+
+    Args:
+        logits: [K] with K >= 1, of the true label.
+        likelihood: [K], P(noisy label | true label c) for every class c, such as the column of
+            `jaxdp.release.NoisyLabels.corrected`.
+
+    Raises:
+        ValueError: `logits` is not a vector or `likelihood` has another shape.
+    """
+    logits = _at_least_float32(logits)
+    if logits.ndim != 1 or likelihood.shape != logits.shape:
+        raise ValueError(
+            f"likelihood must be [K] for logits [K], got shapes {likelihood.shape} and "
+            f"{logits.shape}."
+        )
+    log_likelihood = jnp.log(likelihood.astype(logits.dtype))
+    log_shares = jax.nn.log_softmax(logits)
+    return -jax.nn.logsumexp(log_shares + log_likelihood)
 
 
 def next_token(logits: jax.Array, targets: jax.Array) -> jax.Array:

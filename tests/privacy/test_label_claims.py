@@ -65,7 +65,7 @@ def test_an_account_of_labels_refuses_a_claim_for_examples(event, accounting, bu
     with ledger.spend("survey", LabelDpEvent(0.5)):
         pass
     for refused in (ledger.spend, ledger.would_cost):
-        with pytest.raises(ValueError, match="claim for whole examples.*claim for labels only"):
+        with pytest.raises(ValueError, match=r"claim for whole examples.*claim for labels only"):
             refused("survey", event)
     assert ledger.events("survey") == {None: LabelDpEvent(0.5)}
 
@@ -78,7 +78,7 @@ def test_an_account_of_examples_refuses_a_claim_for_labels(event, adjacency):
     ledger = _ledger(adjacency, epsilon=8.0, delta=1e-5)
     with ledger.spend("survey", GaussianDpEvent(2.0)):
         pass
-    with pytest.raises(ValueError, match="claim for labels only.*claim for whole examples"):
+    with pytest.raises(ValueError, match=r"claim for labels only.*claim for whole examples"):
         ledger.spend("survey", event)
     assert ledger.events("survey") == {None: GaussianDpEvent(2.0)}
 
@@ -86,7 +86,7 @@ def test_an_account_of_examples_refuses_a_claim_for_labels(event, adjacency):
 def test_epsilons_of_labels_and_examples_are_not_joined():
     ledger = _ledger()
     ledger.register("scans", adjacency="replace_one", unit="respondent")
-    with pytest.raises(ValueError, match="'replace_label'.*'replace_one'"):
+    with pytest.raises(ValueError, match=r"'replace_label'.*'replace_one'"):
         ledger.total(["survey", "scans"], delta=1e-5)
     with pytest.raises(ValueError, match="'replace_label', not 'add_remove'"):
         ledger.register("survey", adjacency="add_remove", unit="respondent")

@@ -1,0 +1,77 @@
+"""The frequencies of private labels as a prior, charged once."""
+
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.data import Source, read_column
+from jaxdp.labels.noisy import check_account, public_columns
+from jaxdp.privacy import Account, LabelDpEvent
+from jaxdp.release import Release, Till, stream
+from jaxdp.transforms import noise
+from jaxdp.transforms.responses import with_prior
+
+
+def release_label_prior(
+    source: Source,
+    *,
+    account: Account,
+    epsilon: float,
+    num_classes: int = 0,
+    workdir: str | os.PathLike[str] | None = None,
+    seed: bytes | None = None,
+) -> np.ndarray:
+    """Pays for a noisy histogram of the labels, and returns it as a prior.
+
+    A later `release_labels` of the same records costs its own epsilon on top.
+
+    Args:
+      source, account, num_classes, workdir, seed: As in `release_labels`.
+      epsilon: The epsilon of the histogram. Counts get integer noise of about 1.4 * 2 / epsilon.
+
+    Returns:
+      Probabilities float64 [K] of the classes, all above 0.
+
+    Raises:
+      BudgetExceeded, TypeError, ValueError: As in `release_labels`.
+
+    Formal guarantees:
+      `LabelDpEvent(epsilon)`. A replaced label moves the counts by at most 2 in L1 norm, and each
+      count gets discrete Laplace noise of scale 2 / epsilon (`jaxdp.transforms.noise` states the
+      limits of its float32 logarithms). The number of records is public. What follows is
+      post-processing.
+    """
+    public = public_columns(source, num_classes, ())
+    with_prior(None, num_classes=public.num_classes, epsilon=epsilon)  # for its errors
+    check_account(account)
+    classes = public.num_classes
+    # Rounding to float32 must not make the noise smaller.
+    scale = np.nextafter(np.float32(2 / epsilon), np.float32(math.inf))
+
+    def compute(secret: bytes) -> dict[str, Any]:
+        counts = label_counts(read_column(source, "label"), classes)
+        key = stream(secret, "label prior")
+        like = jax.ShapeDtypeStruct(counts.shape, jnp.float32)
+        drawn = noise.discrete_laplace(key, like, float(scale))
+        return {"counts": counts + np.asarray(drawn, np.int64)}
+
+    what = Release(
+        label="label prior",
+        charges=[(account, LabelDpEvent(float(epsilon)))],
+        facts=lambda: [source.fingerprint, classes, float(scale)],
+        compute=compute,
+    )
+    with Till(workdir, seed=seed) as till:
+        counts = till.once(what)["counts"]
+    positive = np.maximum(counts, 0.5)
+    return positive / positive.sum()
+
+
+def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """Returns how often each class occurs, int64 [K]. A label that is no class does not count."""
+    inside = labels[(labels >= 0) & (labels < num_classes)]
+    return np.bincount(inside.astype(np.int64), minlength=num_classes)

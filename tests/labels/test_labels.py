@@ -1,0 +1,219 @@
+"""Noisy labels: paid once, equal again after a crash, and nothing else of the labels gets out."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+import jaxdp
+from jaxdp.data import by_group, from_arrays
+from jaxdp.labels import release_label_prior, release_labels, release_labels_in_stages
+from jaxdp.privacy import LabelDpEvent, Ledger
+from jaxdp.release import Till
+
+_SEED = bytes(range(16))
+_COUNT = 600
+
+
+def _records(labels=None, **columns):
+    truth = np.arange(_COUNT) % 3 if labels is None else labels
+    features = np.eye(3, dtype=np.float32)[np.arange(_COUNT) % 3]
+    return from_arrays(features=features, label=truth, num_classes=3, name="survey", **columns)
+
+
+@pytest.fixture
+def account():
+    ledger = Ledger.in_memory()
+    terms = {"unit": "respondent", "epsilon": 4.0, "delta": 0.0}
+    ledger.register("survey", adjacency="replace_label", **terms)
+    return ledger.account("survey")
+
+
+def _truth(records):
+    return records.gather(np.arange(_COUNT))["label"]
+
+
+def test_labels_are_noisy_by_the_epsilon_that_is_paid(account):
+    records = _records()
+    noisy = release_labels(records, account=account, epsilon=1.0, seed=_SEED)
+    assert account.epsilon(delta=0.0) == pytest.approx(1.0)
+    assert account.ledger.events("survey") == {None: LabelDpEvent(1.0)}
+    keep = np.e / (np.e + 2)
+    right = int((noisy.labels == _truth(records)).sum())
+    assert binomtest(right, _COUNT, keep).pvalue > 1e-6
+    for wrong in (0.5, 2.0):  # a wrong epsilon is rejected
+        rate = np.exp(wrong) / (np.exp(wrong) + 2)
+        assert binomtest(right, _COUNT, rate).pvalue < 1e-4
+    batch = noisy.gather(np.array([5, 2]))
+    np.testing.assert_array_equal(batch["label"], noisy.labels[[5, 2]])
+    assert set(batch) == {"features", "label"} and batch["label"].dtype == np.int32
+    assert len(noisy) == _COUNT and noisy.num_classes == 3
+
+
+def test_labels_are_paid_once_and_equal_again_after_a_crash(account, tmp_path, monkeypatch):
+    def call(**options):
+        return release_labels(_records(), account=account, workdir=tmp_path, **options).labels
+
+    keeper = Till.keeper
+
+    def crash(self, what):
+        def keep(arrays):
+            crash.labels = arrays["labels"]
+            raise OSError("the disk is full")
+
+        return keep
+
+    monkeypatch.setattr(Till, "keeper", crash)
+    with pytest.raises(OSError, match="full"):
+        call(epsilon=1.0)
+    monkeypatch.setattr(Till, "keeper", keeper)
+    for _ in range(2):  # resumed, then kept
+        np.testing.assert_array_equal(call(epsilon=1.0), crash.labels)
+    assert account.epsilon(delta=0.0) == pytest.approx(1.0)
+    with pytest.raises(ValueError, match="another release"):
+        call(epsilon=2.0)
+    with pytest.raises(jaxdp.BudgetExceeded):
+        release_labels(_records(), account=account, epsilon=3.5)
+
+
+def test_a_prior_makes_more_answers_right(account):
+    records = _records()
+    prior = np.full((_COUNT, 3), 0.05)
+    prior[np.arange(_COUNT), np.arange(_COUNT) % 3] = 0.9
+    plain, informed = [
+        release_labels(records, account=account, epsilon=0.5, prior=p, seed=_SEED).labels
+        for p in (None, prior)
+    ]
+    right = [np.mean(labels == _truth(records)) for labels in (plain, informed)]
+    assert right[0] < 0.6 and right[1] == 1.0  # k* is 1: the labels were not read
+
+
+def test_nothing_about_a_true_label_is_in_the_released_source(account):
+    other = _truth(_records()).copy()
+    other[0] = (other[0] + 1) % 3
+    fields = {"fine": np.arange(_COUNT)}
+    pair = [
+        release_labels(_records(labels, **fields), account=account, epsilon=0.5, seed=_SEED)
+        for labels in (None, other)
+    ]
+    relabelled = [dataclasses.replace(noisy, labels=pair[0].labels) for noisy in pair]
+    assert relabelled[0].fingerprint == relabelled[1].fingerprint
+    assert "fine" not in pair[0].gather(np.arange(2))
+
+
+def test_the_prior_of_a_histogram_is_charged(account):
+    truth = np.repeat([0, 1, 2], [400, 150, 50])
+    prior = release_label_prior(_records(truth), account=account, epsilon=1.0, seed=_SEED)
+    assert account.ledger.events("survey") == {None: LabelDpEvent(1.0)}
+    np.testing.assert_allclose(prior, [400 / 600, 0.25, 50 / 600], atol=45 * 2 / 600)
+    assert not np.allclose(prior * _COUNT, [400, 150, 50], atol=0.01)
+    noisy = release_labels(_records(truth), account=account, epsilon=0.5, prior=prior)
+    assert account.epsilon(delta=0.0) == pytest.approx(1.5)
+    assert noisy.response.sizes.tolist() == [1]
+
+
+def test_the_noise_of_a_histogram_has_the_scale_of_its_epsilon():
+    ledger = Ledger.in_memory()
+    ledger.register("survey", adjacency="replace_label", unit="respondent")
+    errors = []
+    for number in range(100):
+        prior = release_label_prior(
+            _records(), account=ledger.account("survey"), epsilon=0.5, seed=number.to_bytes(16)
+        )
+        errors += (prior * _COUNT - 200).tolist()
+    # The scale is 4. The mean of 300 absolute values is within five deviations of theirs.
+    scale = np.mean(np.abs(errors))
+    assert abs(scale - 4) < 5 * 4 / np.sqrt(300)
+    assert min(abs(scale / 0.7 - 4), abs(scale / 1.3 - 4)) > 1.1
+
+
+def _beliefs(noisy, records):
+    """Returns a belief of 0.9 in the commonest noisy label of records with the same features."""
+    before = noisy.gather(np.arange(len(noisy)))
+    rows = records.gather(np.arange(len(records)))["features"]
+    assert set(before) == {"features", "label"}
+    counts = before["features"].T @ np.eye(3)[before["label"]]
+    return rows @ (0.05 + 0.85 * np.eye(3)[counts.argmax(1)])
+
+
+def test_stages_cost_one_epsilon_and_make_more_labels_right(account, tmp_path):
+    records = _records()
+
+    def staged(**options):
+        given = {"workdir": tmp_path, "seed": _SEED, "stages": 3} | options
+        return release_labels_in_stages(records, _beliefs, account=account, epsilon=1.0, **given)
+
+    noisy = staged()
+    assert account.epsilon(delta=0.0) == pytest.approx(1.0)
+    assert len(account.ledger.events("survey")) == 3
+    sizes = noisy.response.sizes
+    assert np.sum(sizes == 3) >= _COUNT // 3 and np.sum(sizes == 1) > _COUNT // 4
+    right = noisy.labels == _truth(records)
+    assert right[sizes == 1].mean() > 0.9 > 0.7 > right[sizes == 3].mean()
+    likelihood = noisy.corrected().gather(np.arange(_COUNT))["likelihood"]
+    np.testing.assert_allclose(likelihood[sizes == 1], 1)
+    again = staged()
+    np.testing.assert_array_equal(again.labels, noisy.labels)
+    assert account.epsilon(delta=0.0) == pytest.approx(1.0)
+    # A part of another division may hold the same record, so the maximum would be too low.
+    for other in ({"split_seed": 1}, {"stages": 2}):
+        with pytest.raises(ValueError, match="another division"):
+            staged(workdir=None, **other)
+
+
+def test_the_model_of_a_stage_sees_no_true_label(account):
+    def read_labels(noisy, records):
+        return np.eye(3)[records.gather(np.arange(len(records)))["label"]]
+
+    with pytest.raises(KeyError, match="label"):
+        release_labels_in_stages(_records(), read_labels, account=account, epsilon=1.0)
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
+def test_an_account_for_examples_is_refused(adjacency):
+    ledger = Ledger.in_memory()
+    ledger.register("scans", adjacency=adjacency, unit="example")
+    account = ledger.account("scans")
+    for release in (release_labels, release_label_prior):
+        with pytest.raises(ValueError, match=r"whole examples.*labels only"):
+            release(_records(), account=account, epsilon=1.0)
+    assert not ledger.events("scans").get(None)
+
+
+def test_what_cannot_work_is_refused_before_anything_is_spent(account):
+    records = _records()
+    groups = by_group(records, np.arange(_COUNT) // 2, max_records=2)
+    wrong = [
+        (records, {"epsilon": 0.0}, "epsilon"),
+        (records, {"num_classes": 1}, "num_classes"),
+        (records, {"prior": np.full((5, 3), 1 / 3)}, "row for each record"),
+        (records, {"columns": ["age"]}, "columns"),
+        (records, {"columns": ["label"]}, "columns"),
+        (groups, {}, "one record of each owner"),
+        (from_arrays(features=np.zeros((2, 1)), label=np.zeros(2)), {}, "dtype"),
+    ]
+    for source, options, words in wrong:
+        with pytest.raises((TypeError, ValueError), match=words):
+            release_labels(source, account=account, **{"epsilon": 1.0} | options)
+    with pytest.raises(ValueError, match="stages"):
+        release_labels_in_stages(records, _beliefs, account=account, epsilon=1.0, stages=1)
+    assert account.epsilon(delta=0.0) == 0
+
+
+def test_a_corrected_loss_is_least_at_the_true_distribution():
+    matrix = np.array([[0.7, 0.3], [0.1, 0.9]])  # P(noisy | true)
+    truth = np.array([0.2, 0.8])
+    noisy = truth @ matrix
+
+    def loss(logit):
+        logits = np.array([0.0, logit], np.float32)
+        each = [
+            jaxdp.losses.corrected_cross_entropy(logits, matrix[:, answer]) for answer in (0, 1)
+        ]
+        return float(noisy @ np.array(each))
+
+    best = np.log(4.0)
+    assert loss(best) < min(loss(best - 0.2), loss(best + 0.2))
+    with pytest.raises(ValueError, match="likelihood"):
+        jaxdp.losses.corrected_cross_entropy(np.zeros(3, np.float32), np.ones(2))
