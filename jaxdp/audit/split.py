@@ -97,21 +97,21 @@ def audit_upload(
             f"representations and labels must hold two images that differ in their {part}."
         )
 
-    def upload(image: int, purpose: str) -> _Seen:
+    def upload(image: int, purpose: str) -> Seen:
         """Returns what `trials` uploads show of `image`, and of the known image before it."""
         # A known image before each attacked one shows whether noise or answers repeat.
         rows = np.tile([other, image], trials)
         key = stream(seed, purpose)
         released = release.release(key, x[rows], labels=y[rows], projection=projection)
         if part == "labels":
-            return _Seen(released.labels[::2], released.labels[1::2])
+            return Seen(released.labels[::2], released.labels[1::2])
         features = np.asarray(released.features, np.float64)
-        return _Seen(features[::2] - exact[other], features[1::2])
+        return Seen(features[::2] - exact[other], features[1::2])
 
     with_canary = upload(canary, f"before, {canary}")
     with_other = upload(other, f"before, {other}")
     if part == "labels":
-        score = _label_score(with_canary, with_other, release.num_classes)
+        score = label_score(with_canary, with_other, release.num_classes)
     else:
         score = _feature_score(with_other, exact[canary], exact[other], gaussian=gaussian)
     present = score(upload(canary, f"judged, {canary}"))
@@ -119,7 +119,7 @@ def audit_upload(
     return bounds.multi_run(present, absent, upper=upper, **dataclasses.asdict(bound))
 
 
-class _Seen(NamedTuple):
+class Seen(NamedTuple):
     """What uploads show: the known noise or answer before an image, and the row of that image.
 
     Both have one entry for each upload.
@@ -129,10 +129,10 @@ class _Seen(NamedTuple):
     seen: np.ndarray
 
 
-_Score = Callable[[_Seen], np.ndarray]
+_Score = Callable[[Seen], np.ndarray]
 
 
-def _label_score(with_canary: _Seen, with_other: _Seen, num_classes: int) -> _Score:
+def label_score(with_canary: Seen, with_other: Seen, num_classes: int) -> _Score:
     """Returns the log ratio of how often two answers come together with and without the canary."""
     counts = np.ones((2, num_classes, num_classes))  # Laplace's rule
     np.add.at(counts[0], with_canary, 1)
@@ -142,7 +142,7 @@ def _label_score(with_canary: _Seen, with_other: _Seen, num_classes: int) -> _Sc
 
 
 def _feature_score(
-    before: _Seen,
+    before: Seen,
     canary: np.ndarray,
     other: np.ndarray,
     *,
@@ -155,7 +155,7 @@ def _feature_score(
     square = np.vdot(before.known, before.known) or 1.0
     slope = np.vdot(before.known, before.seen - other) / square
 
-    def score(uploads: _Seen) -> np.ndarray:
+    def score(uploads: Seen) -> np.ndarray:
         rest = uploads.seen - slope * uploads.known
         if gaussian:
             return rest @ (canary - other)

@@ -49,26 +49,30 @@ def release_label_prior(
     with_prior(None, num_classes=public.num_classes, epsilon=epsilon)  # for its errors
     check_account(account)
     classes = public.num_classes
-    # Rounding to float32 must not make the noise smaller.
-    scale = np.nextafter(np.float32(2 / epsilon), np.float32(math.inf))
 
     def compute(secret: bytes) -> dict[str, Any]:
         counts = label_counts(read_column(source, "label"), classes)
-        key = stream(secret, "label prior")
-        like = jax.ShapeDtypeStruct(counts.shape, jnp.float32)
-        drawn = noise.discrete_laplace(key, like, float(scale))
-        return {"counts": counts + np.asarray(drawn, np.int64)}
+        return {"counts": noisy_counts(stream(secret, "label prior"), counts, epsilon)}
 
     what = Release(
         label="label prior",
         charges=[(account, LabelDpEvent(float(epsilon)))],
-        facts=lambda: [source.fingerprint, classes, float(scale)],
+        facts=lambda: [source.fingerprint, classes, float(epsilon)],
         compute=compute,
     )
     with Till(workdir, seed=seed) as till:
         counts = till.once(what)["counts"]
     positive = np.maximum(counts, 0.5)
     return positive / positive.sum()
+
+
+def noisy_counts(key: jax.Array, counts: np.ndarray, epsilon: float) -> np.ndarray:
+    """Returns counts int64 [K] with discrete Laplace noise of scale 2 / epsilon."""
+    # Rounding to float32 must not make the noise smaller.
+    scale = np.nextafter(np.float32(2 / epsilon), np.float32(math.inf))
+    like = jax.ShapeDtypeStruct(counts.shape, jnp.float32)
+    drawn = noise.discrete_laplace(key, like, float(scale))
+    return counts + np.asarray(drawn, np.int64)
 
 
 def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:

@@ -210,8 +210,8 @@ def released(
 
     def compute(secret: bytes) -> dict[str, Any]:
         true = read_column(public.whole, "label")
-        numbers = _numbers(stream(secret, "labels"), len(true))
-        return {"labels": response.answer(numbers, true)}
+        drawn = numbers(stream(secret, "labels"), len(true))
+        return {"labels": response.answer(drawn, true)}
 
     def facts() -> list[Any]:
         return [public.whole.fingerprint, public.num_classes, *response]
@@ -233,7 +233,7 @@ def check_account(account: Account) -> None:
         )
 
 
-def _numbers(key: jax.Array, count: int) -> np.ndarray:
+def numbers(key: jax.Array, count: int) -> np.ndarray:
     """Returns independent uniform numbers, uint64 [count]."""
     words = jax.random.bits(key, (2, count), jnp.uint32)
     high, low = np.asarray(words).astype(np.uint64)

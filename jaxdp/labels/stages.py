@@ -98,14 +98,14 @@ def release_labels_in_stages(
     public = public_columns(source, num_classes, columns)
     check_account(account)
     order = shuffled(len(source), seed=split_seed)
-    division = f"labels, division {split_seed} of {len(source)} records, part "
+    division = f"labels in {stages} parts, division {split_seed} of {len(source)} records: "
     _check_division(account, division)
     so_far: NoisyLabels | None = None
     for stage, rows in enumerate(np.array_split(order, stages)):
         part = dataclasses.replace(public, whole=take(source, rows))
         beliefs = prior if so_far is None else prior_from(so_far, part)
         response = with_prior(beliefs, num_classes=public.num_classes, epsilon=epsilon)
-        partition = f"{division}{stage + 1} of {stages}"
+        partition = f"{division}part {stage + 1}"
         payment: Payment = _PartPayment(account, LabelDpEvent(float(epsilon)), partition)
         folder = None if workdir is None else pathlib.Path(workdir) / f"part_{stage + 1}"
         noisy = released(part, response, account, payment, workdir=folder, seed=seed)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from scipy.stats import binomtest
@@ -9,6 +10,7 @@ from scipy.stats import binomtest
 import jaxdp
 from jaxdp.data import by_group, from_arrays
 from jaxdp.labels import release_label_prior, release_labels, release_labels_in_stages
+from jaxdp.labels.histogram import noisy_counts
 from jaxdp.privacy import LabelDpEvent, Ledger
 from jaxdp.release import Till
 
@@ -42,7 +44,7 @@ def test_labels_are_noisy_by_the_epsilon_that_is_paid(account):
     keep = np.e / (np.e + 2)
     right = int((noisy.labels == _truth(records)).sum())
     assert binomtest(right, _COUNT, keep).pvalue > 1e-6
-    for wrong in (0.5, 2.0):  # a wrong epsilon is rejected
+    for wrong in (0.25, 2.0):  # a wrong epsilon is rejected
         rate = np.exp(wrong) / (np.exp(wrong) + 2)
         assert binomtest(right, _COUNT, rate).pvalue < 1e-4
     batch = noisy.gather(np.array([5, 2]))
@@ -114,18 +116,17 @@ def test_the_prior_of_a_histogram_is_charged(account):
 
 
 def test_the_noise_of_a_histogram_has_the_scale_of_its_epsilon():
-    ledger = Ledger.in_memory()
-    ledger.register("survey", adjacency="replace_label", unit="respondent")
-    errors = []
-    for number in range(100):
-        prior = release_label_prior(
-            _records(), account=ledger.account("survey"), epsilon=0.5, seed=number.to_bytes(16)
-        )
-        errors += (prior * _COUNT - 200).tolist()
-    # The scale is 4. The mean of 300 absolute values is within five deviations of theirs.
-    scale = np.mean(np.abs(errors))
-    assert abs(scale - 4) < 5 * 4 / np.sqrt(300)
-    assert min(abs(scale / 0.7 - 4), abs(scale / 1.3 - 4)) > 1.1
+    zeros = np.zeros(20_000, np.int64)
+    drawn = np.abs(noisy_counts(jax.random.key(0, impl="threefry2x32"), zeros, 0.5))
+
+    def expected(scale):
+        rate = np.exp(-1 / scale)
+        return 2 * rate / (1 - rate**2)
+
+    # The deviation of the mean is about 4 / sqrt(20,000), 0.03.
+    assert abs(drawn.mean() - expected(4.0)) < 0.15
+    for wrong in (0.7, 1.3, 0.5):  # a sensitivity of 1 in place of 2
+        assert abs(drawn.mean() - expected(wrong * 4)) > 0.9
 
 
 def _beliefs(noisy, records):
