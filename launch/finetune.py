@@ -23,7 +23,7 @@ from jaxdp.privacy import Account, ComposedDpEvent
 from jaxdp.release import Hosts, locked, notes
 from jaxdp.report import Callback, format_table, plot_training
 
-from . import curve, dpadapter, frame, models, plans, results, tasks, trainers
+from . import curve, dpadapter, frame, label_dp, models, plans, results, tasks, trainers
 
 Params = Any
 
@@ -344,6 +344,8 @@ def experiment(
         study = dpadapter.STUDY
     elif "curve" in config:
         study = curve.STUDY
+    elif "labels" in config:
+        study = label_dp.STUDY
     if mesh is None:
         return frame.run(study, config, workdir, dry_run=dry_run, target=target, **choice)
     if study is not STUDY:

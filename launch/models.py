@@ -174,6 +174,8 @@ def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
             return losses.next_token(network.apply_fn(params, tokens[None, :-1])[0], tokens[1:])
         inputs = example["image"] if "image" in example else example["features"]
         logits = network.apply_fn(params, inputs[None])[0]
+        if "likelihood" in example:  # of a noisy label (`jaxdp.labels.NoisyLabels.corrected`)
+            return losses.corrected_cross_entropy(logits, example["likelihood"])
         return losses.softmax_cross_entropy(logits, example["label"])
 
     return cross_entropy

@@ -72,7 +72,8 @@ def release_labels_in_stages(
         true labels.
       stages: The number of parts, at least 2.
       split_seed: The public seed of the division.
-      prior: The prior [K] of the first part, as in `release_labels`.
+      prior: The PUBLIC prior of the first part: None, [K], or `prior(records)` that returns [m, K]
+        for the m records of the part, without labels.
       workdir: A folder for these releases only, with a folder for each part. A call that is made
         again after a crash takes the parts that are kept. `prior_from` must then give the same
         numbers as before.
@@ -103,7 +104,10 @@ def release_labels_in_stages(
     so_far: NoisyLabels | None = None
     for stage, rows in enumerate(np.array_split(order, stages)):
         part = dataclasses.replace(public, whole=take(source, rows))
-        beliefs = prior if so_far is None else prior_from(so_far, part)
+        if so_far is not None:
+            beliefs = prior_from(so_far, part)
+        else:
+            beliefs = prior(part) if callable(prior) else prior
         response = with_prior(beliefs, num_classes=public.num_classes, epsilon=epsilon)
         partition = f"{division}part {stage + 1}"
         payment: Payment = _PartPayment(account, LabelDpEvent(float(epsilon)), partition)
