@@ -87,6 +87,7 @@ BENCHMARKS = {
     "finetune_methods": _page(
         "finetune_methods", "private training on features of a public network", "finetune_methods"
     ),
+    "label_dp": _page("label_dp", "noisy labels beside DP-SGD at equal epsilon", "label_dp"),
     "membership": _page("membership", "utility beside attacks on membership", "membership"),
     "split_costs": _page(
         "split_costs", "the client's costs of Split Adaptation", "split_costs", "17 seconds"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         compilers,
         data,
         finetune,
+        labels,
         models,
         prediction,
         pretrain,

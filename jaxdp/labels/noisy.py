@@ -21,14 +21,13 @@ import os
 from collections.abc import Sequence
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data import Groups, Source, check_source, read_column
 from jaxdp.privacy import Account, LabelDpEvent
 from jaxdp.release import Payment, Release, Till, stream
-from jaxdp.transforms.responses import Response, with_prior
+from jaxdp.transforms.responses import Response, numbers, with_prior
 
 _PUBLIC_COLUMNS = ("image", "features")
 _ROWS_AT_ONCE = 4096
@@ -231,10 +230,3 @@ def check_account(account: Account) -> None:
             "examples, and a release of labels is a claim for labels only: it shows the features. "
             "Register the records with adjacency='replace_label'."
         )
-
-
-def numbers(key: jax.Array, count: int) -> np.ndarray:
-    """Returns independent uniform numbers, uint64 [count]."""
-    words = jax.random.bits(key, (2, count), jnp.uint32)
-    high, low = np.asarray(words).astype(np.uint64)
-    return high << np.uint64(32) | low

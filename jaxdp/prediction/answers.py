@@ -32,6 +32,7 @@ from jaxdp.privacy import Account, DpEvent, PureDpEvent, SelfComposedDpEvent, ca
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
+from jaxdp.transforms import responses
 from jaxdp.transforms.precision import in_full_precision
 
 ApplyFn = Callable[[Any, Any], jax.Array]
@@ -129,8 +130,8 @@ def _epsilon_each(
 # --- Answers ------------------------------------------------------------------------------------
 
 
-# Ten arguments, none of which decides another: what is asked of which model (3), who pays how much
-# (3), by which mechanism (2), and where the answers are kept (2).
+# Eleven arguments, none of which decides another: what is asked of which model (3), who pays how
+# much (3), by which mechanism (3), and where the answers are kept (2).
 def private_predict(
     bounds: Any,
     apply_fn: ApplyFn,
@@ -140,6 +141,7 @@ def private_predict(
     epsilon: float | None = None,
     total: tuple[float, float] | None = None,
     mechanism: str = "randomised_response",
+    prior: Any = None,
     fixed_parts: bool = False,
     workdir: Folder | None = None,
     seed: bytes | None = None,
@@ -161,6 +163,9 @@ def private_predict(
             together.
         mechanism: A key of `METHODS` for labels. With an ensemble "global_laplace" adds noise to
             the vote counts.
+        prior: PUBLIC probabilities of the answers, [C], or [Q, C] for each query, such as those of
+            a student of earlier answers. "global_response" then answers by RRWithPrior
+            (`jaxdp.transforms.responses`). Other mechanisms take none.
         fixed_parts: For an ensemble with bounds for replacement: your assertion that a replaced
             record stays in its part.
         workdir: A folder for the answers of this call. The same call with the same workdir returns
@@ -209,6 +214,7 @@ def private_predict(
     if count == 0:
         return np.zeros(0, np.int32)
     epsilon_each = _epsilon_each(epsilon, total, count)
+    informed = _with_prior(prior, mechanism, count, epsilon=epsilon_each, num_classes=classes)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private prediction")
@@ -222,13 +228,15 @@ def private_predict(
         else:
             label = votes[0]
             distance = distances[0]
+        if informed is not None:
+            return {"answers": informed.answer(responses.numbers(key, count), label)}
         # A neighbouring data set is `steps` certified steps away, which change k by as much.
         neighbours = distance // steps
         return {"answers": row.answer(key, label, neighbours, **options)}
 
     def facts() -> list[Any]:
         models = [_facts(member) for member in members]
-        return [models, queries, epsilon_each, mechanism, steps, classes]
+        return [models, queries, epsilon_each, mechanism, steps, classes, *(informed or ())]
 
     def programs() -> list[str]:
         return _programs(apply_fn, members, queries, certified=row.certified)
@@ -242,6 +250,25 @@ def private_predict(
         compute=compute,
     )
     return _release_once(what, workdir, seed)
+
+
+def _with_prior(
+    prior: Any, mechanism: str, count: int, *, epsilon: float, num_classes: int
+) -> responses.Response | None:
+    """Returns the response of a public prior, or None without one."""
+    if prior is None:
+        return None
+    if mechanism != "global_response":
+        raise ValueError(
+            f"prior needs mechanism='global_response', got {mechanism!r}: the certificates of "
+            "others hold for answers with all classes."
+        )
+    informed = responses.with_prior(prior, num_classes=num_classes, epsilon=epsilon)
+    if len(informed.order) not in (1, count):
+        raise ValueError(
+            f"prior must be [C] or [Q, C] for the {count} queries, got shape {np.shape(prior)}."
+        )
+    return informed
 
 
 def _check_two_classes(mechanism: str, classes: int) -> None:

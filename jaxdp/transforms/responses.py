@@ -22,11 +22,20 @@ import fractions
 import math
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 BITS = 64  # random bits of a label
 MOST_CLASSES = 2**16
 _WHOLE = 2**BITS
+
+
+def numbers(key: jax.Array, count: int) -> np.ndarray:
+    """Returns independent uniform numbers uint64 [count] of a key, for this call only."""
+    words = jax.random.bits(key, (2, count), jnp.uint32)
+    high, low = np.asarray(words).astype(np.uint64)
+    return high << np.uint64(32) | low
 
 
 def response_threshold(num_classes: int, epsilon: float) -> int:

@@ -5,6 +5,7 @@ Certificates are fakes with chosen labels and distances, so that what is tested 
 them."""
 
 import dataclasses
+import functools
 import logging
 import math
 import os
@@ -981,3 +982,38 @@ def test_real_bounds_vote_and_answer():
     sure = np.asarray(certificates[0].distance) > 3
     assert sure.sum() > 15 and (single[sure] == np.asarray(certificates[0].label)[sure]).all()
     assert ledger.epsilon("data", delta=0.0) == pytest.approx(31 * 5.0)
+
+
+def test_a_public_prior_narrows_the_answers_and_costs_the_same():
+    """A model whose label is 1 of three classes."""
+    ledger = ledger_for()
+    prior = np.array([0.48, 0.48, 0.04])
+    arguments = {"epsilon": 1.0, "mechanism": "global_response"}
+    ask = functools.partial(predict, Bounds(1), 4000, ledger, three_logits, seed=SEED, **arguments)
+    counts = np.bincount(ask(prior=prior), minlength=3)
+    assert counts[2] == 0  # k* is 2
+    assert composition(ledger.events("data")[None]) == {PureDpEvent(1.0): 4000}
+
+    def p_value(epsilon):
+        return stats.binomtest(int(counts[1]), 4000, 1 / (1 + math.exp(-epsilon))).pvalue
+
+    assert p_value(1.0) > ACCEPT
+    assert max(p_value(0.7), p_value(1.3)) < REJECT
+    outside = ask(prior=[0.49, 0.02, 0.49])
+    assert stats.binomtest(int((outside == 0).sum()), 4000, 0.5).pvalue > ACCEPT
+    assert not (outside == 1).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"mechanism": "randomised_response"}, "needs mechanism='global_response'"),
+        ({"mechanism": "global_response", "prior": np.full((7, 2), 0.5)}, "for the 50 queries"),
+        ({"mechanism": "global_response", "prior": [0.5, 0.6]}, "sum 1"),
+    ],
+)
+def test_a_prior_that_does_not_fit_is_refused_before_anything_is_spent(options, words):
+    ledger = ledger_for()
+    with pytest.raises(ValueError, match=words):
+        predict(Bounds(1), 50, ledger, epsilon=1.0, **{"prior": [0.5, 0.5]} | options)
+    assert ledger.events("data") == {}
