@@ -40,7 +40,6 @@ from benchmarks import (
     evidence_split,
     evidence_tta,
     finetune_methods,
-    label_dp,
     membership,
     recalibration_sweeps,
     split_appendix,
@@ -105,7 +104,6 @@ EVIDENCE = [
         lambda found: {"methods": finetune_methods.table(found["rows"])},
     ),
     Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
-    Evidence("results/label_dp.md", ("label_dp.json",), label_dp.tables),
     Evidence(
         "results/membership.md",
         ("membership.json",),

@@ -8,7 +8,7 @@ trials.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 
@@ -29,7 +29,7 @@ def audit_labels(
     pair: tuple[int, int] = (0, 1),
     trials: int,
     seed: bytes | None = None,
-    **terms: Unpack[bounds.ConfidenceTerms],
+    confidence: float = 0.95,
 ) -> bounds.Audit:
     """Tells from released labels which of two labels a record had, and bounds epsilon from below.
 
@@ -43,7 +43,7 @@ def audit_labels(
       trials: The number of judged canaries of either kind, at least 2. As many before them train
         the attacker.
       seed: 16 secret bytes of the noise, for tests. The default is OS entropy.
-      terms: The confidence of the bound, as in `jaxdp.audit.multi_run`. delta is 0.
+      confidence: As in `jaxdp.audit.multi_run`. delta is 0.
 
     Formal guarantees:
       As `bounds.multi_run`, for the claim `LabelDpEvent(epsilon)`. The score is the ratio of the
@@ -56,7 +56,7 @@ def audit_labels(
         raise ValueError(f"trials must be at least 2, got {trials}.")
     canary, other = pair
     root = new_seed() if seed is None else seed
-    bound = bounds.Terms(delta=0.0, **terms)
+    bound = bounds.Terms(delta=0.0, confidence=confidence)
     upper = claim(LabelDpEvent(epsilon), adjacency="replace_label", delta=0.0)
     bound.check(upper)
 

@@ -35,7 +35,8 @@ def numbers(key: jax.Array, count: int) -> np.ndarray:
     """Returns independent uniform numbers uint64 [count] of a key, for this call only."""
     words = jax.random.bits(key, (2, count), jnp.uint32)
     high, low = np.asarray(words).astype(np.uint64)
-    return high << np.uint64(32) | low
+    drawn: np.ndarray = high << np.uint64(32) | low
+    return drawn
 
 
 def response_threshold(num_classes: int, epsilon: float) -> int:
@@ -64,7 +65,7 @@ def response_threshold(num_classes: int, epsilon: float) -> int:
         return 0
     ratio = _below_exp(epsilon)
     others = num_classes - 1
-    threshold = math.ceil(_WHOLE / (ratio + others))
+    threshold: int = math.ceil(_WHOLE / (ratio + others))
     if ratio <= 1 or threshold > ratio * (_WHOLE - others * threshold):
         raise ValueError(
             f"epsilon={epsilon!r} is too small for {num_classes} classes and {BITS} random bits. "
@@ -134,7 +135,8 @@ class Response(NamedTuple):
         is_class = (labels >= 0) & (labels < classes)
         columns = np.where(is_class, labels, 0).astype(np.int64)
         rows = np.arange(len(labels)) if len(places) > 1 else 0
-        return np.where(is_class, places[rows, columns], classes)
+        of_labels: np.ndarray = np.where(is_class, places[rows, columns], classes)
+        return of_labels
 
 
 def _top(numbers: np.ndarray, places: np.ndarray, size: int, epsilon: float) -> np.ndarray:
@@ -205,4 +207,5 @@ def best_sizes(prior: np.ndarray, epsilon: float) -> np.ndarray:
     largest = -np.sort(-prior, axis=1)
     others = np.arange(prior.shape[1])
     right = largest.cumsum(1) / (1 + others * math.exp(-epsilon))
-    return (right.argmax(1) + 1).astype(np.int32)
+    sizes: np.ndarray = right.argmax(1) + 1
+    return sizes.astype(np.int32)

@@ -73,7 +73,7 @@ class Private:
         gradient = clipped_grad(
             self.method.uncertainty, clip_norm=self.clip_norm, clip_rule=self.clip_rule
         )
-        return gradient.sensitivity(adjacency)
+        return gradient.sensitivity("zero_out" if adjacency == "zero_out" else "replace_one")
 
     @property
     def noise_std(self) -> float:

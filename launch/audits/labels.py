@@ -98,18 +98,14 @@ def _case(words: str, prior: Any, pair: tuple[int, int], **twins: Any) -> Case:
     )
 
 
-_COMMON = {case.HALF_THE_NOISE: _twice, case.REUSED_KEY: _one_number}
+_COMMON: dict[str, Any] = {case.HALF_THE_NOISE: _twice, case.REUSED_KEY: _one_number}
+_OF_OUTSIDE: dict[str, Any] = {
+    case.HALF_THE_NOISE: _twice,
+    "a label outside of the answers stays": _outside_kept,
+    "a prior from the private labels": _private_prior,
+}
 CASES = (
     _case(f"{CLASSES}-ary randomised response", None, (0, 1), **_COMMON),
     _case("two answers of a prior", PRIOR, (0, 2), **_COMMON),
-    _case(
-        "two answers of a prior, for a label outside",
-        PRIOR,
-        (0, 1),
-        **{
-            case.HALF_THE_NOISE: _twice,
-            "a label outside of the answers stays": _outside_kept,
-            "a prior from the private labels": _private_prior,
-        },
-    ),
+    _case("two answers of a prior, for a label outside", PRIOR, (0, 1), **_OF_OUTSIDE),
 )

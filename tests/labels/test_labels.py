@@ -8,8 +8,15 @@ import pytest
 from scipy.stats import binomtest
 
 import jaxdp
+from jaxdp import privacy
 from jaxdp.data import by_group, from_arrays
-from jaxdp.labels import release_label_prior, release_labels, release_labels_in_stages
+from jaxdp.labels import (
+    METHODS,
+    event,
+    release_label_prior,
+    release_labels,
+    release_labels_in_stages,
+)
 from jaxdp.labels.histogram import noisy_counts
 from jaxdp.privacy import LabelDpEvent, Ledger
 from jaxdp.release import Till
@@ -77,6 +84,14 @@ def test_labels_are_paid_once_and_equal_again_after_a_crash(account, tmp_path, m
         call(epsilon=2.0)
     with pytest.raises(jaxdp.BudgetExceeded):
         release_labels(_records(), account=account, epsilon=3.5)
+
+
+def test_what_a_release_will_cost_is_what_it_charges(account):
+    records = _records()
+    release_label_prior(records, account=account, epsilon=0.5)
+    METHODS["labels"](records, account=account, epsilon=1.0)
+    planned = privacy.epsilon(event(1.0, prior_epsilon=0.5), delta=0.0, adjacency="replace_label")
+    assert account.epsilon(delta=0.0) == pytest.approx(planned)
 
 
 def test_a_prior_makes_more_answers_right(account):
