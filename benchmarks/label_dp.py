@@ -3,8 +3,7 @@
     python -m benchmarks run label_dp --update
 
 Both start from the same public model and have the same private and test images. The epsilon of
-noisy labels is for one label, that of DP-SGD for one whole image. Noise is fresh in every run.
-`python -m benchmarks.evidence results/label_dp.md` writes the table of the page."""
+noisy labels is for one label, that of DP-SGD for one whole image. Noise is fresh in every run."""
 
 import argparse
 import json
@@ -64,7 +63,7 @@ def row_of(method: str, epsilon: float, runs: int) -> dict[str, Any]:
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the table of docs/results/label_dp.md."""
+    """Returns the table of a report."""
     lines = []
     for method in METHODS:
         rows = [row for row in report["rows"] if row["method"] == method]

@@ -3,8 +3,8 @@
     python -m launch.finetune --config configs/finetune/labels.py --workdir workdir/labels
 
 The epsilon protects the label of one image and nothing else. That of configs/digits_dpsgd.py
-protects the whole image with its label. `python -m
-benchmarks run label_dp` compares their accuracies. Ten seconds on two CPU cores.
+protects the whole image with its label. `python -m benchmarks run label_dp` compares them. Ten
+seconds on two CPU cores.
 """
 
 from ml_collections import ConfigDict
