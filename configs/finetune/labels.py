@@ -10,6 +10,7 @@ seconds on two CPU cores.
 from ml_collections import ConfigDict
 
 from configs.method_options import TUNING
+from configs.people import PEOPLE
 
 
 def get_config() -> ConfigDict:
@@ -24,6 +25,7 @@ def get_config() -> ConfigDict:
                 "parts": {"public": 0.05, "private": 0.65, "test": 0.3},
                 "unit": "example",  # whose label is protected
                 "adjacency": "replace_label",
+                **PEOPLE,
                 "crop_padding": 1,
                 "flip": False,
             },

@@ -24,11 +24,11 @@ def _twice(*records: Any, epsilon: float, **options: Any) -> NoisyLabels:
 
 
 def _one_number(*records: Any, **options: Any) -> NoisyLabels:
-    """Returns labels whose answers all come from the same bits."""
+    """Returns labels of which two answers in a row come from the same bits."""
     drawn = noisy.numbers
 
     def repeated(key: Any, count: int) -> np.ndarray:
-        return np.broadcast_to(drawn(key, count)[:1], (count,))
+        return np.repeat(drawn(key, count)[::2], 2)[:count]
 
     with mock.patch.object(noisy, "numbers", repeated):
         return release_labels(*records, **options)

@@ -20,7 +20,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from jaxdp.models.checkpoints import blank_inputs
-from launch import catalogue, command, models, plans
+from launch import catalogue, command, models, plans, report
 from launch.frame import program as frame_program
 from tests.launch import program
 
@@ -110,11 +110,11 @@ def zeros(network, seed):
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def not_parsed(words):
-    """Returns what `jaxdp` says about its arguments, "" if it takes them. It runs nothing."""
+def not_parsed(parser, words):
+    """Returns what a parser says about arguments, "" if it takes them. It runs nothing."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
-        command._parser(words[0]).parse_args(words)
+        parser.parse_args(words)
     return said.getvalue()
 
 
@@ -135,7 +135,10 @@ def mistake(line):
         module = f"launch.{catalogue.launcher(rest[rest.index('--config') + 1])}"
     elif module.removeprefix("launch.") in command._COMMANDS:
         shown = ["show"] if line.startswith("python") else []
-        return not_parsed([module.removeprefix("launch."), *shown, *rest])
+        name = module.removeprefix("launch.")
+        return not_parsed(command._parser(name), [name, *shown, *rest])
+    elif module == "launch.report":  # the workdir of a page may be here, of another version
+        return not_parsed(report._parser(), rest)
     with contextlib.ExitStack() as patched:
         replace = mock.patch.object
         patched.enter_context(flags_of_links(module))
