@@ -40,6 +40,7 @@ from benchmarks import (
     evidence_split,
     evidence_tta,
     finetune_methods,
+    label_dp,
     membership,
     recalibration_sweeps,
     split_appendix,
@@ -104,6 +105,7 @@ EVIDENCE = [
         lambda found: {"methods": finetune_methods.table(found["rows"])},
     ),
     Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
+    Evidence("results/label_dp.md", ("label_dp.json",), label_dp.tables),
     Evidence(
         "results/membership.md",
         ("membership.json",),
