@@ -359,6 +359,8 @@ class _Search:
         """Takes all runs, or the rest of them, and returns the best."""
         count = self.runs.draw(derive(secret, "number of runs"))
         folder = self._folder(secret)
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
         best = self._restored(folder)
         # The number of events would tell the number of runs.
         with unwatched():
