@@ -18,6 +18,7 @@ from decimal import Decimal
 
 from jaxdp.files import check_numbers
 from jaxdp.privacy import DpEvent, RepeatAndSelectDpEvent
+from jaxdp.privacy.events import compose, composition
 from jaxdp.privacy.selection import stopping_probability
 
 _SEED_BITS = 128
@@ -60,9 +61,10 @@ class RandomRuns:
                 "ledger has no rule for another distribution."
             )
 
-    def event(self, run: DpEvent) -> RepeatAndSelectDpEvent:
+    def event(self, run: DpEvent) -> DpEvent:
         """Returns the event of the best of these runs, each of which has the event `run`."""
-        return RepeatAndSelectDpEvent(run, float(self.mean), float(self.eta))
+        search = RepeatAndSelectDpEvent(run, float(self.mean), float(self.eta))
+        return compose(composition(search))
 
     def draw(self, secret: bytes) -> int:
         """Returns the number of runs, which is as secret as its 16 uniform bytes.
