@@ -139,7 +139,7 @@ def tune(
       runs. Show nobody any of them.
     """
     options = {**_DEFAULTS, **keywords}
-    search = _Search(
+    search = Search(
         trainers=trainers,
         account=account,
         params=params,
@@ -227,7 +227,7 @@ class _Best(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class _Search:
+class Search:
     """A search, before and while it runs. `tune` documents the attributes."""
 
     trainers: Mapping[str, PrivateTrainer]
@@ -314,7 +314,7 @@ class _Search:
             programs=self._programs,
             # Nothing leaves the search before its end, so a repeated run need not have its bits.
             deterministic=True,
-            compute=self._compute,
+            compute=self.compute,
         )
 
     def charges(self) -> list[tuple[Account, DpEvent]]:
@@ -355,7 +355,7 @@ class _Search:
 
     # --- The runs -------------------------------------------------------------------------------
 
-    def _compute(self, secret: bytes) -> dict[str, np.ndarray]:
+    def compute(self, secret: bytes) -> dict[str, np.ndarray]:
         """Takes all runs, or the rest of them, and returns the best."""
         count = self.runs.draw(derive(secret, "number of runs"))
         folder = self._folder(secret)
@@ -384,7 +384,7 @@ class _Search:
         """Takes one run, and returns the best of it and the earlier ones, which is kept."""
         candidate = drawn(derive(secret, "candidate"), len(self.trainers))
         run = None if folder is None else folder / "run"
-        leaves = self._trained(list(self.trainers)[candidate], run, derive(secret, "training"))
+        leaves = self.trained(list(self.trainers)[candidate], run, derive(secret, "training"))
         score = -math.inf
         if leaves is not None:
             params = jax.tree.unflatten(jax.tree.structure(self.params), leaves)
@@ -399,7 +399,7 @@ class _Search:
             shutil.rmtree(folder / "run", ignore_errors=True)
         return best
 
-    def _trained(
+    def trained(
         self, name: str, workdir: pathlib.Path | None, secret: bytes
     ) -> list[np.ndarray] | None:
         """Returns the leaves of the parameters of a run, or None if they are not finite."""

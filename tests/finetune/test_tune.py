@@ -287,7 +287,7 @@ def test_nothing_is_spent_on_a_search_that_is_refused(account, monkeypatch):
         unit="example",
         event=lambda first, last: UnprovenDpEvent("no proof"),
     )
-    one = module._Search(
+    one = module.Search(
         trainers={"a": unproven},
         account=account,
         params=PARAMS,

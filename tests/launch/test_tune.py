@@ -16,6 +16,7 @@ def _config(**chosen):
     config.pretrain.steps = 2
     config.private.update({"steps": 2, "checkpoint_every": 2, "batch_size": 16})
     config.private.physical_batch_size = 64
+    config.model.options.widths = (4,)
     config.tune.update(chosen)
     config.tune.grid = {"learning_rate": (0.1, 0.3)}
     return config
