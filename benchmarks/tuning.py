@@ -97,7 +97,9 @@ def trainers(strategy: str, target: float) -> dict[str, Any]:
         clip_norm=1.0,
         noise_multiplier=noise,
     )
-    return {f"{rate:g}": finetune.with_hyperparams(trainer, learning_rate=rate) for rate in RATES}
+    return {
+        f"{rate:g}": finetune.with_hyperparams(trainer, {"learning_rate": rate}) for rate in RATES
+    }
 
 
 def seed_of(*words: Any) -> bytes:

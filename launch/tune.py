@@ -105,11 +105,12 @@ def _noise(config: Any, task: tasks.Task, runs: Any, privates: Mapping[str, Any]
     private = config.private
     if private.get("noise_multiplier", 0.0):
         return float(private.noise_multiplier)
+    adjacency: Any = task.spec.adjacency
     return calibrate_noise(
         functools.partial(_event, config, task, runs, privates),
         epsilon=private.epsilon,
         delta=private.delta,
-        adjacency=task.spec.adjacency,
+        adjacency=adjacency,
     )
 
 
@@ -135,7 +136,8 @@ def _cells(config: Any) -> Iterator[Model]:
 def _score(config: Any, task: tasks.Task) -> Any:
     predict = task.network.apply_fn
     if config.tune.score == "public":
-        return finetune.PublicScore(lambda params: finetune.accuracy(predict, params, task.public))
+        public: Any = task.public
+        return finetune.PublicScore(lambda params: finetune.accuracy(predict, params, public))
     noise = config.tune.score_noise_multiplier
     return finetune.ChargedScore(predict=predict, source=task.private, noise_multiplier=noise)
 

@@ -19,6 +19,7 @@ from jaxdp.files import shows_keywords
 from jaxdp.finetune import PublicScore, RandomRuns
 from jaxdp.finetune.tune import Search
 from jaxdp.privacy import GaussianDpEvent
+from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import derive
 
 _CANDIDATES = ("a", "b")  # of equal noise, so that the candidate tells nothing
@@ -71,7 +72,7 @@ def audit_search(
       ValueError: An argument is out of range.
     """
     event = runs.event(GaussianDpEvent(noise_multiplier))
-    allowed = ("add_remove", "zero_out")
+    allowed: tuple[Adjacency, ...] = ("add_remove", "zero_out")
     judged = Trials(charge=event, claim="approximate", allowed=allowed, **terms)
     score = PublicScore(_sum_of)
 

@@ -72,15 +72,17 @@ class SearchKeywords(TypedDict, total=False):
     seed: bytes | None
 
 
-_DEFAULTS: SearchKeywords = {
-    "workdir": None,
-    "checkpoint_every": 100,
-    "allow_nonfinite": False,
-    "seed": None,
-}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Options:
+    """The defaults of `SearchKeywords`."""
+
+    workdir: str | os.PathLike[str] | None = None
+    checkpoint_every: int = 100
+    allow_nonfinite: bool = False
+    seed: bytes | None = None
 
 
-@shows_keywords(SearchKeywords, _DEFAULTS)
+@shows_keywords(SearchKeywords, vars(_Options()))
 def tune(
     trainers: Mapping[str, PrivateTrainer],
     account: Account,
@@ -138,7 +140,7 @@ def tune(
       for the result. The DURATION of a search, its terminal and `secret_search` tell the number of
       runs. Show nobody any of them.
     """
-    options = {**_DEFAULTS, **keywords}
+    options = _Options(**keywords)
     search = Search(
         trainers=trainers,
         account=account,
@@ -147,28 +149,29 @@ def tune(
         steps=steps,
         runs=runs,
         score=score,
-        workdir=None if options["workdir"] is None else pathlib.Path(options["workdir"]),
-        checkpoint_every=options["checkpoint_every"],
+        workdir=None if options.workdir is None else pathlib.Path(options.workdir),
+        checkpoint_every=options.checkpoint_every,
     )
     search.check()
-    with Till(options["workdir"], seed=options["seed"]) as till:
+    with Till(options.workdir, seed=options.seed) as till:
         what = search.release()
         if till.kept(what) is None:
-            search.check_examples(allow_nonfinite=options["allow_nonfinite"])
+            search.check_examples(allow_nonfinite=options.allow_nonfinite)
         arrays = till.once(what)
     search.forget()
     return search.result(arrays)
 
 
-def with_hyperparams(trainer: PrivateTrainer, **values: float) -> PrivateTrainer:
+def with_hyperparams(trainer: PrivateTrainer, values: Mapping[str, float]) -> PrivateTrainer:
     """Returns a trainer that starts with other hyperparameters, and shares all compiled programs.
 
         trainer = dp_sgd(loss_fn, optax.inject_hyperparams(optax.sgd)(learning_rate=0.1), ...)
-        trainers = {f"{r:g}": with_hyperparams(trainer, learning_rate=r) for r in (0.1, 0.3, 1.0)}
+        rates = (0.1, 0.3, 1.0)
+        trainers = {f"{r:g}": with_hyperparams(trainer, {"learning_rate": r}) for r in rates}
 
     Args:
       trainer: A trainer whose optimizer has its hyperparameters in its state.
-      **values: The hyperparameters by name.
+      values: The hyperparameters by name.
 
     Raises:
       ValueError: The optimizer's state has no hyperparameter of a name, or a schedule sets it.

@@ -156,5 +156,6 @@ def leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
             return max(pure_epsilon(composition(event), adjacency) for event in leaf.events)
         # arXiv:2110.03620, Corollary 3. Of a Poisson number of runs there is no such bound.
         case RepeatAndSelectDpEvent() if leaf.shape < math.inf:
-            return (2 + leaf.shape) * pure_epsilon(composition(leaf.event), adjacency)
+            factor_of_runs: float = 2 + leaf.shape
+            return factor_of_runs * pure_epsilon(composition(leaf.event), adjacency)
     return math.inf

@@ -58,7 +58,7 @@ def trainer():
 @functools.cache
 def candidates():
     rates = (0.01, 0.1, 1.0)
-    return {f"{rate:g}": with_hyperparams(trainer(), learning_rate=rate) for rate in rates}
+    return {f"{rate:g}": with_hyperparams(trainer(), {"learning_rate": rate}) for rate in rates}
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_nothing_is_spent_on_a_search_that_is_refused(account, monkeypatch):
     with pytest.raises(ValueError, match="without noise is for public data"):
         ChargedScore(predict=predict, source=RECORDS, noise_multiplier=0.0)
     with pytest.raises(ValueError, match="no hyperparameter"):
-        with_hyperparams(trainer(), momentum=0.5).init(PARAMS)
+        with_hyperparams(trainer(), {"momentum": 0.5}).init(PARAMS)
     assert account.epsilon() == 0
 
 
