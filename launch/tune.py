@@ -5,7 +5,7 @@ r"""A private search for the settings of a training, which costs one event.
 The part `tune` of a config has
   grid              fields of `private` with their values; all combinations are candidates
   runs              the mean number of runs: the number is drawn, and stays secret
-  eta               its shape: 1 is geometric, 0 logarithmic, infinite Poisson
+  distribution      "geometric", "logarithmic" or "poisson"
   score             "public" takes the accuracy on the public examples, "charged" a noisy count of
                     right answers on the private ones
   score_noise_multiplier  the deviation of the noise on that count
@@ -36,6 +36,7 @@ from . import frame, models, plans, settings, tasks, trainers
 
 Params = Any
 SCORES = ("public", "charged")
+SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
 # What a search must not change: the budget, and what a run does not depend on.
 _FIXED = ("epsilon", "delta", "accountant", "method", "noise_multiplier", "checkpoint_every")
 
@@ -56,6 +57,7 @@ class _Opened(NamedTuple):
 
 def _open(config: Any, root: Any) -> _Opened:
     frame.known("tune.score", [config.tune.score], SCORES)
+    frame.known("tune.distribution", [config.tune.distribution], SHAPES)
     if config.private.method != "dp_sgd" or trainers.scaler_event(config.private):
         raise ValueError(
             "config.private.method must be 'dp_sgd' for a search, without a scaler, got "
@@ -73,14 +75,14 @@ def _open(config: Any, root: Any) -> _Opened:
             "records: a charged count protects one record."
         )
     with settings.named("tune", config.tune, mean="tune.runs"):
-        runs = finetune.RandomRuns(config.tune.runs, config.tune.eta)
+        runs = finetune.RandomRuns(config.tune.runs, SHAPES[config.tune.distribution])
     privates = _privates(config)
     noise = _noise(config, task, runs, privates)
     for private in privates.values():
         with private.unlocked():
             private.noise_multiplier = noise
-    made = {name: task.trainer(private) for name, private in privates.items()}
-    return _Opened(task, privates, made, runs, _event(config, task, runs, privates, noise))
+    candidates = {name: task.trainer(private) for name, private in privates.items()}
+    return _Opened(task, privates, candidates, runs, _event(config, task, runs, privates, noise))
 
 
 def _privates(config: Any) -> dict[str, Any]:
@@ -184,7 +186,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "delta": config.private.delta,
         "candidates": len(work.shared.trainers),
         "expected_runs": config.tune.runs,
-        "eta": work.shared.runs.eta,
+        "distribution": config.tune.distribution,
         "scored_by": config.tune.score,
         "noise_multiplier": some_trainer.privatizer.event.noise_multiplier,
         "tested": len(task.test),

@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
         {  # see launch/tune.py
             "grid": {"learning_rate": (0.1, 0.35, 1.0), "clip_norm": (0.3, 1.0, 3.0)},
             "runs": 6.0,
-            "eta": 1.0,
+            "distribution": "geometric",  # or "logarithmic", "poisson"
             "score": "public",  # or "charged"
             "score_noise_multiplier": 20.0,
         }

@@ -363,7 +363,8 @@ class Search:
         count = self.runs.draw(derive(secret, "number of runs"))
         folder = self._folder(secret)
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(exist_ok=True)
         best = self._restored(folder)
         # The number of events would tell the number of runs.
         with unwatched():
@@ -394,8 +395,8 @@ class Search:
             score = self.score.of(params, derive(secret, "score"))
         best = best._replace(runs=best.runs + 1)
         if best.candidate < 0 or score > best.score:
-            kept_leaves = best.leaves if leaves is None else leaves
-            best = best._replace(candidate=candidate, score=score, leaves=kept_leaves)
+            finite_leaves = best.leaves if leaves is None else leaves
+            best = best._replace(candidate=candidate, score=score, leaves=finite_leaves)
         if folder is not None:
             arrays = {**best.arrays(), "runs": np.asarray(best.runs)}
             save_arrays(folder / _PROGRESS, arrays, {})

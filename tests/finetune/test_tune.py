@@ -229,7 +229,7 @@ def test_a_killed_search_goes_on_and_pays_once(account, monkeypatch, tmp_path, f
     with pytest.raises(Killed):
         go_on(seed=SEED)
     secret = tmp_path / "killed" / "secret_search"
-    assert list(secret.glob("*/best.safetensors"))
+    assert list(secret.glob("*/best.safetensors")) and secret.stat().st_mode & 0o77 == 0
     spends = account.epsilon()
     die_at = 0
     resumed = go_on()

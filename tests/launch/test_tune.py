@@ -47,7 +47,7 @@ def test_a_search_is_one_charge_of_its_epsilon_and_tells_nothing_of_its_runs(tmp
     [
         ("tune", {"score": "private"}, "tune.score"),
         ("tune", {"runs": 1.0}, r"config.tune.runs must be above 1"),
-        ("tune", {"eta": -1.0}, r"eta must be at least 0"),
+        ("tune", {"distribution": "fixed"}, r"config.tune.distribution has 'fixed'"),
         ("private", {"method": "gep"}, "private.method must be 'dp_sgd'"),
         ("grid", {"epsilon": (1.0, 2.0)}, "tune.grid has 'epsilon'"),
         ("grid", {"learning_rate": ()}, "tune.grid.learning_rate must have at least one"),
