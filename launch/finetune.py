@@ -335,4 +335,6 @@ def experiment(
 
 
 if __name__ == "__main__":
-    frame.main(experiment, divides=True, trains=True, pays=True, has_cells=True)
+    frame.main(
+        experiment, divides=True, trains=True, pays=True, has_cells=True, tunes=tune.with_grid
+    )

@@ -2,7 +2,10 @@ r"""A private search for the settings of a training, which costs one event.
 
     python -m launch.finetune --config configs/finetune/tune.py --workdir workdir/tune
 
-The part `tune` of a config has
+    python -m launch.finetune --config configs/digits_dpsgd.py --workdir workdir/tune \
+        --tune 'learning_rate=0.1,0.3 clip_norm=0.5,1'
+
+The part `tune` of a config, of which --tune gives the grid, has
   grid              fields of `private` with their values; all combinations are candidates
   runs              the mean number of runs: the number is drawn, and stays secret
   distribution      "geometric", "logarithmic" or "poisson"
@@ -13,6 +16,7 @@ The part `tune` of a config has
 `private.epsilon` is that of the whole search. All candidates have the same noise.
 """
 
+import ast
 import functools
 import itertools
 import math
@@ -37,6 +41,12 @@ from . import frame, models, plans, settings, tasks, trainers
 Params = Any
 SCORES = ("public", "charged")
 SHAPES = {"geometric": 1.0, "logarithmic": 0.0, "poisson": math.inf}
+_DEFAULTS: Mapping[str, Any] = {
+    "runs": 8.0,
+    "distribution": "geometric",
+    "score": "charged",
+    "score_noise_multiplier": 20.0,
+}
 # What a search must not change: the budget, and what a run does not depend on.
 _FIXED = ("epsilon", "delta", "accountant", "method", "noise_multiplier", "checkpoint_every")
 
@@ -53,6 +63,34 @@ class _Opened(NamedTuple):
     trainers: Mapping[str, Any]
     runs: finetune.RandomRuns
     event: DpEvent
+
+
+def with_grid(config: Any, text: str) -> Any:
+    """Returns the config of a search over a grid such as "learning_rate=0.1,0.3 clip_norm=0.5,1".
+
+    A config without the part `tune` gets one, with a charged score and 8 runs on average.
+    """
+    grid = {}
+    for entry in text.split():
+        field, equals, values = entry.partition("=")
+        if not (field and equals and values):
+            raise ValueError(
+                "--tune must name fields of config.private with their values, such as "
+                f"'learning_rate=0.1,0.3 clip_norm=0.5,1', got {text!r}."
+            )
+        grid[field] = tuple(map(_value, values.split(",")))
+    searched = config.copy_and_resolve_references()
+    with searched.unlocked():
+        searched.tune = {**_DEFAULTS, **dict(config.get("tune", {})), "grid": grid}
+    return searched
+
+
+def _value(text: str) -> Any:
+    """Returns the number or the text of a value of a grid."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
 
 
 def _open(config: Any, root: Any) -> _Opened:

@@ -5,10 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from configs import digits_dpsgd
 from configs.finetune import tune
 from jaxdp.finetune import RandomRuns
 from jaxdp.privacy import Ledger
 from launch import finetune
+from launch.tune import with_grid
 
 
 def _config(**chosen):
@@ -63,3 +65,14 @@ def test_a_config_that_cannot_work_is_refused(part, options, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         finetune.experiment(config, str(tmp_path / "run"))
     assert not np.any([path.suffix == ".sqlite" for path in tmp_path.rglob("*")])
+
+
+def test_a_grid_of_the_command_line_makes_a_search_of_any_config():
+    plain = digits_dpsgd.get_config()
+    searched = with_grid(plain, "learning_rate=0.1,0.3 schedule=cosine")
+    assert searched.tune.grid.to_dict() == {"learning_rate": (0.1, 0.3), "schedule": ("cosine",)}
+    assert searched.tune.score == "charged" and "tune" not in plain
+    assert with_grid(_config(runs=3.0), "clip_norm=1").tune.runs == 3.0
+    for wrong in ("learning_rate", "learning_rate=", "=1"):
+        with pytest.raises(ValueError, match="--tune must name fields"):
+            with_grid(plain, wrong)
