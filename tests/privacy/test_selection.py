@@ -21,6 +21,7 @@ from jaxdp.privacy import (
     RepeatAndSelectDpEvent,
     SelfComposedDpEvent,
     TruncatedSubsampledGaussianDpEvent,
+    ZCDpEvent,
     epsilon,
 )
 from jaxdp.privacy.selection import mean_runs, selection_rdp, stopping_probability
@@ -132,6 +133,14 @@ def test_dp_accounting_computes_the_same(shape):
     search = dp_event.RepeatAndSelectDpEvent(run, 12.0, shape)
     reference = RdpAccountant().compose(search).get_epsilon(1e-5)
     assert epsilon(search, delta=1e-5) == pytest.approx(reference, rel=1e-6)
+
+
+def test_a_pure_run_costs_less_than_its_concentrated_bound():
+    pure, bound = (
+        RepeatAndSelectDpEvent(ComposedDpEvent([GaussianDpEvent(6.0), part]), 10.0, 1.0)
+        for part in (PureDpEvent(0.2), ZCDpEvent(0.02))
+    )
+    assert epsilon(pure, delta=1e-5) < epsilon(bound, delta=1e-5)
 
 
 def test_candidates_that_differ_cost_the_most_expensive_at_every_order():
