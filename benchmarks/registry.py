@@ -89,6 +89,9 @@ BENCHMARKS = {
     ),
     "label_dp": _page("label_dp", "noisy labels beside DP-SGD at equal epsilon", "label_dp"),
     "membership": _page("membership", "utility beside attacks on membership", "membership"),
+    "tuning": _page(
+        "tuning", "what a choice of the learning rate costs", "tuning", "3 CPU minutes"
+    ),
     "split_costs": _page(
         "split_costs", "the client's costs of Split Adaptation", "split_costs", "17 seconds"
     ),

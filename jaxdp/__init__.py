@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         transforms,
         tta,
     )
+    from jaxdp.finetune.tune import tune
     from jaxdp.privacy.ledger import BudgetExceeded, Ledger
     from jaxdp.transforms import losses
     from jaxdp.transforms.clipping import clipped_grad, split_clip_norm
@@ -45,6 +46,7 @@ _ATTRIBUTES = {
     "privatize": "jaxdp.transforms.noise",
     "Ledger": "jaxdp.privacy.ledger",
     "BudgetExceeded": "jaxdp.privacy.ledger",
+    "tune": "jaxdp.finetune.tune",
 }
 # A wheel has the launchers and the configs, which are no part of the library's face.
 _APART = ("files", "launch", "configs")
@@ -67,6 +69,7 @@ __all__ = [
     "losses",
     "privatize",
     "split_clip_norm",
+    "tune",
 ]
 __all__ += sorted(_PACKAGES)
 

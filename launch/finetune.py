@@ -3,7 +3,7 @@ workdir/digits.
 
 A config with `grids`, such as configs/dpadapter_table1.py, is a whole table of cells with their
 upstream models. One with `curve`, such as configs/finetune/cifar10_squeezenet.py, is the accuracy
-over epsilon.
+over epsilon. One with `tune`, such as configs/finetune/tune.py, is a private search.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ import jax
 
 from jaxdp import finetune
 from jaxdp.data import augmentation
-from jaxdp.models import load_params, merge_pretrained, save_params
+from jaxdp.models import merge_pretrained, save_params
 from jaxdp.privacy import Account, ComposedDpEvent
 from jaxdp.release import Hosts, locked, notes
 from jaxdp.report import Callback, format_table, plot_training
 
-from . import curve, dpadapter, frame, label_dp, models, plans, results, tasks, trainers
+from . import curve, dpadapter, frame, label_dp, models, plans, results, tasks, trainers, tune
 
 Params = Any
 
@@ -72,7 +72,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     start = models.fresh(task.network, config.init_seed)
     backbone = None
     if cell.model != "no_pretraining":
-        backbone = _backbone(config, task, work)
+        backbone = tasks.backbone(config, task, work)
     if backbone is not None:
         exclude = ("head",) if config.pretrain.new_head else ()
         start = merge_pretrained(start, backbone, exclude=exclude)
@@ -174,31 +174,6 @@ def _private(cell: Model, work: frame.Work, opened_task: _Opened, start: Params)
             }
 
         return hosts.first(judged)
-
-
-def _backbone(config: Any, task: tasks.Task, work: frame.Work) -> Params | None:
-    """Returns the parameters of a file of public weights, or trains them here on the public
-    examples.
-    """
-    if config.pretrain.weights:
-        return load_params(config.pretrain.weights)
-    if task.public is None or models.has_backbone(config.model):
-        return None
-    public = task.public
-
-    def trained() -> Params:
-        return models.trained(
-            models.with_classes(task.network, public.num_classes),
-            lambda: public,
-            config.pretrain,
-            work.root / "pretrained.safetensors",
-            seed=config.init_seed,
-            augment=augmentation(task.spec),
-            label="public pre-training",
-        ).params
-
-    work.hosts.first(lambda: bool(trained()))  # The others read its file.
-    return work.hosts.together(trained)
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
@@ -346,6 +321,8 @@ def experiment(
         study = curve.STUDY
     elif "labels" in config:
         study = label_dp.STUDY
+    elif "tune" in config:
+        study = tune.STUDY
     if mesh is None:
         return frame.run(study, config, workdir, dry_run=dry_run, target=target, **choice)
     if study is not STUDY:
@@ -358,4 +335,6 @@ def experiment(
 
 
 if __name__ == "__main__":
-    frame.main(experiment, divides=True, trains=True, pays=True, has_cells=True)
+    frame.main(
+        experiment, divides=True, trains=True, pays=True, has_cells=True, tunes=tune.with_grid
+    )

@@ -45,6 +45,7 @@ STUDIES = [
     Listed(".dpadapter:STUDY", "finetune", ("private", "grids")),
     Listed(".curve:STUDY", "finetune", ("private", "curve")),
     Listed(".label_dp:STUDY", "finetune", ("private", "labels")),
+    Listed(".tune:STUDY", "finetune", ("private", "tune")),
     Listed(".lm:STUDY", "lm", ("private", "generation"), "private training of a language model"),
     Listed(
         ".recalibrate:STUDY",

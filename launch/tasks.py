@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data import DataSpec, Examples, Groups, by_group, from_arrays
+from jaxdp.data import DataSpec, Examples, Groups, augmentation, by_group, from_arrays
 from jaxdp.data.protocol import check_source
 from jaxdp.data.selection import units
 from jaxdp.data.spec import open_parts
@@ -221,3 +221,28 @@ def _check_start(config: Any, sources: Mapping[str, Examples]) -> None:
             "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no "
             "public examples."
         )
+
+
+def backbone(config: Any, task: Task, work: Any) -> Params | None:
+    """Returns the parameters of a file of public weights, or trains them here on the public
+    examples.
+    """
+    if config.pretrain.weights:
+        return load_params(config.pretrain.weights)
+    if task.public is None or models.has_backbone(config.model):
+        return None
+    public = task.public
+
+    def trained() -> Params:
+        return models.trained(
+            models.with_classes(task.network, public.num_classes),
+            lambda: public,
+            config.pretrain,
+            work.root / "pretrained.safetensors",
+            seed=config.init_seed,
+            augment=augmentation(task.spec),
+            label="public pre-training",
+        ).params
+
+    work.hosts.first(lambda: bool(trained()))  # The others read its file.
+    return work.hosts.together(trained)

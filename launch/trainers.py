@@ -37,6 +37,8 @@ def make(
         method, method_options       a key of `jaxdp.finetune.METHODS`, and its arguments beyond
                                      `dp_sgd`, by its name
         epsilon, delta, accountant   the target, and "auto" (PLD) or "rdp"
+        noise_multiplier             above 0 the noise, in place of the target; 0 or no field
+                                     calibrates it
         batch_size, steps
         random_round                 {"seed": S} draws the number of steps in 1..steps; no field
                                      takes all
@@ -78,15 +80,9 @@ def make(
         return finetune.METHODS[config.method](
             models.loss(network),
             optimizer(config, part, steps=steps(config)),
-            sampler=_sampler(config, private, part),
+            sampler=sampler_of(config, private, part),
             clip_norm=_clip_norm(config, network.params, options.get("trainable"), part),
             clip_rule=config.get("clip_rule", "global"),
-            epsilon=config.epsilon,
-            delta=config.delta,
-            steps=steps(config),
-            accountant=config.accountant,
-            besides=scaler_event(config),
-            adjacency=getattr(images, "adjacency", "add_remove"),
             physical_batch_size=config.physical_batch_size or None,
             augment=augmentation(images) if config.augmult else None,
             augmult=config.augmult or 1,
@@ -94,9 +90,24 @@ def make(
             ascent_radius=config.ascent_radius,
             group=isinstance(private, Groups),
             unit=unit,
+            **_target(config, getattr(images, "adjacency", "add_remove")),
             **options,
             **method_options,
         )
+
+
+def _target(config: Any, adjacency: str) -> dict[str, Any]:
+    """Returns the noise of a trainer, or what it is calibrated for."""
+    if config.get("noise_multiplier", 0.0):
+        return {"noise_multiplier": config.noise_multiplier}
+    return {
+        "epsilon": config.epsilon,
+        "delta": config.delta,
+        "steps": steps(config),
+        "accountant": config.accountant,
+        "besides": scaler_event(config),
+        "adjacency": adjacency,
+    }
 
 
 def scaler_event(config: Any) -> DpEvent | None:
@@ -118,7 +129,7 @@ def steps(config: Any) -> int:
     return finetune.random_round(config.steps, seed=seed)
 
 
-def _sampler(config: Any, private: Any, part: str) -> PoissonSampler:
+def sampler_of(config: Any, private: Any, part: str) -> PoissonSampler:
     if config.batch_size > len(private):
         raise ValueError(
             f"config.{part}.batch_size must be at most {len(private)}, the number of private "

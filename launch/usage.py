@@ -40,6 +40,11 @@ _TARGET = (
     "With --dry_run: a TPU or GPU that need not be there. The private steps are compiled for it, "
     "and the compiler's estimates of memory and time are shown. One of v5e, v6e, v5p, h100."
 )
+_TUNE = (
+    "Search privately among values of fields of config.private, such as "
+    "'learning_rate=0.1,0.3 clip_norm=0.5,1'. The epsilon is that of the whole search. For "
+    "launch.finetune, see configs/finetune/tune.py."
+)
 
 _LOG_JSON = (
     "A file that gets one line of JSON per event: start, cell, payment, checkpoint, cell_end, "
@@ -58,6 +63,7 @@ class Flags(NamedTuple):
     stale: Any
     devices: Any
     target: Any
+    tune: Any
 
 
 def define() -> Flags:
@@ -81,6 +87,7 @@ def define() -> Flags:
         stale=flags.DEFINE_string("stale", "", _STALE),
         devices=flags.DEFINE_string("devices", "one", _DEVICES),
         target=flags.DEFINE_string("target", "", _TARGET),
+        tune=flags.DEFINE_string("tune", "", _TUNE),
     )
     define_log()
     for flag in defined:

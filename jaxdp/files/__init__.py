@@ -7,7 +7,7 @@ from jaxdp.files.arguments import check_count, check_function, check_numbers
 from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, write_json
 from jaxdp.files.extras import optional
 from jaxdp.files.full import DiskFull, explained_if_full, free_bytes
-from jaxdp.files.happenings import happened
+from jaxdp.files.happenings import happened, unwatched
 from jaxdp.files.keywords import shows_keywords
 from jaxdp.files.package import Package, pack, read_package, unpack, write_package
 from jaxdp.files.reading import (
@@ -50,6 +50,7 @@ __all__ = [
     "to_disk",
     "understood",
     "unpack",
+    "unwatched",
     "write_durably",
     "write_json",
     "write_package",

@@ -4,8 +4,9 @@ An event has no private value. Its fields are names, settings, charges and count
 the same run may show.
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 EVENTS = logging.getLogger("jaxdp.events")
@@ -20,3 +21,14 @@ def happened(event: str, fields: Callable[[], dict[str, Any]]) -> None:
     """
     if EVENTS.isEnabledFor(logging.INFO):
         EVENTS.info("%s %s", event, fields())
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Logs no event of the body, because the number of its events is secret."""
+    disabled = EVENTS.disabled
+    EVENTS.disabled = True
+    try:
+        yield
+    finally:
+        EVENTS.disabled = disabled

@@ -20,9 +20,12 @@ from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import RunOptions, fit
 from jaxdp.finetune.options import event
 from jaxdp.finetune.random_round import random_round
+from jaxdp.finetune.random_runs import RandomRuns
 from jaxdp.finetune.scaler import Scaler, charged_scaler
+from jaxdp.finetune.scores import ChargedScore, PublicScore
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
+from jaxdp.finetune.tune import Tuned, tune, with_hyperparams
 
 # The methods by name. Each takes the arguments of `dp_sgd` and its own options.
 METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
@@ -35,11 +38,15 @@ METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
 __all__ = [
     "METHODS",
     "SCHEDULES",
+    "ChargedScore",
     "PrivateTrainer",
+    "PublicScore",
+    "RandomRuns",
     "RunOptions",
     "Scaler",
     "Tally",
     "TrainState",
+    "Tuned",
     "accuracy",
     "adp_alloc",
     "adp_clip",
@@ -58,4 +65,6 @@ __all__ = [
     "step_noise",
     "tally",
     "time_based_noise",
+    "tune",
+    "with_hyperparams",
 ]

@@ -135,7 +135,7 @@ def count_correct(
       any example but the first and last is read. Sums are exact integers below 2^24. The proof
       takes arithmetic as the same at all places of a batch.
     """
-    _check_count(source, batch_size)
+    check_count(source, batch_size)
     return _counts(predict, params, source, batch_size, each_alone=True).correct
 
 
@@ -191,7 +191,7 @@ def charged_accuracy(
         )
     noise.check_product("noise_multiplier", noise_multiplier, 1.0)
     check_finite(params)
-    example = _check_count(source, batch_size)
+    example = check_count(source, batch_size)
     shapes = _batch_shapes(example, min(batch_size, len(source)))
     # Logits of another shape must raise before the charge.
     _batch_counts.eval_shape(predict, True, params, *shapes)
@@ -212,7 +212,7 @@ def charged_accuracy(
         return float(till.once(release)["accuracy"])
 
 
-def _check_count(source: Source, batch_size: int) -> Any:
+def check_count(source: Source, batch_size: int) -> Any:
     """Returns the structure of an example of a source whose count is exact in float32."""
     example = check_examples(source, batch_size)
     if len(source) > _MOST_EXAMPLES:

@@ -49,6 +49,10 @@ _DIVERGED = (
 )
 
 
+class Diverged(ValueError):
+    """The parameters that a run has released are not finite."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """How `fit` divides, keeps, watches and shows a run.
@@ -178,7 +182,7 @@ def fit(
         trainer.check(source)
         _check_options(steps, options)
         if hosts.leads:
-            _check_account(trainer, account, options.delta)
+            check_account(trainer, account, options.delta)
 
     hosts.each(check)
     trainer = trainer.planned(steps)
@@ -220,7 +224,7 @@ def _check_options(steps: int, options: RunOptions) -> None:
         check_count("evaluate_every", options.evaluate_every, 1)
 
 
-def _check_account(trainer: PrivateTrainer, account: Account | None, delta: float | None) -> None:
+def check_account(trainer: PrivateTrainer, account: Account | None, delta: float | None) -> None:
     """Raises if the account cannot pay for the trainer or has no delta, before it is charged."""
     if not isinstance(account, Account):
         raise TypeError(
@@ -326,9 +330,12 @@ class _Run:
         check_dropped(self.trainer, state, self.source, allow_nonfinite=allow)
 
     def _check_params(self, state: TrainState, step: int) -> None:
-        """Raises ValueError if the parameters after some steps, which are released, are useless."""
+        """Raises `Diverged` if the parameters after some steps, which are released, are useless."""
         argument = f"params after step {step}"
-        self.hosts.each(lambda: check_finite(state.params, argument=argument, remedy=_DIVERGED))
+        try:
+            self.hosts.each(lambda: check_finite(state.params, argument=argument, remedy=_DIVERGED))
+        except ValueError as error:
+            raise Diverged(str(error)) from error
 
     def _restored(self, params: Any) -> tuple[TrainState, int]:
         """Returns the state to start from, on the devices, and the number of finished steps."""

@@ -4,7 +4,8 @@ The modules:
 
 * Events: `events`, `relations`.
 * Epsilon of events: `loss_distribution`, `loss_densities`, `losses`, `convolution` and `gaussian`
-  for PLD, `renyi` for RDP, `rules`, `tally`, `accounting`. `calibration` and `planning` invert it.
+  for PLD, `renyi` and `selection` for RDP, `rules`, `tally`, `accounting`. `calibration` and
+  `planning` invert it.
 * The ledger's file: `chain`, `schema`, `integrity`, `database`, `store`, with `damage` and `times`.
 * Its rows: `terms`, `datasets`, `spends`, `holds`, `contacts`.
 * Its decisions: `compositions`, `spent_epsilon`, `budget`, `admission`.
@@ -25,6 +26,7 @@ from jaxdp.privacy.events import (
     LaplaceDpEvent,
     NonPrivateDpEvent,
     NoOpDpEvent,
+    OneOfDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
@@ -74,6 +76,7 @@ __all__ = [
     "LedgerDamaged",
     "NoOpDpEvent",
     "NonPrivateDpEvent",
+    "OneOfDpEvent",
     "PoissonSampledDpEvent",
     "PrivacyWarning",
     "PureDpEvent",

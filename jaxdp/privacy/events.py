@@ -5,6 +5,8 @@ An event describes one release for the accountant. **`noise_multiplier` is the s
 / clip_norm`, under every adjacency. Replacing a record moves a sum by up to twice that norm.
 `jaxdp.privacy.accounting` charges this factor. `PureDpEvent` and `ZCDpEvent` state a guarantee FOR
 the adjacency of the dataset that they are spent on. `LabelDpEvent` states one for labels only.
+`RepeatAndSelectDpEvent` is the best of a random number of runs, `OneOfDpEvent` a run of one of
+several mechanisms.
 
 Unknown classes, unknown JSON and impossible parameters raise an error.
 """
@@ -51,6 +53,7 @@ __all__ = [
 __all__ += [
     "NoOpDpEvent",
     "NonPrivateDpEvent",
+    "OneOfDpEvent",
     "PoissonSampledDpEvent",
     "PureDpEvent",
     "RandomizedResponseDpEvent",
@@ -104,6 +107,22 @@ class LabelDpEvent(PureDpEvent):
     Attributes:
         epsilon: A finite number >= 0.
     """
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOfDpEvent(DpEvent):
+    """One of several releases, which is chosen without the data, such as one candidate of a search.
+
+    Who sees the release may know which one it is. At every order its Renyi divergence is at most
+    the largest one of the events. Proof: let the choice c have the same probability p_c for both
+    data. The moment of the pair (c, release) is the mean of the moments of the releases, and a mean
+    is at most the maximum. The choice may be dropped, by post-processing.
+
+    Attributes:
+        events: One or more events.
+    """
+
+    events: tuple[DpEvent, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +203,24 @@ def _event(value: Any) -> DpEvent:
     return compose(composition(value))
 
 
+def _alternatives(value: Any) -> tuple[DpEvent, ...]:
+    """Returns the different events of a sequence that no other one of them contains."""
+    if isinstance(value, str | DpEvent) or not isinstance(value, Iterable):
+        raise TypeError(f"must be a sequence of events, got {type(value).__name__}.")
+    compositions = {}
+    for event in value:
+        counts = composition(event)
+        compositions[_dumps(_encode(compose(counts)))] = counts
+    if not compositions:
+        raise ValueError("must not be empty.")
+    alternatives = []
+    for _, counts in sorted(compositions.items()):
+        # 100 steps cost at most as much as 200 equal ones.
+        if not any(counts < larger for larger in compositions.values()):
+            alternatives.append(compose(counts))
+    return tuple(alternatives)
+
+
 _FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
     NoOpDpEvent: {},
     NonPrivateDpEvent: {},
@@ -205,6 +242,7 @@ _FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
     },
     SingleEpochTreeAggregationDpEvent: {"noise_multiplier": _real(0), "step_counts": _step_counts},
     RepeatAndSelectDpEvent: {"event": _event, "mean": _real(1), "shape": _real(0, allow_inf=True)},
+    OneOfDpEvent: {"events": _alternatives},
     ZCDpEvent: {"rho": _real(0), "xi": _real(0)},
     PureDpEvent: {"epsilon": _real(0)},
     LabelDpEvent: {"epsilon": _real(0)},
@@ -327,9 +365,27 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
             if share == whole or isinstance(inner, NonPrivateDpEvent | UnprovenDpEvent):
                 return inner
             return type(leaf)(**_values(leaf) | {"event": inner})
-        case RepeatAndSelectDpEvent(event=NoOpDpEvent() | NonPrivateDpEvent() | UnprovenDpEvent()):
+        case RepeatAndSelectDpEvent(event=NoOpDpEvent()):
             return leaf.event
+        case RepeatAndSelectDpEvent():
+            return _boundless(leaf.event) or leaf
+        case OneOfDpEvent(events=(event,)):
+            return event
+        case OneOfDpEvent():
+            return next(filter(None, map(_boundless, leaf.events)), leaf)
     return leaf
+
+
+def _boundless(event: DpEvent) -> DpEvent | None:
+    """Returns a release of a normal event that is unproven or not private, or None."""
+    match event:
+        case ComposedDpEvent(events=events):
+            return next(filter(None, map(_boundless, events)), None)
+        case SelfComposedDpEvent(event=inner):
+            return _boundless(inner)
+        case NonPrivateDpEvent() | UnprovenDpEvent():
+            return event
+    return None
 
 
 def _merged(event: DpEvent) -> DpEvent:
@@ -411,12 +467,16 @@ def kind(leaf: DpEvent) -> str:
     """Returns the type of a leaf for people, for example "PoissonSampled(Gaussian)"."""
     name = _NAMES[type(leaf)]
     inner = getattr(leaf, "event", None)
+    if isinstance(leaf, OneOfDpEvent):
+        inner = leaf.events[0]
     return name if inner is None else f"{name}({kind(inner)})"
 
 
 def _describe_value(value: Any) -> str:
     if isinstance(value, DpEvent):
         return describe(value)
+    if isinstance(value, tuple) and isinstance(value[0], DpEvent):
+        return f"({', '.join(map(describe, value))})"
     return f"{value:.6g}" if isinstance(value, float) else shown(value)
 
 
@@ -520,6 +580,8 @@ def _decode(node: Any) -> DpEvent:
         )
     if "event" in values:
         values["event"] = _decode(values["event"])
+    if isinstance(values.get("events"), list):
+        values["events"] = tuple(map(_decode, values["events"]))
     if values.get("shape") == "inf":
         values["shape"] = math.inf
     return _validated(cls(**values))

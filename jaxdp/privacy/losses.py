@@ -18,7 +18,6 @@ from jaxdp.privacy.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
-    RepeatAndSelectDpEvent,
     SampledWithoutReplacementDpEvent,
     SingleEpochTreeAggregationDpEvent,
     TruncatedSubsampledGaussianDpEvent,
@@ -106,8 +105,6 @@ def tamed(leaf: DpEvent) -> DpEvent:
             if isinstance(event, GaussianDpEvent | LaplaceDpEvent):
                 event = type(event)(min(event.noise_multiplier, _MOST_NOISE_OF_SAMPLES))
             return SampledWithoutReplacementDpEvent(records, size, event)
-        case RepeatAndSelectDpEvent(event=event, mean=mean, shape=shape):
-            return RepeatAndSelectDpEvent(tamed(event), mean, shape)
         case PureDpEvent(epsilon=loss):
             return type(leaf)(max(loss, _LEAST))
         case DiscreteLaplaceDpEvent(noise_parameter=rate, sensitivity=sensitivity):

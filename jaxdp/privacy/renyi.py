@@ -19,15 +19,17 @@ from jaxdp.privacy.events import (
     DpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
+    OneOfDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     RepeatAndSelectDpEvent,
     SampledWithoutReplacementDpEvent,
     SelfComposedDpEvent,
-    ZCDpEvent,
+    composition,
 )
 from jaxdp.privacy.losses import tamed
 from jaxdp.privacy.relations import RELATIONS, Adjacency, distance_factor
+from jaxdp.privacy.selection import selection_rdp
 
 RDP_ORDERS: tuple[float, ...] = tuple(DEFAULT_RDP_ORDERS)
 # For grids, brackets and first checks. The smallest ones find the scale of many losses of little
@@ -116,6 +118,13 @@ def _computed_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) 
         log_moment = np.logaddexp(alpha * loss, (1 - alpha) * loss) - np.logaddexp(loss, 0.0)
         rdp: np.ndarray = log_moment / (alpha - 1)
         return rdp + _SLACK
+    if isinstance(leaf, OneOfDpEvent):
+        curves = [total_rdp(composition(event), adjacency, orders) for event in leaf.events]
+        largest: np.ndarray = np.max(curves, axis=0)
+        return largest
+    if isinstance(leaf, RepeatAndSelectDpEvent):
+        run = total_rdp(composition(leaf.event), adjacency, orders)
+        return selection_rdp(orders, run, mean=leaf.mean, shape=leaf.shape) + _SLACK
     accountant = RdpAccountant(orders, RELATIONS[adjacency])
     with _without_unused_orders(), np.errstate(over="ignore"):
         accountant.compose(rdp_event(tamed(leaf), adjacency))
@@ -156,12 +165,6 @@ def rdp_event(event: DpEvent, adjacency: Adjacency) -> DpEvent:
             return SampledWithoutReplacementDpEvent(
                 event.source_dataset_size, event.sample_size, sampled
             )
-        case RepeatAndSelectDpEvent():
-            repeated = rdp_event(event.event, adjacency)
-            return RepeatAndSelectDpEvent(repeated, event.mean, event.shape)
-        # Only inside RepeatAndSelect: epsilon-DP implies epsilon^2/2-zCDP (Bun, Steinke 2016).
-        case PureDpEvent():
-            return ZCDpEvent(rho=event.epsilon * event.epsilon / 2)
         case ComposedDpEvent():
             return ComposedDpEvent([rdp_event(child, adjacency) for child in event.events])
         case SelfComposedDpEvent():

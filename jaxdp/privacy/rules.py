@@ -13,9 +13,11 @@ from jaxdp.privacy.events import (
     LabelDpEvent,
     LaplaceDpEvent,
     NonPrivateDpEvent,
+    OneOfDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
+    RepeatAndSelectDpEvent,
     UnprovenDpEvent,
     composition,
     describe,
@@ -89,7 +91,18 @@ def _has_labels(event: DpEvent) -> bool:
     """Returns whether an event, or the event of its samples, is for labels."""
     if isinstance(event, LabelDpEvent):
         return True
-    return hasattr(event, "event") and any(map(_has_labels, composition(event.event)))
+    return any(map(_has_labels, _inner(event)))
+
+
+def _inner(event: DpEvent) -> list[DpEvent]:
+    """Returns the leaves of the events of which a leaf is made."""
+    events = event.events if isinstance(event, OneOfDpEvent) else ()
+    if hasattr(event, "event"):
+        events = (event.event,)
+    leaves: list[DpEvent] = []
+    for each in events:
+        leaves += composition(each)
+    return leaves
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -103,6 +116,10 @@ def leaf_rules(leaf: DpEvent, adjacency: Adjacency) -> frozenset[str]:
     rules = set()
     if has_distribution(leaf, adjacency):
         rules.add("pld")
+    if isinstance(leaf, RepeatAndSelectDpEvent | OneOfDpEvent):
+        if all("rdp" in leaf_rules(inner, adjacency) for inner in _inner(leaf)):
+            rules.add("rdp")
+        return frozenset(rules)
     accountant = RdpAccountant(neighboring_relation=RELATIONS[adjacency])
     if isinstance(leaf, PureDpEvent) or accountant.supports(rdp_event(leaf, adjacency)):
         rules.add("rdp")
@@ -135,4 +152,10 @@ def leaf_pure_epsilon(leaf: DpEvent, adjacency: Adjacency) -> float:
         case PoissonSampledDpEvent(event=LaplaceDpEvent()) if adjacency != "replace_one":
             loss = np.array(1 / leaf.event.noise_multiplier)
             return float(sampled_loss(loss, leaf.sampling_probability))
+        case OneOfDpEvent():
+            return max(pure_epsilon(composition(event), adjacency) for event in leaf.events)
+        # arXiv:2110.03620, Corollary 3. Of a Poisson number of runs there is no such bound.
+        case RepeatAndSelectDpEvent() if leaf.shape < math.inf:
+            factor_of_runs: float = 2 + leaf.shape
+            return factor_of_runs * pure_epsilon(composition(leaf.event), adjacency)
     return math.inf

@@ -22,6 +22,7 @@ def main(
     trains: bool = False,
     pays: bool = False,
     has_cells: bool = False,
+    tunes: Callable[[Any, str], Any] | None = None,
 ) -> None:
     """Runs a study, or `experiment(config, workdir, dry_run=)`, with the flags of the command line.
     See `start`.
@@ -29,7 +30,8 @@ def main(
     An experiment that `divides` its work among devices also takes `mesh=`, the mesh of --devices or
     None. One that `trains` takes `target=`, the name of --target or "". One that `pays` takes
     `choice=`, what the user says about its ledger. One that `has_cells` takes `stale=`, what to do
-    with cells of edited code. A study does all three.
+    with cells of edited code. A study does all three. `tunes(config, text)` returns the config of a
+    search, for the text of --tune.
     """
     if isinstance(experiment, Study):
         run: Callable[..., Any] = functools.partial(running.run, experiment)
@@ -55,6 +57,11 @@ def main(
                 f"--devices must be one, got {command.devices.value!r}. Only launch.finetune "
                 "divides its work."
             )
+        config = command.config.value
+        if command.tune.value:
+            if tunes is None:
+                raise ValueError("--tune is for launch.finetune. Leave it out.")
+            config = tunes(config, command.tune.value)
         ledger = command.ledger.value
         choice = ledgers.Choice(
             None if ledger is None else pathlib.Path(ledger), command.new_ledger.value
@@ -76,7 +83,7 @@ def main(
         if command.target.value:
             _check_target(command.target.value, dry_run=command.dry_run.value, trains=trains)
             options["target"] = command.target.value
-        run(command.config.value, command.workdir.value, dry_run=command.dry_run.value, **options)
+        run(config, command.workdir.value, dry_run=command.dry_run.value, **options)
 
     start(program)
 

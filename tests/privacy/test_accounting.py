@@ -411,7 +411,7 @@ def test_pld_agrees_with_dp_accounting(event, adjacencies):
         ),
         (
             RepeatAndSelectDpEvent(
-                ComposedDpEvent([GaussianDpEvent(6.0), PureDpEvent(0.2)]), 10, math.inf
+                ComposedDpEvent([GaussianDpEvent(6.0), ZCDpEvent(0.02)]), 10, math.inf
             ),
             RepeatAndSelectDpEvent(
                 ComposedDpEvent([GaussianDpEvent(6.0), ZCDpEvent(0.02)]), 10, math.inf

@@ -16,6 +16,7 @@ from jaxdp.privacy.events import (
     LaplaceDpEvent,
     NonPrivateDpEvent,
     NoOpDpEvent,
+    OneOfDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
@@ -62,6 +63,7 @@ events = st.recursive(
         st.builds(ComposedDpEvent, st.lists(inner, max_size=4)),
         st.builds(SelfComposedDpEvent, inner, st.integers(0, 1000)),
         st.builds(PoissonSampledDpEvent, probability, inner),
+        st.builds(OneOfDpEvent, st.lists(inner, min_size=1, max_size=3)),
         st.builds(
             RepeatAndSelectDpEvent, inner, st.floats(1, 100), st.sampled_from([0.0, 1.0, math.inf])
         ),
@@ -157,10 +159,30 @@ def test_equal_events_are_counted():
             SampledWithoutReplacementDpEvent(10, 5, GaussianDpEvent((1 / 36 + 1 / 64) ** -0.5)),
         ),
         (RepeatAndSelectDpEvent(unproven("why"), 3, 1), UnprovenDpEvent("why")),
+        (
+            RepeatAndSelectDpEvent(ComposedDpEvent([unproven("a"), GaussianDpEvent(1.0)]), 3, 1),
+            UnprovenDpEvent("a"),
+        ),
+        (OneOfDpEvent([GaussianDpEvent(1.0), unproven("why")]), UnprovenDpEvent("why")),
+        (OneOfDpEvent([PureDpEvent(1.0), NoOpDpEvent(), PureDpEvent(1.0)]), PureDpEvent(1.0)),
     ],
 )
 def test_normal_forms(event, leaf):
     assert composition(event) == {leaf: 1}
+
+
+def test_one_of_several_drops_what_another_one_contains():
+    few = PureDpEvent(1.0)
+    many = SelfComposedDpEvent(few, 3)
+    other = GaussianDpEvent(1.0)
+    assert composition(OneOfDpEvent([few, many])) == {few: 3}
+    both = from_json(to_json(OneOfDpEvent([many, other])))
+    assert to_json(OneOfDpEvent([many, other, few])) == to_json(OneOfDpEvent([other, many]))
+    assert describe(both) == "OneOf((Pure(1) x 3, Gaussian(1)))"
+    assert parse(describe(both)) == both
+    for wrong in ([], GaussianDpEvent(1.0), 3):
+        with pytest.raises((TypeError, ValueError), match=r"OneOfDpEvent.events: must"):
+            composition(OneOfDpEvent(wrong))
 
 
 @pytest.mark.parametrize(

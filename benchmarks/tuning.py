@@ -1,0 +1,230 @@
+"""What a choice of the learning rate costs on the bundled digits: by looking at private accuracy,
+by paying for every run, and by a private search.
+
+    python -m benchmarks run tuning --update
+
+A linear model of the pixels is trained by DP-SGD with eight learning rates. All strategies have the
+same private and test digits. The seed of run k of a strategy is the hash of both names, so that
+a repetition has the same numbers on the same version."""
+
+import argparse
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxdp
+from benchmarks import timing
+from jaxdp import finetune
+from jaxdp.privacy import (
+    ComposedDpEvent,
+    DpEvent,
+    GaussianDpEvent,
+    Ledger,
+    SelfComposedDpEvent,
+    calibrate_noise,
+    epsilon,
+)
+from jaxdp.release import stream
+
+RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+EPSILONS = (1.0, 2.0, 4.0)
+DELTA, STEPS, BATCH, SCORE_NOISE = 1e-5, 40, 128, 25.0
+SEARCHES = {
+    "search, geometric": finetune.RandomRuns(8.0),
+    "search, Poisson": finetune.RandomRuns(8.0, math.inf),
+}
+STRATEGIES = ("look", "pay for all", *SEARCHES, "one drawn rate")
+PARAMS = {"w": jnp.zeros((64, 10))}
+
+
+@functools.cache
+def digits() -> tuple[Any, Any]:
+    """Returns the private and the test digits."""
+    _, private, test = jaxdp.data.bundled("digits").split((0.05, 0.65, 0.3), seed=0)
+    return private, test
+
+
+def predict(params: Any, images: jax.Array) -> jax.Array:
+    return images.reshape(len(images), -1) @ params["w"]
+
+
+def loss(params: Any, example: Any) -> jax.Array:
+    logits = predict(params, example["image"][None])[0]
+    return jaxdp.losses.softmax_cross_entropy(logits, example["label"])
+
+
+def sampler() -> jaxdp.data.PoissonSampler:
+    count = len(digits()[0])
+    return jaxdp.data.PoissonSampler(count, BATCH / count)
+
+
+def training(noise: float) -> DpEvent:
+    return finetune.event(noise, sampler(), STEPS)
+
+
+def scored(noise: float) -> DpEvent:
+    return ComposedDpEvent([training(noise), GaussianDpEvent(SCORE_NOISE)])
+
+
+def all_scored(noise: float) -> DpEvent:
+    return SelfComposedDpEvent(scored(noise), len(RATES))
+
+
+EVENTS: dict[str, Any] = {
+    "look": training,  # what is claimed
+    "pay for all": all_scored,
+    "one drawn rate": training,
+}
+for _name, _runs in SEARCHES.items():
+    EVENTS[_name] = functools.partial(lambda runs, noise: runs.event(scored(noise)), _runs)
+
+
+@functools.cache
+def trainers(strategy: str, target: float) -> dict[str, Any]:
+    """Returns a trainer for each rate, whose noise gives the strategy the target epsilon."""
+    noise = calibrate_noise(EVENTS[strategy], epsilon=target, delta=DELTA)
+    trainer = finetune.dp_sgd(
+        loss,
+        optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
+        sampler=sampler(),
+        clip_norm=1.0,
+        noise_multiplier=noise,
+    )
+    return {
+        f"{rate:g}": finetune.with_hyperparams(trainer, {"learning_rate": rate}) for rate in RATES
+    }
+
+
+def seed_of(*words: Any) -> bytes:
+    return hashlib.sha256(repr(words).encode()).digest()[:16]
+
+
+def trained(trainer: Any, seed: bytes) -> Any:
+    """Returns the parameters after all steps, which no ledger counts."""
+    state = trainer.init(PARAMS)
+    key = stream(seed, "gradient noise")
+    state = state._replace(noise=state.noise._replace(key=key))
+    for _ in range(STEPS):
+        state, _ = trainer.step(state, digits()[0])
+    return state.params
+
+
+def noisy_accuracy(params: Any, seed: bytes) -> float:
+    score = finetune.ChargedScore(predict=predict, source=digits()[0], noise_multiplier=SCORE_NOISE)
+    return score.of(params, seed)
+
+
+def best_of_all(strategy: str, target: float, number: int) -> tuple[str, Any]:
+    """Trains all rates, and returns the best by private accuracy, exact or noisy."""
+    models = {}
+    scores = {}
+    for name, trainer in trainers(strategy, target).items():
+        seed = seed_of(strategy, target, number, name)
+        models[name] = trained(trainer, seed)
+        if strategy == "look":
+            scores[name] = finetune.accuracy(predict, models[name], digits()[0])
+        else:
+            scores[name] = noisy_accuracy(models[name], seed[::-1])
+    best = max(scores, key=scores.__getitem__)
+    return best, models[best]
+
+
+def searched(strategy: str, target: float, number: int) -> tuple[str, Any]:
+    ledger = Ledger.in_memory()
+    terms = {"epsilon": target, "delta": DELTA}
+    ledger.register("digits", adjacency="add_remove", unit="example", **terms)
+    best = jaxdp.tune(
+        trainers(strategy, target),
+        ledger.account("digits"),
+        PARAMS,
+        digits()[0],
+        steps=STEPS,
+        runs=SEARCHES[strategy],
+        score=finetune.ChargedScore(
+            predict=predict, source=digits()[0], noise_multiplier=SCORE_NOISE
+        ),
+        seed=seed_of(strategy, target, number),
+    )
+    return str(best.name), best.params
+
+
+def released(strategy: str, target: float, number: int) -> tuple[str, Any]:
+    """Returns the rate and the parameters that a strategy releases."""
+    if strategy in SEARCHES:
+        return searched(strategy, target, number)
+    if strategy == "one drawn rate":
+        drawn = np.random.default_rng(number).integers(len(RATES))
+        name = f"{RATES[drawn]:g}"
+        return name, trained(trainers(strategy, target)[name], seed_of(strategy, target, number))
+    return best_of_all(strategy, target, number)
+
+
+def row_of(strategy: str, target: float, runs: int) -> dict[str, Any]:
+    rates, accuracies = [], []
+    for number in range(runs):
+        rate, params = released(strategy, target, number)
+        rates.append(rate)
+        accuracies.append(finetune.accuracy(predict, params, digits()[1]))
+    some_trainer = next(iter(trainers(strategy, target).values()))
+    noise = some_trainer.privatizer.event.noise_multiplier
+    return {
+        "strategy": strategy,
+        "epsilon": target,
+        "noise_multiplier": noise,
+        "rates": rates,
+        "accuracies": accuracies,
+        # Of the trainings whose best was taken. An exact look at private records has none.
+        "all_trainings": epsilon(SelfComposedDpEvent(training(noise), len(RATES)), delta=DELTA),
+        "one_training": epsilon(training(noise), delta=DELTA),
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=int, default=4, help="of each strategy and epsilon")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    rows = []
+    for target in EPSILONS:
+        for strategy in STRATEGIES:
+            rows.append(row_of(strategy, target, flags.runs))
+            print(json.dumps(rows[-1]), flush=True)
+    return {"rows": rows, "runs": flags.runs}
+
+
+def _accuracy(row: Mapping[str, Any]) -> str:
+    values = 100 * np.asarray(row["accuracies"])
+    return f"{values.mean():.1f} ({values.std(ddof=1):.1f})"
+
+
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the tables of a report."""
+    by_strategy: dict[str, Sequence[Mapping[str, Any]]] = {}
+    for strategy in STRATEGIES:
+        by_strategy[strategy] = [row for row in report["rows"] if row["strategy"] == strategy]
+    accuracies = []
+    for strategy in STRATEGIES:
+        lines = map(_accuracy, by_strategy[strategy])
+        accuracies.append([strategy, *lines])
+    targets = [f"epsilon {target:g}" for target in EPSILONS]
+    costs = []
+    for row in by_strategy["look"]:
+        claim = f"{row['epsilon']:g}"
+        costs.append([claim, f"{row['all_trainings']:.2f}", "infinite"])
+    noises = []
+    for strategy in STRATEGIES:
+        multipliers = [f"{row['noise_multiplier']:.2f}" for row in by_strategy[strategy]]
+        noises.append([strategy, *multipliers])
+    return {
+        "accuracies": timing.page_table(["strategy", *targets], accuracies),
+        "costs": timing.page_table(["claimed", "its eight trainings", "with exact looks"], costs),
+        "noise": timing.page_table(["strategy", *targets], noises),
+    }

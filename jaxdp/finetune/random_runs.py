@@ -1,0 +1,125 @@
+"""The secret number of runs of a search (Papernot and Steinke 2022, arXiv:2110.03620, section 3).
+
+    P[K = 1] = eta (1 - gamma) / (gamma^-eta - 1)
+    P[K = k+1] / P[K = k] = (1 - gamma) (k + eta) / (k + 1)
+
+    P[K = 0] = exp(-mean)
+    P[K = k+1] / P[K = k] = mean / (k + 1)
+
+The first pair is Definition 1 for eta > 0, the truncated negative binomial. Its limit at eta = 0
+is the logarithmic distribution, and eta = 1 is the geometric one. The second pair is Poisson, which
+this module calls eta = inf.
+"""
+
+import dataclasses
+import decimal
+import math
+from decimal import Decimal
+
+from jaxdp.files import check_numbers
+from jaxdp.privacy import DpEvent, RepeatAndSelectDpEvent
+from jaxdp.privacy.events import compose, composition
+from jaxdp.privacy.selection import stopping_probability
+
+_SEED_BITS = 128
+# More digits than the 39 of a seed, so that the drawn number has its distribution up to 2^-128.
+_DIGITS = 70
+_MOST = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomRuns:
+    """How many runs a search has: a secret number with a public distribution.
+
+        runs = RandomRuns(mean=10)
+        runs.quantile(0.95)  # runs to have time for
+
+    Attributes:
+      mean: The mean number of runs, > 1 and at most 10000.
+      eta: The shape, >= 0. 0 is logarithmic and cheapest, with many short searches and a few long
+        ones. 1, the default, is geometric. `math.inf` is Poisson, which varies least. A Poisson
+        number may be 0: the search then ends with the first parameters.
+
+    Raises:
+      TypeError, ValueError: mean or eta is no number in its range. For other distributions,
+        and for a fixed number of runs, the accountant has no bound.
+    """
+
+    mean: float
+    eta: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_numbers(mean=self.mean, eta=self.eta)
+        if not 1 < self.mean <= _MOST:
+            raise ValueError(
+                f"mean must be above 1 and at most {_MOST}, got {self.mean!r}. One run needs no "
+                "search: call jaxdp.finetune.fit."
+            )
+        if not self.eta >= 0:
+            raise ValueError(
+                f"eta must be at least 0, or math.inf for a Poisson number, got {self.eta!r}. The "
+                "ledger has no rule for another distribution."
+            )
+
+    def event(self, run: DpEvent) -> DpEvent:
+        """Returns the event of the best of these runs, each of which has the event `run`."""
+        search = RepeatAndSelectDpEvent(run, float(self.mean), float(self.eta))
+        return compose(composition(search))
+
+    def draw(self, secret: bytes) -> int:
+        """Returns the number of runs, which is as secret as its 16 uniform bytes.
+
+        The total variation distance to the exact distribution is below 2^-127.
+
+        Raises:
+          ValueError: secret has another length.
+        """
+        if len(secret) != _SEED_BITS // 8:
+            raise ValueError(f"secret must be {_SEED_BITS // 8} bytes, got {len(secret)}.")
+        with decimal.localcontext(prec=_DIGITS):
+            uniform = Decimal(int.from_bytes(secret, "little")) / 2**_SEED_BITS
+        return self._inverse(uniform)
+
+    def quantile(self, share: float) -> int:
+        """Returns a number of runs that a search exceeds with a probability of at most 1 - share.
+
+        Args:
+          share: A number in [0, 1).
+        """
+        if not 0 <= share < 1:
+            raise ValueError(f"share must be in [0, 1), got {share!r}.")
+        return self._inverse(Decimal(share))
+
+    def _inverse(self, uniform: Decimal) -> int:
+        """Returns the least k whose cumulative probability exceeds `uniform`."""
+        with decimal.localcontext(prec=_DIGITS):
+            gamma = self._gamma()
+            k, probability = self._first(gamma)
+            cumulative = probability
+            while cumulative <= uniform:
+                probability *= self._ratio(k, gamma)
+                cumulative += probability
+                k += 1
+        return k
+
+    def _gamma(self) -> Decimal:
+        """Returns the stopping probability, which a Poisson number has not."""
+        if self.eta == math.inf:
+            return Decimal(1)
+        return Decimal(stopping_probability(self.mean, self.eta))
+
+    def _first(self, gamma: Decimal) -> tuple[int, Decimal]:
+        """Returns the least number of runs and its probability."""
+        if self.eta == math.inf:
+            return 0, (-Decimal(self.mean)).exp()
+        eta = Decimal(self.eta)
+        log_gamma = gamma.ln()
+        if eta == 0:
+            return 1, (1 - gamma) / -log_gamma
+        return 1, eta * (1 - gamma) / ((-eta * log_gamma).exp() - 1)
+
+    def _ratio(self, k: int, gamma: Decimal) -> Decimal:
+        """Returns P[K = k + 1] / P[K = k]."""
+        if self.eta == math.inf:
+            return Decimal(self.mean) / (k + 1)
+        return (1 - gamma) * (k + Decimal(self.eta)) / (k + 1)

@@ -1,0 +1,69 @@
+"""Audits of a private search. Its bound is loose, so the twins are far from the honest search."""
+
+from jaxdp.audit import Audit
+from jaxdp.audit.tune import NoisySums, audit_search
+from jaxdp.finetune import RandomRuns
+from jaxdp.privacy import GaussianDpEvent, calibrate_noise
+from jaxdp.release import claim
+
+from . import case
+from .case import Case, Run, under
+
+SIGMA = 4.0
+DELTA = 1e-2
+RUNS = RandomRuns(10.0)
+CLAIMED = claim(RUNS.event(GaussianDpEvent(SIGMA)), adjacency="add_remove", delta=DELTA)
+# What somebody takes who charges a search as its best run.
+OF_ONE_RUN = calibrate_noise(GaussianDpEvent, epsilon=CLAIMED, delta=DELTA)
+FIXED = 20
+
+
+class _FixedRuns(RandomRuns):
+    """A number of runs that everybody knows."""
+
+    def draw(self, secret: bytes) -> int:
+        return FIXED
+
+
+def searches(runs: RandomRuns, sigma: float) -> Run:
+    """Returns the audit of a search under the honest claim."""
+
+    def run(trials: int, seed: bytes) -> Audit:
+        audit = audit_search(
+            runs,
+            noise_multiplier=sigma,
+            search=NoisySums,
+            trials=trials,
+            delta=DELTA,
+            confidence=case.CONFIDENCE,
+            seed=seed,
+        )
+        return under(audit, CLAIMED)
+
+    return run
+
+
+_RUN = "is a matter of one run, and runs are audited as DP-SGD"
+TWINS: dict[str, Run | str] = {
+    case.HALF_THE_NOISE: "the bound is loose: a search with half the noise stays below it",
+    case.NO_CLIPPING: f"clipping {_RUN}",
+    case.SENSITIVITY_OFF_BY_TWO: f"sensitivity {_RUN}",
+    case.REUSED_KEY: "runs of a search that share a key are one run, which tells less",
+    case.ADD_REMOVE_FOR_REPLACE_ONE: f"the relation {_RUN}",
+    "a tenth of the noise": searches(RUNS, SIGMA / 10),
+    f"the best of {FIXED} runs, with the noise of one run": searches(
+        _FixedRuns(RUNS.mean), OF_ONE_RUN
+    ),
+}
+
+CASES = (
+    Case(
+        "private search",
+        f"the best of a geometric number of runs, {RUNS.mean:g} on average, of Gaussians of "
+        f"multiplier {SIGMA:g}, add/remove",
+        "Papernot and Steinke 2022, arXiv:2110.03620, Theorem 2; `jaxdp.finetune.tune`",
+        searches(RUNS, SIGMA),
+        TWINS,
+        trials=1000,
+    ),
+)

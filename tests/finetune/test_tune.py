@@ -1,0 +1,333 @@
+"""A private search: paid once, secret until its end, and equal again after a crash."""
+
+import functools
+import hashlib
+import importlib
+import math
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from scipy import stats
+
+import jaxdp
+from jaxdp import data, finetune
+from jaxdp.finetune import ChargedScore, PublicScore, RandomRuns, with_hyperparams
+from jaxdp.privacy import (
+    BudgetExceeded,
+    ComposedDpEvent,
+    GaussianDpEvent,
+    Ledger,
+    OneOfDpEvent,
+    UnprovenDpEvent,
+)
+from jaxdp.privacy.events import compose, composition
+from tests.compilations import compilations
+
+module = importlib.import_module("jaxdp.finetune.tune")
+
+SEED = bytes(range(16))
+RECORDS = data.bundled("blobs").take(np.arange(120))
+STEPS = 3
+PARAMS = {"w": jnp.zeros((2, 4))}
+RUNS = RandomRuns(6.0)
+
+
+def predict(params, inputs):
+    return inputs @ params["w"]
+
+
+def loss(params, example):
+    return jaxdp.losses.softmax_cross_entropy(example["features"] @ params["w"], example["label"])
+
+
+@functools.cache
+def trainer():
+    return finetune.dp_sgd(
+        loss,
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
+        sampler=data.PoissonSampler(120, 0.2),
+        clip_norm=1.0,
+        noise_multiplier=4.0,
+        physical_batch_size=40,
+    )
+
+
+@functools.cache
+def candidates():
+    rates = (0.01, 0.1, 1.0)
+    return {f"{rate:g}": with_hyperparams(trainer(), {"learning_rate": rate}) for rate in rates}
+
+
+@pytest.fixture
+def account():
+    ledger = Ledger.in_memory()
+    terms = {"unit": "example", "epsilon": 8.0, "delta": 1e-5}
+    ledger.register("blobs", adjacency="add_remove", **terms)
+    ledger.register("holdout", adjacency="add_remove", **terms)
+    return ledger.account("blobs")
+
+
+def secrets(count):
+    return [hashlib.sha256(bytes([n % 256, n // 256])).digest()[:16] for n in range(count)]
+
+
+def fake_fit(trainer, params, source, *, steps, account, seed, **options):
+    """Stands for a training: pays for it, and returns parameters from the seed."""
+    with account.spend(trainer.event(0, steps)):
+        pass
+    noise = np.frombuffer(seed[:8], np.uint8).reshape(2, 4) / 256
+    return types.SimpleNamespace(params={"w": jnp.asarray(noise, jnp.float32)}, ema=None)
+
+
+def total(params):
+    return float(np.sum(params["w"]))
+
+
+TOTAL = PublicScore(total)
+
+
+def search(account, score=TOTAL, **options):
+    terms = {"steps": STEPS, "runs": RUNS, **options}
+    trainers = terms.pop("trainers", candidates())
+    return jaxdp.tune(trainers, account, PARAMS, RECORDS, score=score, **terms)
+
+
+# --- The number of runs and the candidates ------------------------------------------------------
+
+
+def reference(mean, eta, most):
+    """Returns the exact probabilities of 0..most runs by scipy."""
+    k = np.arange(most + 1)
+    if eta == math.inf:
+        return stats.poisson.pmf(k, mean)
+    gammas = np.linspace(1e-4, 1, 200_001)[:-1]
+    if eta == 0:
+        means = (1 / gammas - 1) / np.log(1 / gammas)
+        gamma = gammas[np.abs(means - mean).argmin()]
+        return stats.logser.pmf(k, 1 - gamma)
+    means = eta * (1 - gammas) / (gammas * (1 - gammas**eta))
+    gamma = gammas[np.abs(means - mean).argmin()]
+    return np.where(k > 0, stats.nbinom.pmf(k, eta, gamma), 0) / (1 - gamma**eta)
+
+
+@pytest.mark.parametrize(("mean", "eta"), [(4.0, 0.0), (4.0, 1.0), (6.0, 2.5), (5.0, math.inf)])
+def test_the_number_of_runs_has_its_distribution(mean, eta):
+    runs = RandomRuns(mean, eta)
+    drawn = np.array([runs.draw(secret) for secret in secrets(2000)])
+    most = 8
+
+    def p_value(expected):
+        shares = np.append(expected[:most], 1 - expected[:most].sum())
+        counts = np.bincount(np.minimum(drawn, most), minlength=most + 1)
+        seen = shares > 1e-12
+        if counts[~seen].any():
+            return 0.0
+        return stats.chisquare(counts[seen], 2000 * shares[seen] / shares[seen].sum()).pvalue
+
+    assert p_value(reference(mean, eta, most)) > 1e-6
+    for twin in ((mean * 1.3, eta), (mean, 1.0 if eta != 1 else 0.0)):
+        assert p_value(reference(*twin, most)) < 1e-6
+    assert (drawn <= runs.quantile(0.9)).mean() > 0.85
+    assert runs.draw(b"\xff" * 16) > runs.quantile(0.999)
+    assert runs.draw(bytes(16)) == (0 if eta == math.inf else 1)
+
+
+def test_candidates_are_drawn_uniformly():
+    drawn = [module.drawn(secret, 7) for secret in secrets(2000)]
+    counts = np.bincount(drawn, minlength=7)
+    assert stats.chisquare(counts).pvalue > 1e-6
+    twin = np.bincount(np.minimum(drawn, 5), minlength=7)  # the last candidate never
+    assert stats.chisquare(twin).pvalue < 1e-6
+    assert module.drawn(b"\xff" * 16, 7) == 6
+
+
+def test_distributions_without_a_proof_are_refused(account):
+    for wrong in (
+        {"mean": 1.0},
+        {"mean": 1e9},
+        {"mean": math.nan},
+        {"mean": 5.0, "eta": -0.5},
+        {"mean": 5.0, "eta": math.nan},
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            RandomRuns(**wrong)
+    with pytest.raises(ValueError, match="16 bytes"):
+        RUNS.draw(b"short")
+    with pytest.raises(TypeError, match="fixed number of runs"):
+        search(account, runs=10)
+
+
+@pytest.fixture
+def five_runs(monkeypatch):
+    """Fixes the number of runs, which depends on the source of jaxdp as every token does."""
+    monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 5)
+
+
+# --- The search ---------------------------------------------------------------------------------
+
+
+def test_a_search_is_one_event_and_its_best_run(account, monkeypatch, five_runs):
+    monkeypatch.setattr(module, "fit", fake_fit)
+    scores = []
+
+    def score(params):
+        assert account.ledger.events("blobs")  # paid before the first run
+        scores.append(total(params))
+        return scores[-1]
+
+    best = search(account, PublicScore(score), seed=SEED)
+    assert len(scores) == 5 and best.score == max(scores) == total(best.params)
+    assert best.name in candidates()
+    [event] = account.ledger.events("blobs").values()
+    assert event == RUNS.event(compose(composition(trainer().event(0, STEPS))))
+    # Broken twin: the account of one run.
+    one_run = Ledger.in_memory()
+    one_run.register("blobs", adjacency="add_remove", unit="example")
+    assert account.epsilon() > 1.3 * one_run.would_cost(
+        "blobs", trainer().event(0, STEPS), delta=1e-5
+    )
+
+
+def test_a_charged_score_is_paid_with_every_run(account, monkeypatch):
+    monkeypatch.setattr(module, "fit", fake_fit)
+    terms = {"predict": predict, "source": RECORDS, "noise_multiplier": 5.0}
+    best = search(account, ChargedScore(**terms), seed=SEED, steps={"0.01": 3, "0.1": 3, "1": 5})
+    assert 0 <= best.score <= 1
+    events = [ComposedDpEvent([trainer().event(0, n), GaussianDpEvent(5.0)]) for n in (3, 5)]
+    whole = RUNS.event(OneOfDpEvent(tuple(events)))
+    assert composition(account.ledger.events("blobs")[None]) == composition(whole)
+    # Other records have an account of their own.
+    other = account.ledger.account("holdout")
+    search(account, ChargedScore(**terms, account=other), seed=SEED)
+    assert account.ledger.events("holdout") == {None: RUNS.event(GaussianDpEvent(5.0))}
+
+
+class Killed(BaseException):
+    """Stands for the death of the process."""
+
+
+def test_a_killed_search_goes_on_and_pays_once(account, monkeypatch, tmp_path, five_runs):
+    monkeypatch.setattr(module, "fit", fake_fit)
+    scored = []
+
+    def score(params):
+        scored.append(total(params))
+        if len(scored) == die_at:
+            raise Killed
+        return scored[-1]
+
+    die_at = 0
+    whole = search(account, PublicScore(score), seed=SEED, workdir=tmp_path / "whole")
+    expected = scored.copy()
+    assert len(expected) == 5
+    scored.clear()
+    die_at = 3
+    go_on = functools.partial(search, account, PublicScore(score), workdir=tmp_path / "killed")
+    with pytest.raises(Killed):
+        go_on(seed=SEED)
+    secret = tmp_path / "killed" / "secret_search"
+    assert list(secret.glob("*/best.safetensors")) and secret.stat().st_mode & 0o77 == 0
+    spends = account.epsilon()
+    die_at = 0
+    resumed = go_on()
+    assert scored[:3] + scored[3:] == [*expected[:3], *expected[2:]]  # the third run again
+    assert account.epsilon() == spends
+    assert (resumed.name, resumed.score) == (whole.name, whole.score)
+    # Nothing of the losing runs is left, and the kept result costs nothing.
+    left = {path.name for path in (tmp_path / "killed").rglob("*")}
+    assert left == {"lock", "charges.jsonl", "released.safetensors"}
+    again = go_on()
+    np.testing.assert_array_equal(again.params["w"], whole.params["w"])
+    assert len(scored) == 6 and account.epsilon() == spends
+
+
+def test_a_run_without_finite_parameters_loses_without_an_error(account, monkeypatch):
+    calls = []
+
+    def diverging(*args, **options):
+        calls.append(1)
+        state = fake_fit(*args, **options)
+        if len(calls) == 1:
+            return types.SimpleNamespace(params={"w": state.params["w"] * jnp.nan}, ema=None)
+        if len(calls) == 2:
+            raise module.Diverged("params after step 1 has NaN")
+        return state
+
+    monkeypatch.setattr(module, "fit", diverging)
+    monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 4)
+    best = search(account, seed=SEED)
+    assert len(calls) == 4 and math.isfinite(best.score) and np.isfinite(best.params["w"]).all()
+    calls.clear()
+    monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 2)
+    best = search(account, seed=SEED)
+    assert best.score == -math.inf and not best.params["w"].any()
+    monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 0)
+    best = search(account, seed=SEED, runs=RandomRuns(2.0, math.inf))
+    assert best.name is None and math.isnan(best.score) and not best.params["w"].any()
+
+
+def test_nothing_is_spent_on_a_search_that_is_refused(account, monkeypatch):
+    charged = ChargedScore(predict=predict, source=RECORDS, noise_multiplier=5.0)
+    for error, match, options in (
+        (TypeError, "score must say whether its data is public", {"score": total}),
+        (ValueError, "steps must have a number for '0.1'", {"steps": {"0.01": 3}}),
+        (TypeError, "trainers must be a dict", {"trainers": {}}),
+        (TypeError, "no argument 'workdirs'", {"workdirs": "x"}),
+        (BudgetExceeded, "budget epsilon 8", {"steps": 100_000}),
+    ):
+        with pytest.raises(error, match=match):
+            search(account, **options)
+    unproven = types.SimpleNamespace(
+        check=lambda source: None,
+        group=True,
+        mesh=None,
+        unit="example",
+        event=lambda first, last: UnprovenDpEvent("no proof"),
+    )
+    one = module.Search(
+        trainers={"a": unproven},
+        account=account,
+        params=PARAMS,
+        source=RECORDS,
+        steps=3,
+        runs=RUNS,
+        score=charged,
+        workdir=None,
+        checkpoint_every=1,
+    )
+    monkeypatch.setattr(module, "check_account", lambda *args: None)
+    with pytest.raises(ValueError, match="protects one record"):
+        one.check()
+    unproven.group = False
+    with pytest.raises(ValueError, match="has no bound"):
+        one.check()
+    with pytest.raises(ValueError, match="without noise is for public data"):
+        ChargedScore(predict=predict, source=RECORDS, noise_multiplier=0.0)
+    with pytest.raises(ValueError, match="no hyperparameter"):
+        with_hyperparams(trainer(), {"momentum": 0.5}).init(PARAMS)
+    assert account.epsilon() == 0
+
+
+@pytest.mark.slow
+def test_a_real_search_compiles_its_candidates_once_and_logs_no_run(
+    account, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 2)
+    caplog.set_level("INFO", "jaxdp.events")
+    two = {name: candidates()[name] for name in ("0.1", "1")}
+    score = PublicScore(lambda params: finetune.accuracy(predict, params, RECORDS))
+    best = search(account, score, trainers=two, workdir=tmp_path / "run")
+    assert best.score == finetune.accuracy(predict, best.params, RECORDS) > 0
+    # The events of the log are the payment, and none of a run.
+    assert [record.args[0] for record in caplog.records] == ["payment"]
+    assert not (tmp_path / "run" / module.SECRET).exists()
+    states = [candidate.init(PARAMS) for candidate in two.values()]
+    assert two["0.1"].part_sum is two["1"].part_sum and two["0.1"].update is two["1"].update
+    rates = [float(state.opt_state.hyperparams["learning_rate"]) for state in states]
+    assert rates == pytest.approx([0.1, 1.0])
+    with compilations() as compiled:
+        search(account, score, trainers=two)
+    assert not compiled

@@ -1,0 +1,78 @@
+"""A private search by the launcher."""
+
+import json
+
+import numpy as np
+import pytest
+
+from configs import digits_dpsgd
+from configs.finetune import tune
+from jaxdp.finetune import RandomRuns
+from jaxdp.privacy import Ledger
+from launch import finetune
+from launch.tune import with_grid
+
+
+def _config(**chosen):
+    config = tune.get_config()
+    config.pretrain.steps = 2
+    config.private.update({"steps": 2, "checkpoint_every": 2, "batch_size": 16})
+    config.private.physical_batch_size = 64
+    config.model.options.widths = (4,)
+    config.tune.update(chosen)
+    config.tune.grid = {"learning_rate": (0.1, 0.3)}
+    return config
+
+
+@pytest.mark.slow
+def test_a_search_is_one_charge_of_its_epsilon_and_tells_nothing_of_its_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 2)
+    root = tmp_path / "run"
+    finetune.experiment(_config(score="charged"), str(root))
+    result = json.loads((root / "result.json").read_text())
+    assert 3.99 < result["epsilon"] <= 4.0 and result["candidates"] == 2
+    assert 0 <= result["score"] <= 1 and result["best"].startswith("learning_rate 0.")
+    assert "One search among 2 candidates, with 6 runs expected" in (root / "tables.md").read_text()
+    with Ledger(root / "ledger.sqlite", read_only=True) as ledger:
+        [name] = [row["name"] for row in ledger.report()["datasets"]]
+        [event] = ledger.events(name).values()
+    assert (event.mean, event.shape) == (6.0, 1.0) and "Gaussian" in str(event.event)
+    search = root / "cells" / "private" / "search"
+    left = {path.name for path in search.iterdir()}
+    assert left == {"lock", "charges.jsonl", "released.safetensors"}
+    assert not [path for path in root.rglob("*") if "metrics" in path.name]
+    finetune.experiment(_config(score="charged"), str(root))  # is finished, and free
+
+
+@pytest.mark.parametrize(
+    ("part", "options", "words"),
+    [
+        ("tune", {"score": "private"}, "tune.score"),
+        ("tune", {"runs": 1.0}, r"config.tune.runs must be above 1"),
+        ("tune", {"distribution": "fixed"}, r"config.tune.distribution has 'fixed'"),
+        ("private", {"method": "gep"}, "private.method must be 'dp_sgd'"),
+        ("grid", {"epsilon": (1.0, 2.0)}, "tune.grid has 'epsilon'"),
+        ("grid", {"learning_rate": ()}, "tune.grid.learning_rate must have at least one"),
+        ("grid", {"clip_norm": (0.0,)}, "tune.grid.clip_norm must be"),
+    ],
+)
+def test_a_config_that_cannot_work_is_refused(part, options, words, tmp_path):
+    config = _config()
+    if part == "grid":
+        config.tune.grid = options
+    else:
+        config[part].update(options)
+    with pytest.raises(ValueError, match=words):
+        finetune.experiment(config, str(tmp_path / "run"))
+    assert not np.any([path.suffix == ".sqlite" for path in tmp_path.rglob("*")])
+
+
+def test_a_grid_of_the_command_line_makes_a_search_of_any_config():
+    plain = digits_dpsgd.get_config()
+    searched = with_grid(plain, "learning_rate=0.1,0.3 schedule=cosine")
+    assert searched.tune.grid.to_dict() == {"learning_rate": (0.1, 0.3), "schedule": ("cosine",)}
+    assert searched.tune.score == "charged" and "tune" not in plain
+    assert with_grid(_config(runs=3.0), "clip_norm=1").tune.runs == 3.0
+    for wrong in ("learning_rate", "learning_rate=", "=1"):
+        with pytest.raises(ValueError, match="--tune must name fields"):
+            with_grid(plain, wrong)
