@@ -201,7 +201,9 @@ def write_page(
     headings: dict[str, None] = {}
     for row in rows:
         headings |= dict.fromkeys(row)
-    title = "Privacy report: private training" if run else "Privacy report of a ledger"
+    title = "Privacy report of a ledger" if books.entries else "Privacy report"
+    if run:
+        title = "Privacy report: private training"
     shown_facts: dict[str, Any] = {}
     shown_facts["title"] = title
     shown_facts["nothing"] = "No data set was charged."
