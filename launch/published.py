@@ -134,7 +134,7 @@ def _source(file: str) -> Callable[[Run], Published]:
     def published(run: Run) -> Published:
         _need(run, file, "The run had a checkpoint, which its publisher has released.")
         return Published(
-            name=f"{run.config.data.name}, {run.config.model.name}",
+            name=f"public network, {run.config.model.name}",
             inputs=_IMAGE,
             accounts=None,
             **_network(run, models.network(run.config.model), file),

@@ -76,8 +76,8 @@ def _charges(config: Any, parts: Parts) -> Charges:
 
 
 def optimizer_of(options: Any) -> optax.GradientTransformation:
-    """Returns the optimizer of a stream."""
-    return optax.sgd(options.learning_rate, momentum=0.9)
+    """Returns the optimizer of a stream. A config from before the field `momentum` has 0.9."""
+    return optax.sgd(options.learning_rate, momentum=options.get("momentum", 0.9) or None)
 
 
 def batches_of(config: Any, parts: Parts) -> tta.Stream:
