@@ -61,8 +61,8 @@ class RunOptions:
       evaluate: `evaluate(params) -> {name: number}`, called with the moving average if there is
         one. It must read public or held-out data only. For private data see `charged_accuracy`.
         Without a workdir it is also called with the first parameters, before anything is charged,
-        because its error would lose the paid steps. After a crash it is called again for the steps that are repeated. Every process of the mesh
-        calls it, and process 0 writes the numbers.
+        because its error would lose the paid steps. After a crash it is called again for the steps
+        that are repeated. Every process of the mesh calls it, and process 0 writes the numbers.
       evaluate_every: The number of steps between calls of `evaluate`, which also runs after the
         last step. The default is after every chunk.
       callbacks: Functions `callback(step, metrics, params)` that are called in order after every

@@ -192,6 +192,11 @@ def test_frozen_batch_norm_of_haiku_is_allowed() -> None:
             "error: loss_fn fails on one example with TypeError: dot_general",
         ),
         (
+            lambda p, x: energy(p, {"features": x}["image"]),
+            {"w": W},
+            "error: loss_fn fails on one example with KeyError: 'image'$",
+        ),
+        (
             lambda p, x: energy(p, x),
             {"w": W, "steps": jnp.arange(3)},
             "note: .*'steps' of dtype int32.*never trained",
@@ -431,3 +436,9 @@ def test_examples_of_a_source_that_a_step_would_drop(bad, severity, words, group
     assert [finding.severity for finding in about] == [severity] * bool(bad)
     assert all(words in finding.message for finding in about)
     assert ("allow_nonfinite" in str(report)) == (bad == 5)
+
+
+def test_a_wrong_column_is_named_with_those_that_the_example_has() -> None:
+    columns = {"features": X, "label": jnp.int32(1)}
+    (finding,) = jaxdp.check(lambda p, row: row["image"] @ p["w"], {"w": W}, columns).findings
+    assert "KeyError: 'image'. The example has 'features', 'label'" in finding.message
