@@ -192,11 +192,6 @@ def test_frozen_batch_norm_of_haiku_is_allowed() -> None:
             "error: loss_fn fails on one example with TypeError: dot_general",
         ),
         (
-            lambda p, x: energy(p, {"features": x}["image"]),
-            {"w": W},
-            "error: loss_fn fails on one example with KeyError: 'image'$",
-        ),
-        (
             lambda p, x: energy(p, x),
             {"w": W, "steps": jnp.arange(3)},
             "note: .*'steps' of dtype int32.*never trained",
