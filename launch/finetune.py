@@ -236,9 +236,13 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 def _summary(result: Mapping[str, Any]) -> str:
     spent = f"{result['epsilon']:.3f}"
-    tested = result | {"before fine-tuning": result["before"]}
-    epsilons = {"before fine-tuning": "0", "private": spent, "no privacy": "inf"}
-    epsilons["no pre-training"] = spent
+    tested = {**result, "before fine-tuning": result["before"]}
+    epsilons = {
+        "before fine-tuning": "0",
+        "private": spent,
+        "no privacy": "inf",
+        "no pre-training": spent,
+    }
     rows = []
     for name, epsilon in epsilons.items():
         if name in tested:

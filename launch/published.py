@@ -92,13 +92,19 @@ def _finetune(run: Run) -> Published:
     network = network_of(config, sources, sources["test"].num_classes)
     if (run.root / SCALER).exists():
         network = scaled(network, Scaler.load(run.root / SCALER))
-    is_of_fit = "private" in result  # training on noisy labels releases labels
+    accounts: pathlib.Path | Books
+    if "private" in result:
+        accounts = frame.cell_folder(run.root, Model("private"))
+        share = _share(run, "private")
+    else:  # A training on noisy labels has released the labels.
+        accounts = _books(run)
+        share = _share(run, "accuracy")
     return Published(
         name=f"{result['dataset']}, {config.model.name}",
         inputs=_meaning(network, config, sources["test"]),
         classes=specs["test"].class_names,
-        metrics=_share(run, "private" if is_of_fit else "accuracy"),
-        accounts=frame.cell_folder(run.root, Model("private")) if is_of_fit else _books(run),
+        metrics=share,
+        accounts=accounts,
         **_network(run, network),
     )
 

@@ -295,7 +295,7 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         (["show", "{folder}/text.html", "--html", "{folder}/text.html"], "must name a new page"),
         (
             ["show", "{path}", "--html", "{folder}/none/page.html"],
-            "written: No such file or directory. Choose",
+            "--html must be in a folder that exists",
         ),
         (
             ["show", "{path}", "--html", "{folder}/folder.html"],
@@ -318,7 +318,10 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         (["explain", "{path}", "--by", "day"], "invalid choice: 'day'"),
         (["explain", "{path}", "--delta", "2"], r"delta must be in \[0, 1\), got 2.0"),
         (["show", "{path}", "--alert", "1.5"], r"--alert must be in \(0, 1\]"),
-        (["show", "{path}", "--metrics", "{folder}/no/file"], "No such file or directory"),
+        (
+            ["show", "{path}", "--metrics", "{folder}/no/file"],
+            "--metrics must be in a folder that exists",
+        ),
     ],
 )
 def test_mistakes_are_sentences(path, tmp_path, capsys, arguments, words):
