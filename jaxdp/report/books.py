@@ -205,16 +205,16 @@ class Books:
         return json.dumps([fields, digest_of(fields)])
 
     @property
-    def asked(self) -> list[str]:
+    def shown_fields(self) -> list[str]:
         """The fields that say whom to ask. A public page names no approver."""
         return [field for field in FIELDS if field != "approver" or not self.public]
 
     @property
     def people(self) -> list[list[str]]:
-        """A row for each data set with one of the fields `asked`."""
+        """A row for each data set with one of the `shown_fields`."""
         rows = []
         for entry in self.entries:
-            fields = [entry[field] for field in self.asked]
+            fields = [entry[field] for field in self.shown_fields]
             if any(fields):
                 rows.append([entry["name"], *(field or "not recorded" for field in fields)])
         return rows

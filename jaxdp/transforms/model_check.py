@@ -325,10 +325,13 @@ def _explained(error: Exception, example: Any) -> str:
         ("loss_fn", "params")
     ):
         return text  # a sentence of `clipped_grad`, with its remedy
-    columns = ""
+    kind = type(error).__name__
+    sentence = f"loss_fn fails on one example with {kind}: {text[:300]}"
     if isinstance(error, KeyError) and isinstance(example, Mapping):
-        columns = f". The example has {', '.join(map(repr, example)) or 'no column'}"
-    return f"loss_fn fails on one example with {type(error).__name__}: {text[:300]}{columns}"
+        names = map(repr, example)
+        sentence += ". The example has "
+        sentence += ", ".join(names)
+    return sentence
 
 
 def _check_leaves(params: Any) -> list[Finding]:
