@@ -48,8 +48,9 @@ def write(
             f"{shown(workdir)} is of the study {study!r}. {reason}. Any model of your own is "
             f"released by jaxdp.models.write_release. This command releases {', '.join(MAKERS)}."
         )
-    config = ml_collections.ConfigDict(bound["config"])
     result = read_json(workdir / "result.json")
+    # A workdir of a lifecycle is bound to no config. Its result has that of the last run.
+    config = ml_collections.ConfigDict(bound["config"] or result["config"])
     published = MAKERS[study](Run(root=workdir, config=config, result=result))
     card = ModelCard(
         name=published.name,

@@ -32,11 +32,11 @@ from jaxdp.report.verdicts import verdict
 _PARAMS = "params.safetensors"
 _PROGRAM = "predict.stablehlo"
 _PROBE = "probe.npz"
-_CARD = "card.json"
+CARD = "card.json"
 _README = "README.md"
 _REPORT = "report.html"
 _SUMS = "SHA256SUMS"
-_FILES = (_README, _CARD, _PARAMS, _PROGRAM, _PROBE, _REPORT)
+_FILES = (_README, CARD, _PARAMS, _PROGRAM, _PROBE, _REPORT)
 # A program for any number of inputs would compile for each number. Inputs are padded to this one.
 _BATCH = 32
 _PLATFORMS = ("cpu", "cuda", "tpu")
@@ -124,7 +124,7 @@ def write_release(
     place = pathlib.Path() if isinstance(workdir, Books | None) else pathlib.Path(workdir)
     runs.write_page(page, place, books, run, runs.statements(metrics))
     content = _content(card, leaves, inputs, books.entries, metrics or {})
-    write_json(root / _CARD, content)
+    write_json(root / CARD, content)
     write_durably(root / _README, _readme(content).encode())
     sums = [f"{sha256_of(root / name)}  {name}\n" for name in _FILES]
     write_durably(root / _SUMS, "".join(sums).encode())
@@ -308,11 +308,9 @@ def load_released(folder: str | os.PathLike[str]) -> Released:
     optional("flatbuffers", "serve")
     root = pathlib.Path(folder)
     _check_sums(root)
-    card = read_json(
-        root / _CARD, remedy=_REMEDY, keys=("classes", "parameters", "input", "inputs")
-    )
+    card = read_json(root / CARD, remedy=_REMEDY, keys=("classes", "parameters", "input", "inputs"))
     tensors = load_tensors(root / _PARAMS, remedy=_REMEDY)
-    with understood(root / _CARD, _REMEDY):
+    with understood(root / CARD, _REMEDY):
         leaves = [tensors[name] for name in card["parameters"]["names"]]
     with understood(root / _PROGRAM, _REMEDY):
         program = jax.export.deserialize(bytearray((root / _PROGRAM).read_bytes()))

@@ -91,13 +91,20 @@ def statements(
     return rows
 
 
-def rewrite(workdir: str | os.PathLike[str], output: pathlib.Path, past: Past) -> None:
-    """Writes the page again as it was, with the metrics and facts of the last `write`.
+def rewrite(
+    workdir: str | os.PathLike[str],
+    output: pathlib.Path,
+    past: Past,
+    said: Mapping[str, list[list[str]]] | None = None,
+) -> None:
+    """Writes the page again as it was.
 
     Args:
       workdir: The workdir of `fit`, or the file of a ledger.
       output: The HTML file.
       past: The ledger as it was then.
+      said: Its metrics and facts, as `statements` returns them. By default those of the last
+        `write`.
 
     Raises:
       As `write` and `Past.report`.
@@ -106,7 +113,7 @@ def rewrite(workdir: str | os.PathLike[str], output: pathlib.Path, past: Past) -
     books, run = opened(root, past=past)
     if past.public:
         books = books.anonymous()
-    write_page(output, root, books, run, _said(root))
+    write_page(output, root, books, run, _said(root) if said is None else said)
 
 
 def _place(root: pathlib.Path) -> pathlib.Path:

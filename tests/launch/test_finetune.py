@@ -20,7 +20,7 @@ from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
 from launch import finetune as launched
-from launch import frame, release, serve_check, trainers
+from launch import frame, release, report, serve_check, trainers
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -118,6 +118,7 @@ def test_a_finished_run_is_released_and_served_without_its_code(finished, tmp_pa
     params = models.load_params(workdir / "params.safetensors")
     expected = jax.nn.softmax(network.apply_fn(params, test))
     np.testing.assert_allclose(models.load_released(folder)(test), expected, atol=1e-6)
+    assert report.verify(folder / "report.html", workdir).is_true
     with pytest.raises(FileNotFoundError, match="has no finished run"):
         release.write(tmp_path)
 

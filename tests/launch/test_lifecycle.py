@@ -67,6 +67,7 @@ def test_the_model_in_use_is_released_with_its_confidence_and_the_accounts_behin
     names = [row["name"] for row in served.card["guarantees"]]
     assert sorted(names) == ["digits/private", "hospital 0", "hospital 1", "stream"]
     assert "clinic" not in (folder / "report.html").read_text()
+    assert launch.report.verify(folder / "report.html", root).is_true
     saved = load_params(root / states["deploy"]["folder"] / "deployed.safetensors")
     test = parts.load(tiny.lifecycle().data).test
     images = test.gather(np.arange(len(test)))["image"]
