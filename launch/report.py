@@ -67,9 +67,10 @@ def verify(
 
     def rewrite(output: pathlib.Path, past: Past) -> None:
         if card.exists():
-            measured = read_json(card, keys=("measured",))["measured"]
-            said = {"measured": [[*row] for row in measured.items()]}
-            runs.rewrite(_payer(root), output, past, said)
+            content = read_json(card, keys=("measured", "guarantees"))
+            said = {"measured": [[*row] for row in content["measured"].items()]}
+            names = [row["name"] for row in content["guarantees"]]
+            runs.rewrite(_payer(root), output, past, said, names)
         elif _is_of_library(root):
             runs.rewrite(root, output, past)
         else:
