@@ -20,6 +20,8 @@ from .parts import Parts
 from .stage import AUDITS, CHANGE, CONFIDENCE, CURVE, Accounts, Charges, Job, Stage, audited, terms
 
 _ACCOUNT = "stream"
+# The largest attacked batch. The attacker knows its other images, so more of them add time only.
+_ATTACKED = 64
 
 
 def adapt(job: Job) -> dict[str, Any]:
@@ -112,7 +114,7 @@ def audit(job: Job) -> dict[str, Any]:
     options = job.config.audit_adapt
     test = next(iter(job.data.stream_test.values()))
     model, params = tuned(job)
-    size = job.config.adapt.batch_size
+    size = min(job.config.adapt.batch_size, _ATTACKED)
     images = test.gather(np.arange(size) % len(test))["image"]
     candidates = test.gather(np.arange(size, size + options.candidates) % len(test))["image"]
     method = _method(job.config.adapt, job.before["adapt"].result["visits"])
