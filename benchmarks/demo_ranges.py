@@ -1,6 +1,7 @@
-"""Runs the demo several times, and keeps the range of each result. The noise of every run is new.
+"""Runs the demo several times, and keeps the range of each result and the gain of each stage. The
+noise of every run is new.
 
-    python -m benchmarks run demo_ranges [--runs 5]
+    python -m benchmarks run demo_ranges [--runs 10]
 
 The documentation states these ranges, and `tests/test_demo_ranges.py` compares them. `python -m
 benchmarks.evidence howto/whole_life.md` writes the table."""
@@ -10,12 +11,23 @@ import contextlib
 import io
 import json
 import pathlib
+import statistics
 import tempfile
 from typing import Any
 
 from benchmarks import timing
 from configs.lifecycle_digits import get_config
 from launch.lifecycle import life
+
+# The accuracy before and after a stage, of one run. Their difference is the stage's gain.
+STAGES = {
+    "fine-tuning": ("accuracy after public pre-training", "accuracy after private fine-tuning"),
+    "adaptation": (
+        "brightened images, fine-tuned: accuracy",
+        "brightened images, deployed: accuracy",
+    ),
+}
+_TRIALS = 20  # of each audit, whose results are not kept
 
 
 def span(ends: list[float], percent: bool) -> str:
@@ -33,10 +45,36 @@ def table(report: Any) -> str:
     return timing.page_table(["result", f"range over {report['runs']} runs"], rows)
 
 
+def gains(report: Any) -> str:
+    """Returns the table of what each stage gains within a run."""
+    rows = []
+    for stage, points in report["gains"].items():
+        ends = f"{points['least']:.1f} to {points['most']:.1f}"
+        deviation = f"{points['standard_deviation']:.1f}"
+        rows.append([stage, f"{points['mean']:.1f}", deviation, ends])
+    headings = ["stage", "mean gain in points", "standard deviation", "range"]
+    return timing.page_table(headings, rows)
+
+
+def gained(before: list[float], after: list[float]) -> dict[str, float]:
+    """Returns mean, standard deviation and range of paired gains, in percentage points."""
+    points = [100 * (late - early) for early, late in zip(before, after, strict=True)]
+    return {
+        "mean": statistics.mean(points),
+        "standard_deviation": statistics.stdev(points),
+        "least": min(points),
+        "most": max(points),
+    }
+
+
 def one() -> dict[str, float]:
     """Returns the results of one run."""
+    config = get_config()
+    for part in config:
+        if part.startswith("audit_"):
+            config[part].trials = _TRIALS
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        states = life.run(get_config(), folder)
+        states = life.run(config, folder)
 
         def result(stage: str) -> Any:
             path = pathlib.Path(folder, states[stage]["folder"], "row.json")
@@ -59,7 +97,7 @@ def one() -> dict[str, float]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=10)
 
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
@@ -68,6 +106,10 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     for name in runs[0]:
         results = [run[name] for run in runs]
         ranges[name] = [min(results), max(results)]
-    report = {"runs": flags.runs, "test_images": get_config().data.parts.test, "ranges": ranges}
-    print(table(report))
+    steps = {}
+    for stage, (before, after) in STAGES.items():
+        steps[stage] = gained([run[before] for run in runs], [run[after] for run in runs])
+    report = {"runs": flags.runs, "test_images": get_config().data.parts.test}
+    report |= {"ranges": ranges, "gains": steps}
+    print(table(report), gains(report), sep="\n\n")
     return report

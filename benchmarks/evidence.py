@@ -296,7 +296,7 @@ EVIDENCE = [
     Evidence(
         "howto/whole_life.md",
         ("demo_ranges.json",),
-        lambda found: {"ranges": demo_ranges.table(found)},
+        lambda found: {"ranges": demo_ranges.table(found), "gains": demo_ranges.gains(found)},
     ),
     Evidence(
         "design/scale.md",

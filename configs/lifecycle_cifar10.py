@@ -66,7 +66,7 @@ def get_config() -> ConfigDict:
             "checkpoint_every": 25,
         }
     )
-    config.adapt.update({"batch_size": 64, "learning_rate": 1e-2})
+    config.adapt.update({"batch_size": 64, "learning_rate": 1e-2, "momentum": 0.9})
     config.predict.update({"queries": 100, "epsilon": 8.0, "dimensions": 32, "max_distance": 400})
     config.audit_adapt.trials = 1000
     return config

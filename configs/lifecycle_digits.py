@@ -5,11 +5,12 @@ r"""A model's whole life on scikit-learn's 1797 digits. It needs no data and no 
         --workdir workdir/lifecycle_smoke
 
 About a minute on two CPU cores. Every verdict is at least "moderate protection". The noise is new
-in every run. Five runs on 247 test images had an accuracy of 83.8 % after public pre-training on 40
-digits, of 86.2 to 87.4 % private at epsilon 1.4, and of 97.2 % without privacy. On brightened
-images they had an accuracy of 54.7 to 62.8 % before the stream, and of 57.1 to 74.5 % after it. The
-ECE on brightened images was 0.165 to 0.219 before recalibration, 0.029 to 0.095 after recalibration
-alone, and 0.049 to 0.145 in use.
+in every run. Ten runs on 247 test images had an accuracy of 83.8 % after public pre-training on 40
+digits, of 85.8 to 87.4 % private at epsilon 1.4, and of 97.2 % without privacy. On brightened
+images they had an accuracy of 68.8 to 81.0 % before the stream, and of 75.7 to 85.4 % after it.
+Each run gained, 6.4 points on average. The ECE on brightened images was 0.060 to 0.111 before
+recalibration, 0.055 to 0.117 after recalibration alone, and 0.057 to 0.113 in use: so mild a shift
+leaves nothing for recalibration to mend.
 
 "smoke" runs every stage at a tiny size for launch/colab.ipynb. Most of its time is compilation, and
 its numbers are poor."""
@@ -61,7 +62,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 **PEOPLE,
                 "source_shift": "brightness",
                 "stream_shifts": ("brightness",),  # one after the other
-                "severity": 4,
+                "severity": 3,
             },
             "budgets": {  # of each private data set in the ledger
                 "private": {"epsilon": 2.15, "delta": 1e-5},
@@ -109,9 +110,12 @@ def get_config(variant: str = "") -> ConfigDict:
                 "seed": 0,  # of the order of the stream
                 "epsilon": 2.0,
                 "delta": 1e-5,
-                "batch_size": 64,
+                # Two large batches. Each brings the same noise, and its images come once, so few
+                # large batches have more signal than many small ones.
+                "batch_size": 160,
                 "clip_norm": 1.0,
-                "learning_rate": 0.1,
+                "learning_rate": 0.8,
+                "momentum": 0.0,
             },
             "split": {  # the client's upload
                 "epsilon": 2.0,

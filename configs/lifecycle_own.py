@@ -48,6 +48,7 @@ def get_config() -> ConfigDict:
         config.model.preprocessing = ConfigDict({"size": 28, "mean": (0.5,), "std": (0.25,)})
     config.references.show = False  # a model without privacy must not be published
     config.augmentation.crop_padding = 2
+    config.adapt.update({"batch_size": 64, "learning_rate": 0.1, "momentum": 0.9})
     config.split.directions = 2  # at most the number of classes
     config.finetune.batch_size, config.finetune.physical_batch_size = 512, 0
     return config

@@ -14,6 +14,7 @@
 
     jaxdp report RUN                              the report of a run, written again
     jaxdp report --verify PAGE                    whether ledger and workdir make this page
+    jaxdp release RUN                             RUN/release: the model of a run, to publish
 
     jaxdp ledger show PATH                        what every dataset has spent
     jaxdp ledger show PATH --if "data: 100 * Gaussian(5)"
@@ -24,7 +25,8 @@
     jaxdp ledger describe PATH DATASET --owner "Cardiology" --contact data@clinic.org
                                                   whom to ask, with --purpose and --approver
     jaxdp ledger verify PATH                      whether the file holds everything that was spent
-    jaxdp ledger backup PATH COPY                 a copy, which appears whole
+    jaxdp ledger backup PATH COPY                 a copy, which appears whole; --registry FILE
+                                                  copies the registry too
     jaxdp ledger accept PATH                      makes an older copy valid, if no newer one is left
 
 Of the ledger commands only `describe` and `accept` write to the ledger. `python -m jaxdp.command`

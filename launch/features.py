@@ -11,8 +11,10 @@ whitened and scaled to unit length.
 """
 
 import copy
+import dataclasses
 import hashlib
 import itertools
+import json
 import math
 import pathlib
 import re
@@ -21,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -34,6 +37,48 @@ from jaxdp.prediction.features import FeatureMap
 from . import data, frame, models
 
 
+def _flat(params: Any, inputs: jax.Array) -> jax.Array:
+    return inputs.reshape(len(inputs), -1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """The public map from inputs to features in JAX, in float32, for a model that is released.
+
+    Attributes:
+      inputs: What one input is.
+      shape: The shape of one input.
+      project: The `FeatureMap`, or None.
+      network: Parameters of the frozen network, if one is used.
+      vectors: From the parameters of the network and inputs [n, ...] to vectors [n, d].
+    """
+
+    inputs: str
+    shape: tuple[int, ...]
+    project: FeatureMap | None
+    network: Any = None
+    vectors: Callable[[Any, jax.Array], jax.Array] = _flat
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """What a call needs, as a pytree."""
+        params = {} if self.network is None else {"network": self.network}
+        if self.project is None:
+            return params
+        constants = {"mean": self.project.mean, "matrix": self.project.matrix}
+        constants["radius"] = np.array(self.project.radius)
+        return params | {name: np.float32(value) for name, value in constants.items()}
+
+    def __call__(self, params: Mapping[str, Any], inputs: jax.Array) -> jax.Array:
+        """Returns the features [n, r] of inputs [n, ...], with the parameters of `params`."""
+        vectors = self.vectors(params.get("network"), inputs)
+        if "matrix" not in params:
+            return vectors
+        mapped = (vectors - params["mean"][None]) @ params["matrix"]
+        lengths = jnp.linalg.norm(mapped, axis=1, keepdims=True)
+        return params["radius"] * mapped / jnp.where(lengths > 0, lengths, 1.0)
+
+
 class Task(NamedTuple):
     """Private records, and public inputs to ask about.
 
@@ -41,6 +86,7 @@ class Task(NamedTuple):
       train: The private records, {"features" [d], "label" []}.
       test: Inputs with their true labels. The labels serve evaluation only.
       provenance: The origin of the features, for people.
+      mapping: How the features are made of an input.
       network: Parameters of the frozen network, if one is used.
       start: Initial parameters of the dense layers, if the network's own are trained on.
       rows: The private rows of a table before any map, which a ledger recognises.
@@ -49,6 +95,7 @@ class Task(NamedTuple):
     train: Examples
     test: Examples
     provenance: str
+    mapping: Mapped
     network: Mapping[str, Any] | None = None
     start: Mapping[str, Any] | None = None
     rows: Examples | None = None
@@ -105,7 +152,8 @@ def blobs(config: Any) -> Opened:
 
     def compute(_: pathlib.Path) -> Task:
         train, test = draw("train", 2 * config.seed), draw("test", 2 * config.seed + 1)
-        return Task(train, test, "coordinates of points, their squares and cubes")
+        origin = "coordinates of points, their squares and cubes"
+        return Task(train, test, origin, Mapped(origin, (6,), None))
 
     return Opened(config.test, 2, 6, compute)
 
@@ -125,20 +173,22 @@ def embeddings(config: Any) -> Opened:
 
     def compute(_: pathlib.Path) -> Task:
         origin = f"embeddings of {pathlib.Path(config.path).name}"
-        project: Callable[[np.ndarray], np.ndarray] = np.asarray
+        project = None
         if config.features:
             project = FeatureMap.from_public(arrays["public_features"], **config.features)
             origin += ", centred and scaled on its public ones"
 
         def records(part: str) -> Examples:
+            vectors = arrays[f"{part}_features"]
             return from_arrays(
-                features=project(arrays[f"{part}_features"]),
+                features=vectors if project is None else project(vectors),
                 label=arrays[f"{part}_labels"].reshape(-1),
                 num_classes=config.num_classes,
                 name=f"{config.name}/{part}",
             )
 
-        return Task(records("train"), records("test"), origin)
+        mapping = Mapped("an embedding of the same public network", test.shape[1:], project)
+        return Task(records("train"), records("test"), origin, mapping)
 
     test = arrays["test_features"]
     return Opened(len(test), config.num_classes, _width(config, test.shape[1]), compute)
@@ -170,21 +220,23 @@ def table(config: Any) -> Opened:
 
     def compute(_: pathlib.Path) -> Task:
         origin = "the numbers of a table"
-        project: Callable[[np.ndarray], np.ndarray] = np.asarray
+        project = None
         if config.features:
             public = read_column(sources["public"], "features")
             project = FeatureMap.from_public(public, **config.features)
             origin += f", centred and scaled on {len(public)} public rows without their labels"
 
         def records(source: Examples) -> Examples:
+            vectors = read_column(source, "features")
             return from_arrays(
-                features=project(read_column(source, "features")),
+                features=vectors if project is None else project(vectors),
                 label=read_column(source, "label"),
                 num_classes=source.num_classes,
                 name=source.name,
             )
 
-        return Task(records(private), records(test), origin, rows=private)
+        mapping = Mapped(rows_of(config, test), (columns,), project)
+        return Task(records(private), records(test), origin, mapping, rows=private)
 
     columns = read_column(test, "features").shape[1]
     return Opened(len(test), private.num_classes, _width(config, columns), compute)
@@ -216,6 +268,15 @@ class Convolutions(nn.Module):
         return nn.Dense(self.num_classes, name="head")(x)
 
 
+def rows_of(config: Any, source: Examples) -> str:
+    """Returns what the features of a table are, so that the user of a model can make them."""
+    options = json.dumps(config.options.to_dict())
+    return (
+        f"the features of a row, in this order: {', '.join(source.feature_names)}. "
+        f"jaxdp.data.from_csv makes them from a table with these options: {options}"
+    )
+
+
 def images(config: Any) -> Opened:
     """Returns images as activations of a frozen network, or as pixels if no part is `upstream`.
 
@@ -244,26 +305,30 @@ def images(config: Any) -> Opened:
 
     def compute(network: pathlib.Path) -> Task:
         params, start, origin = None, None, "pixels"
+        project = None
         if upstream is not None:
             params = _pretrained(config.network, upstream, network)
             origin = f"activations of two convolutions trained on {upstream.name}"
             if config.network.get("dense", False):
                 start = _dense_layers(params, private.num_classes)
-        project: Callable[[np.ndarray], np.ndarray] = np.asarray
         if public is not None:
             project = FeatureMap.from_public(_vectors(params, public), **config.features)
             origin += f", centred and scaled on {len(public)} public images without their labels"
 
         def records(source: Examples, part: str) -> Examples:
             bundled = config.source == "bundled"
+            vectors = _vectors(params, source)
             return from_arrays(
-                features=project(_vectors(params, source)),
+                features=vectors if project is None else project(vectors),
                 label=read_column(source, "label"),
                 num_classes=source.num_classes,
                 name=f"{config.name}/{part}" if bundled else source.name,
             )
 
-        return Task(records(private, "train"), records(test, "test"), origin, params, start)
+        mapping = _mapped(params, test, project)
+        return Task(
+            records(private, "train"), records(test, "test"), origin, mapping, params, start
+        )
 
     width = math.prod(image_shape(test)) if upstream is None else Convolutions.WIDTH
     return Opened(len(test), private.num_classes, _width(config, width), compute)
@@ -376,6 +441,16 @@ def _vectors(params: Mapping[str, Any] | None, source: Examples) -> np.ndarray:
     return models.logits(network, _convolutions(params), models.resize(network, source))
 
 
+def _mapped(params: Mapping[str, Any] | None, source: Examples, project: Any) -> Mapped:
+    """Returns the map from images to the features of a study."""
+    what = "an image in [0, 1], of this size"
+    if params is None:
+        return Mapped(what, image_shape(source), project)
+    network = _network(source, 0)
+    shape = (network.preprocessing.size, network.preprocessing.size, image_shape(source)[-1])
+    return Mapped(what, shape, project, _convolutions(params), network.apply_fn)
+
+
 # --- Text ---------------------------------------------------------------------------------------
 
 # The Penn Treebank splits words so: "n't" and the part after an apostrophe are tokens. A hyphenated
@@ -430,7 +505,8 @@ def text(config: Any) -> Opened:
             f"weighted mean of {len(words)} public word vectors, centred and scaled under public "
             "word counts"
         )
-        return Task(records("private"), records("test"), origin)
+        mapping = Mapped("the weighted mean of word vectors", vectors.shape[1:], project)
+        return Task(records("private"), records("test"), origin, mapping)
 
     _, test_labels = texts_of["test"]
     return Opened(len(test_labels), 2, _width(config, vectors.shape[1]), compute)

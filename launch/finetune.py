@@ -211,22 +211,33 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
 
 def _summary(result: Mapping[str, Any]) -> str:
     spent = f"{result['epsilon']:.3f}"
-    rows = [{"model": "private", "test accuracy": result["private"], "epsilon": spent}]
-    for name, epsilon in (("no privacy", "inf"), ("no pre-training", spent)):
-        if name in result:
-            rows.append({"model": name, "test accuracy": result[name], "epsilon": epsilon})
+    tested = {**result, "before fine-tuning": result["before"]}
+    epsilons = {
+        "before fine-tuning": "0",
+        "private": spent,
+        "no privacy": "inf",
+        "no pre-training": spent,
+    }
+    rows = []
+    for name, epsilon in epsilons.items():
+        if name in tested:
+            rows.append({"model": name, "test accuracy": tested[name], "epsilon": epsilon})
     change = f"{_CHANGES[result['adjacency']]} one {result['unit']}"
     text = (
         f"{format_table(rows)}\n\nThe ledger recomputes epsilon = {spent} at delta = "
         f"{result['delta']:g} for {result['dataset']} ({change})."
     )
-    if len(rows) > 1:
-        text += (
-            "\nThe other models are references. They used the private examples too. Publishing "
-            "them would cost their"
-            "\nown epsilon on top. Set --config.references=False if the data is really private."
+    if any(name in result for name in REFERENCES):
+        return text + (
+            "\nThe models with no privacy or no pre-training are references. They used the private "
+            "examples too. Publishing"
+            "\nthem would cost their own epsilon on top. Set --config.references=False if the data "
+            "is really private."
         )
-    return text
+    return text + (
+        "\nIf the records are public, --config.references=True shows what the model reaches "
+        "without privacy, and without\npre-training."
+    )
 
 
 def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:

@@ -13,10 +13,10 @@ import sys
 import zoneinfo
 from typing import Any
 
-from jaxdp.files import shown, write_durably
-from jaxdp.privacy import BudgetExceeded, Ledger, RenyiStatement, TradeOff, report_text
+from jaxdp.files import check_folder, shown, write_durably
+from jaxdp.privacy import BudgetExceeded, Ledger, Registry, RenyiStatement, TradeOff, report_text
 from jaxdp.privacy.contacts import FIELDS
-from jaxdp.privacy.database import existing
+from jaxdp.privacy.database import check_new, existing
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.explanations import GROUPINGS
 from jaxdp.privacy.report_text import aligned
@@ -119,7 +119,11 @@ def add(parser: argparse.ArgumentParser) -> None:
     for field in FIELDS:
         describe.add_argument(f"--{field}", help="a text, or '' if it is not known")
     _command(commands, "verify", _verify)
-    _command(commands, "backup", _backup).add_argument("copy", help="the new file")
+    backup = _command(commands, "backup", _backup)
+    backup.add_argument("copy", help="the new file")
+    backup.add_argument(
+        "--registry", metavar="FILE", help="copy the registry of JAXDP_HOME too, with mode 0600"
+    )
     _command(commands, "accept", _accept)
 
 
@@ -144,6 +148,9 @@ def _timezone(name: str) -> datetime.tzinfo:
 
 def _show(options: argparse.Namespace) -> None:
     """Shows what every dataset has spent."""
+    for flag in ("html", "metrics"):
+        if (path := getattr(options, flag)) is not None:
+            check_folder(f"--{flag}", path)
     if options.html is not None:
         _write_page(options)  # also of a ledger that cannot be opened
         if options.alert is None:
@@ -369,8 +376,18 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _backup(options: argparse.Namespace) -> None:
     """Makes a copy, which appears whole."""
+    registry = None
+    if options.registry is not None:
+        # Before the ledger is copied, since a backup of the next try must have another name.
+        check_new(options.registry)
+        from .frame import ledgers  # which imports JAX
+
+        registry = Registry(existing(ledgers.registry_path()))
     with Ledger(options.path, read_only=True) as ledger:
         ledger.backup(options.copy)
+    if registry is not None:
+        registry.backup(options.registry)
+        print(f"{shown(options.registry)}: a copy of {shown(registry.path)}, as secret as records")
     with Ledger(options.copy, read_only=True) as copy:
         print(f"{shown(options.copy)}: {copy.head.spend} spend(s), verified")
 

@@ -1,30 +1,21 @@
-"""Writes what may be published of a run of private fine-tuning: python -m launch.release WORKDIR.
+"""Writes what may be published of a finished run: python -m launch.release WORKDIR.
 
 WORKDIR/release gets the parameters, the program with its preprocessing, a model card, the privacy
 report and checksums (`jaxdp.models.write_release`). `jaxdp serve-check WORKDIR/release` checks it.
+`launch.published` says what is published of which study.
 """
 
-import json
 import pathlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import ml_collections
-import numpy as np
 
-from jaxdp.data import Examples
-from jaxdp.data.spec import open_parts
 from jaxdp.files import read_json, shown
-from jaxdp.finetune import Scaler
-from jaxdp.models import ModelCard, Pretrained, load_params, write_release
-from jaxdp.models.checkpoints import blank_inputs
-from jaxdp.models.preprocessing import Vectors
+from jaxdp.models import ModelCard, write_release
 
-from . import data, frame
-from .finetune import SCALER, STUDY, Model
+from . import frame
 from .frame.workdir import bound_to
-from .tasks import network_of, scaled
+from .published import MAKERS, REFUSED, Run
 
 __all__ = ["main", "write"]
 
@@ -32,79 +23,51 @@ __all__ = ["main", "write"]
 def write(
     workdir: pathlib.Path, folder: pathlib.Path | None = None, *, purpose: str = "not stated"
 ) -> pathlib.Path:
-    """Writes the release of a finished run of `launch.finetune`.
+    """Writes the release of a finished run.
 
     Args:
-      workdir: The workdir.
+      workdir: The workdir of a study that saves a network.
       folder: A new or empty folder, by default WORKDIR/release.
       purpose: What the model is for.
 
     Raises:
-      FileNotFoundError: The run is not finished.
-      ValueError: The workdir is of another study.
+      FileNotFoundError: The run is not finished, or used a public network that it did not train.
+      ValueError: The workdir is of a study without a network to publish.
       FileExistsError: The folder has files.
     """
     bound = bound_to(workdir)
     if bound is None or not (workdir / "result.json").exists():
         raise FileNotFoundError(
-            f"{shown(workdir)} has no finished run. Give the workdir of `jaxdp finetune`."
+            f"{shown(workdir)} has no finished run. Give the workdir of a launcher, such as `jaxdp "
+            "finetune`."
         )
-    if bound["study"] != STUDY.name or not (workdir / "params.safetensors").exists():
+    study = bound["study"]
+    if study not in MAKERS:
+        reason = REFUSED.get(study, "It saves no network")
         raise ValueError(
-            f"{shown(workdir)} is of the study {bound['study']!r}. Models of `jaxdp finetune` are "
-            "released here, others by jaxdp.models.write_release."
+            f"{shown(workdir)} is of the study {study!r}. {reason}. Any model of your own is "
+            f"released by jaxdp.models.write_release. This command releases {', '.join(MAKERS)}."
         )
-    config = ml_collections.ConfigDict(bound["config"])
-    result = read_json(workdir / "result.json", keys=("private", "tested", "dataset"))
-    specs = data.specs(config.data, "test", needs=("test",), grouped=True, tables=True)
-    sources = open_parts(specs, images=bool(config.model.preprocessing))
-    network = _network(workdir, config, sources)
-    inputs = _probe(network)
+    result = read_json(workdir / "result.json")
+    # A workdir of a lifecycle is bound to no config. Its result has that of the last run.
+    config = ml_collections.ConfigDict(bound["config"] or result["config"])
+    published = MAKERS[study](Run(root=workdir, config=config, result=result))
     card = ModelCard(
-        name=f"{result['dataset']}, {config.model.name}",
-        architecture=config.model.name,
-        inputs=_meaning(network, config, sources["test"]),
-        classes=specs["test"].class_names,
+        name=published.name,
+        architecture=config.model.name if "name" in config.model else "dense layers",
+        inputs=published.inputs,
+        classes=published.classes,
         purpose=purpose,
         limits="Measured on the test part of its own data set only.",
     )
-
-    def predict(params: Any, batch: jax.Array) -> jax.Array:
-        return jax.nn.softmax(network.apply_fn(params, batch))
-
     return write_release(
         workdir / "release" if folder is None else folder,
-        predict,
-        load_params(workdir / "params.safetensors"),
+        published.predict,
+        published.params,
         card=card,
-        probe=inputs,
-        workdir=frame.cell_folder(workdir, Model("private")),
-        metrics={"test accuracy": (result["private"], result["tested"])},
-    )
-
-
-def _network(workdir: pathlib.Path, config: Any, sources: Mapping[str, Examples]) -> Pretrained:
-    """Returns the network that the run served, without parameters."""
-    network = network_of(config, sources, sources["test"].num_classes)
-    path = workdir / SCALER
-    return scaled(network, Scaler.load(path)) if path.exists() else network
-
-
-def _probe(network: Pretrained) -> np.ndarray:
-    """Returns inputs that are nobody's: uniform random numbers."""
-    shape = blank_inputs(network.preprocessing).shape[1:]
-    return np.random.default_rng(0).random((4, *shape), np.float32)
-
-
-def _meaning(network: Pretrained, config: Any, test: Examples) -> str:
-    """Returns what one input is, so that its user can make one."""
-    if not isinstance(network.preprocessing, Vectors):
-        return "an image in [0, 1], of this size; the normalisation is in the program"
-    names = ", ".join(test.feature_names)
-    options = json.dumps(config.data.options.to_dict())
-    return (
-        f"the features of a row, in this order: {names}. jaxdp.data.from_csv makes them from a "
-        f"table with these options: {options}"
+        probe=published.probe,
+        workdir=published.accounts,
+        metrics=published.metrics,
     )
 
 

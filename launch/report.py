@@ -20,7 +20,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from jaxdp.files import shown
+from jaxdp.files import read_json, shown
+from jaxdp.models.released import CARD
 from jaxdp.report import runs, signatures, verification
 from jaxdp.report.past import Past
 
@@ -62,9 +63,15 @@ def verify(
     if not pathlib.Path(page).is_file():
         raise FileNotFoundError(f"the page {shown(page)} is not a file. Give a report.html.")
     root = _root(pathlib.Path(page), workdir, ledger)
+    card = pathlib.Path(page).parent / CARD
 
     def rewrite(output: pathlib.Path, past: Past) -> None:
-        if _is_of_library(root):
+        if card.exists():
+            content = read_json(card, keys=("measured", "guarantees"))
+            said = {"measured": [[*row] for row in content["measured"].items()]}
+            names = [row["name"] for row in content["guarantees"]]
+            runs.rewrite(_payer(root), output, past, said, names)
+        elif _is_of_library(root):
             runs.rewrite(root, output, past)
         else:
             run_report.write(root, output=output, past=past)
@@ -79,6 +86,14 @@ def verify(
     return answer
 
 
+def _payer(root: pathlib.Path) -> pathlib.Path:
+    """Returns the workdir of `fit` or the ledger behind the model that a run has released."""
+    for folder in (root, frame.cell_folder(root, ("private",))):
+        if (folder / runs.FILE).exists():
+            return folder
+    return frame.of_workdir(root) or root
+
+
 def _is_of_library(root: pathlib.Path) -> bool:
     return root.is_file() or (root / runs.FILE).exists()
 
@@ -89,6 +104,8 @@ def _root(
     ledger: str | os.PathLike[str] | None,
 ) -> pathlib.Path:
     folder = pathlib.Path(workdir or page.parent)
+    if workdir is None and (folder / CARD).exists():
+        folder = folder.parent  # of a release, which a run writes into its workdir
     has_run = any((folder / name).exists() for name in ("run.json", "config.json"))
     if workdir is not None or has_run:
         return folder

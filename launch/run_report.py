@@ -75,6 +75,16 @@ def write(
         )
 
 
+def books(root: pathlib.Path) -> document.Books:
+    """Returns the accounts of a finished run of a launcher.
+
+    Raises:
+      ValueError: A file is damaged.
+    """
+    bound = document.checked(root / "config.json", _BOUND, "config", remedy=_REMEDY)
+    return _books(root, _report(bound["study"]), bound.get("ledger"), bound, None)
+
+
 def _report(name: str) -> Report:
     study = studies.named(name)
     if study is None or study.report is None:

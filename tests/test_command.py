@@ -24,6 +24,7 @@ from jaxdp.privacy import (
     PoissonSampledDpEvent,
     PrivacyWarning,
     PureDpEvent,
+    Registry,
     SelfComposedDpEvent,
     epsilon,
     store,
@@ -200,10 +201,18 @@ def test_days_and_parts(path, monkeypatch):
     ]
 
 
-def test_a_file_is_verified_and_copied(path, tmp_path, capsys):
+def test_a_file_is_verified_and_copied(path, tmp_path, capsys, monkeypatch):
     text = said(capsys, "verify", path)
     assert "4 spend(s)" in text and "head beside it agrees" in text
     assert "4 spend(s), verified" in said(capsys, "backup", path, tmp_path / "copy.sqlite")
+    monkeypatch.setenv("JAXDP_HOME", str(tmp_path / "home"))
+    key = Registry(tmp_path / "home" / "registry.sqlite").key
+    copies = ("second.sqlite", "--registry", tmp_path / "registry.sqlite")
+    assert "as secret as records" in said(capsys, "backup", path, tmp_path / copies[0], *copies[1:])
+    assert Registry(tmp_path / "registry.sqlite").key == key
+    with pytest.raises(SystemExit):  # before the ledger is copied
+        said(capsys, "backup", path, tmp_path / "third.sqlite", *copies[1:])
+    assert not (tmp_path / "third.sqlite").exists()
     alone = tmp_path / "alone.sqlite"
     shutil.copyfile(path, alone)
     assert "No head lies beside it" in said(capsys, "verify", alone)
@@ -216,6 +225,9 @@ def test_a_monitor_reads_gauges_and_an_exit_status(path, tmp_path, capsys):
         epsilon, budget = ledger.epsilon("train"), ledger.report()["datasets"][-1]["budget"]
     file = tmp_path / "jaxdp.prom"
     assert said(capsys, "show", path, "--metrics", file) == ""
+    with pytest.raises(SystemExit, match="2"):
+        main(["ledger", "show", str(path), "--metrics", str(tmp_path / "none" / "jaxdp.prom")])
+    assert "--metrics must be in a folder that exists" in capsys.readouterr().err
     *lines, end = file.read_text().splitlines()
     labels = f'{{ledger="{path}",dataset="train",unit="example"}}'
     assert f"jaxdp_ledger_epsilon{labels} {epsilon:.12g}" in lines
@@ -283,7 +295,7 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         (["show", "{folder}/text.html", "--html", "{folder}/text.html"], "must name a new page"),
         (
             ["show", "{path}", "--html", "{folder}/none/page.html"],
-            "written: No such file or directory. Choose",
+            "--html must be in a folder that exists",
         ),
         (
             ["show", "{path}", "--html", "{folder}/folder.html"],
@@ -306,7 +318,10 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         (["explain", "{path}", "--by", "day"], "invalid choice: 'day'"),
         (["explain", "{path}", "--delta", "2"], r"delta must be in \[0, 1\), got 2.0"),
         (["show", "{path}", "--alert", "1.5"], r"--alert must be in \(0, 1\]"),
-        (["show", "{path}", "--metrics", "{folder}/no/file"], "No such file or directory"),
+        (
+            ["show", "{path}", "--metrics", "{folder}/no/file"],
+            "--metrics must be in a folder that exists",
+        ),
     ],
 )
 def test_mistakes_are_sentences(path, tmp_path, capsys, arguments, words):

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import importlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -278,6 +279,13 @@ def _open_folder(spec: DataSpec, prepare: Prepare | None) -> Examples:
     return source.load() if spec.in_memory else source
 
 
+# An argument of `from_csv` in one of its errors, which speak Python.
+_ARGUMENT = re.compile(
+    r"\b(classes|label|group|texts|drop|ranges|categories|dates|missing|indicators|missing_marks|"
+    "decimal|thousands)="
+)
+
+
 def _open_csv(spec: DataSpec, prepare: Prepare | None) -> Examples:
     path = spec.path
     if spec.share is None:
@@ -292,6 +300,14 @@ def _open_csv(spec: DataSpec, prepare: Prepare | None) -> Examples:
             name=spec.title,
             **spec.options,
         )
+    except ValueError as error:
+        if _ARGUMENT.search(str(error)) is None:
+            raise
+        raise ValueError(
+            f"{error} In the config classes= is {spec.where}.class_names, label= and group= are "
+            f"fields of {spec.where}, and the others are in {spec.where}.options, which a "
+            "columns.json holds."
+        ) from error
     except TypeError as error:
         raise ValueError(
             f"{spec.where}.options must be arguments of jaxdp.data.from_csv: {shown(error)}."

@@ -92,6 +92,8 @@ def read_table(
     path = pathlib.Path(path)
     if path.is_dir():
         raise ValueError(f"{where} is a folder. Give the path of a CSV file.")
+    if not path.exists():
+        raise FileNotFoundError(f"{where} does not exist. Give the path of a table.")
     text = _text(path.read_bytes(), where, encoding)
     rows = _rows(text, where, delimiter or ",")
     if not rows:

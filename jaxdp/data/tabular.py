@@ -355,12 +355,37 @@ class _Columns:
         """Returns the label, integers or float32 [n]."""
         if self.classes is not None:
             return places(table, self.label, cells.texts, self.classes, kind="classes")
-        _check_numbers(table, self.label, cells, "Declare its texts: classes=(...).")
+        self._check_numbers(table, self.label, cells, "Declare its texts: classes=(...).")
         if self.label in self.ranges:
             return self._scaled(self.label, real(table, self.label, cells.texts))
         numbers = number_column(table, self.label, cells.texts)
         assert numbers is not None
         return numbers
+
+    def _check_numbers(self, table: Table, column: str, cells: _Cells, remedy: str) -> None:
+        """Raises ValueError unless all cells are numbers, none of them with a leading zero."""
+        others = other_than_numbers(cells.texts)
+        mark = "decimal=',' if a comma is its decimal mark"
+        if self.decimal == ",":
+            mark = "decimal='.' if a point is its decimal mark"
+        if len(others) == len(table):
+            raise ValueError(f"{_place(table, column)} is text. {remedy} Or give {mark}.")
+        if others:
+            raise table.error(
+                f"has text in the column {column!r}, whose other cells are numbers. Correct the "
+                f"cell, or say what it is: missing_marks= if it stands for a missing cell, {mark}, "
+                "thousands=',' if commas divide groups of three digits. If the column is text: "
+                f"{remedy}",
+                others[0],
+            )
+        for row, text in enumerate(cells.texts):
+            if has_leading_zero(text):
+                raise table.error(
+                    f"has a number with a leading zero in the column {column!r}. If it is an "
+                    f"identifier, give texts=({column!r},) or group=, or drop the column. "
+                    "Otherwise remove the zero.",
+                    row,
+                )
 
     def _number(self, table: Table, column: str, cells: _Cells) -> np.ndarray:
         """Returns the numbers of a column, or its days, float32 [n]."""
@@ -371,7 +396,7 @@ class _Columns:
             f"Declare it for {column!r}: categories={{name: (...)}}, dates={{name: (format, "
             "since)}, texts=(name,), drop=(name,), or group= if it says whose row it is."
         )
-        _check_numbers(table, column, cells, remedy)
+        self._check_numbers(table, column, cells, remedy)
         if column in self.ranges:
             return self._scaled(column, real(table, column, cells.texts))
         numbers = number_column(table, column, cells.texts)
@@ -434,29 +459,6 @@ def _refuse_missing(table: Table, cells: Mapping[str, _Cells]) -> None:
         "constant: jaxdp.finetune.charged_scaler pays for it. "
         "Keep this message to yourself: it counts private cells."
     )
-
-
-def _check_numbers(table: Table, column: str, cells: _Cells, remedy: str) -> None:
-    """Raises ValueError unless all cells are numbers, none of them with a leading zero."""
-    others = other_than_numbers(cells.texts)
-    if len(others) == len(table):
-        raise ValueError(f"{_place(table, column)} is text. {remedy}")
-    if others:
-        raise table.error(
-            f"has text in the column {column!r}, whose other cells are numbers. Correct the cell, "
-            "or say what it is: missing_marks= if it stands for a missing cell, decimal=',' if a "
-            "comma is its decimal mark, thousands=',' if commas divide groups of three digits. If "
-            f"the column is text: {remedy}",
-            others[0],
-        )
-    for row, text in enumerate(cells.texts):
-        if has_leading_zero(text):
-            raise table.error(
-                f"has a number with a leading zero in the column {column!r}. If it is an "
-                f"identifier, give texts=({column!r},) or group=, or drop the column. Otherwise "
-                "remove the zero.",
-                row,
-            )
 
 
 def _days(table: Table, column: str, texts: Texts, form: str, since: str) -> np.ndarray:

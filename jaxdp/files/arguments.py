@@ -1,7 +1,11 @@
 """Checks of public arguments, whose errors name the argument and its value."""
 
 import numbers
+import os
+import pathlib
 from typing import Any
+
+from jaxdp.files.text import shown
 
 
 def check_numbers(**values: Any) -> None:
@@ -25,3 +29,11 @@ def check_function(name: str, value: Any, call: str) -> None:
     """Raises TypeError unless the value can be called. `call` shows how, for the error."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, {call}, got {type(value).__name__} {value!r}.")
+
+
+def check_folder(name: str, path: str | os.PathLike[str]) -> None:
+    """Raises ValueError if the folder of a file that is to be written does not exist."""
+    if not pathlib.Path(path).absolute().parent.is_dir():
+        raise ValueError(
+            f"{name} must be in a folder that exists, got {shown(path)}. Create the folder first."
+        )

@@ -64,8 +64,9 @@ class RunOptions:
       checkpoint_every: The number of steps per chunk.
       evaluate: `evaluate(params) -> {name: number}`, called with the moving average if there is
         one. It must read public or held-out data only. For private data see `charged_accuracy`.
-        After a crash it is called again for the steps that are repeated. Every process of the mesh
-        calls it, and process 0 writes the numbers.
+        Without a workdir it is also called with the first parameters, before anything is charged,
+        because its error would lose the paid steps. After a crash it is called again for the steps
+        that are repeated. Every process of the mesh calls it, and process 0 writes the numbers.
       evaluate_every: The number of steps between calls of `evaluate`, which also runs after the
         last step. The default is after every chunk.
       callbacks: Functions `callback(step, metrics, params)` that are called in order after every
@@ -247,14 +248,16 @@ def check_account(trainer: PrivateTrainer, account: Account | None, delta: float
     account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
 
 
-def _numbers(evaluation: Any) -> dict[str, float]:
+_KEPT = "The steps until now are paid and kept. The same call goes on from them."
+
+
+def _numbers(evaluation: Any, remedy: str = _KEPT) -> dict[str, float]:
     """Returns what `evaluate` returned, as numbers by name."""
     numbers = np.array([*evaluation.values()]) if isinstance(evaluation, Mapping) else None
     if numbers is None or numbers.ndim > 1 or numbers.dtype.kind not in "biuf":
         raise TypeError(
             f"evaluate must return numbers by name, such as {{'accuracy': 0.9}}, got "
-            f"{shown(repr(evaluation)[:80])}. The steps until now are paid and kept. The same call "
-            "goes on from them."
+            f"{shown(repr(evaluation)[:80])}. {remedy}"
         )
     return {name: float(value) for name, value in evaluation.items()}
 
@@ -346,7 +349,12 @@ class _Run:
                 self._check_params(state, first)
             else:
                 self.hosts.each(lambda: check_finite(state.params))
-        return self.trainer.placed(state), first
+        state = self.trainer.placed(state)
+        evaluate = self.options.evaluate
+        if evaluate is not None and self.options.workdir is None and first < self.steps:
+            params = state.params if state.ema is None else state.ema
+            self.hosts.each(lambda: _numbers(evaluate(params), "Nothing is charged yet."))
+        return state, first
 
     def _shared(self, state: TrainState, steps: range) -> dict[str, str]:
         """Returns what all processes of the mesh must agree on."""

@@ -25,17 +25,18 @@ from jaxdp.files import (
 from jaxdp.models.pretrained import flatten, load_tensors, save_params
 from jaxdp.privacy import Ledger
 from jaxdp.report import runs
+from jaxdp.report.books import Books
 from jaxdp.report.intervals import measured
 from jaxdp.report.verdicts import verdict
 
 _PARAMS = "params.safetensors"
 _PROGRAM = "predict.stablehlo"
 _PROBE = "probe.npz"
-_CARD = "card.json"
+CARD = "card.json"
 _README = "README.md"
 _REPORT = "report.html"
 _SUMS = "SHA256SUMS"
-_FILES = (_README, _CARD, _PARAMS, _PROGRAM, _PROBE, _REPORT)
+_FILES = (_README, CARD, _PARAMS, _PROGRAM, _PROBE, _REPORT)
 # A program for any number of inputs would compile for each number. Inputs are padded to this one.
 _BATCH = 32
 _PLATFORMS = ("cpu", "cuda", "tpu")
@@ -70,7 +71,7 @@ def write_release(
     *,
     card: ModelCard,
     probe: Any,
-    workdir: str | os.PathLike[str],
+    workdir: str | os.PathLike[str] | Books | None,
     ledger: Ledger | str | os.PathLike[str] | None = None,
     metrics: Mapping[str, float | tuple[float, int]] | None = None,
 ) -> pathlib.Path:
@@ -88,7 +89,8 @@ def write_release(
       card: What people must know.
       probe: PUBLIC inputs [n, ...], at least one. The folder has them, and `check_released` answers
         them again.
-      workdir: The workdir of `fit`, whose accounts are the guarantee.
+      workdir: The workdir of `fit`, or the file of a ledger, whose accounts are the guarantee. Or
+        these accounts. None says that all data of the model is public.
       ledger: The ledger, if it is in memory or is not where the run left it.
       metrics: Numbers that were measured on public data, or were charged. A pair of a share and the
         number of cases, such as (0.96, 114), gets its 95 % interval.
@@ -109,8 +111,7 @@ def write_release(
     inputs = np.asarray(probe)
     if inputs.ndim < 1 or not len(inputs):
         raise ValueError(f"probe must hold at least one public input, got shape {inputs.shape}.")
-    books, run = runs.opened(workdir, ledger)
-    books = books.anonymous()
+    books, run = _accounts(workdir, ledger)
     leaves = flatten(params)
     program = _exported(predict, params, list(leaves.values()), inputs)
     outputs = _answer(program, list(leaves.values()), inputs)
@@ -120,13 +121,27 @@ def write_release(
     write_durably(root / _PROGRAM, bytes(program.serialize()))
     write_durably(root / _PROBE, lambda file: np.savez(file, inputs=inputs, outputs=outputs))
     page = root / _REPORT
-    runs.write_page(page, pathlib.Path(workdir), books, run, runs.statements(metrics))
+    place = pathlib.Path() if isinstance(workdir, Books | None) else pathlib.Path(workdir)
+    runs.write_page(page, place, books, run, runs.statements(metrics))
     content = _content(card, leaves, inputs, books.entries, metrics or {})
-    write_json(root / _CARD, content)
+    write_json(root / CARD, content)
     write_durably(root / _README, _readme(content).encode())
     sums = [f"{sha256_of(root / name)}  {name}\n" for name in _FILES]
     write_durably(root / _SUMS, "".join(sums).encode())
     return root
+
+
+def _accounts(
+    workdir: str | os.PathLike[str] | Books | None,
+    ledger: Ledger | str | os.PathLike[str] | None,
+) -> tuple[Books, dict[str, Any]]:
+    """Returns what may be published of the accounts, and the facts of a run of `fit`."""
+    if workdir is None:
+        return Books({"head": None, "datasets": [], "public": True}), {}
+    if isinstance(workdir, Books):
+        return workdir.anonymous(), {}
+    books, run = runs.opened(workdir, ledger)
+    return books.anonymous(), run
 
 
 def _exported(
@@ -218,6 +233,8 @@ def _readme(content: Mapping[str, Any]) -> str:
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
     lines += ["", "## Privacy", ""]
     lines += [f"- {row['name']}: {row['sentence']}" for row in content["guarantees"]]
+    if not content["guarantees"]:
+        lines.append("All data of this model is public. No data set was charged.")
     lines += [
         "",
         f"`{_REPORT}` says what was charged, and for what.",
@@ -291,11 +308,9 @@ def load_released(folder: str | os.PathLike[str]) -> Released:
     optional("flatbuffers", "serve")
     root = pathlib.Path(folder)
     _check_sums(root)
-    card = read_json(
-        root / _CARD, remedy=_REMEDY, keys=("classes", "parameters", "input", "inputs")
-    )
+    card = read_json(root / CARD, remedy=_REMEDY, keys=("classes", "parameters", "input", "inputs"))
     tensors = load_tensors(root / _PARAMS, remedy=_REMEDY)
-    with understood(root / _CARD, _REMEDY):
+    with understood(root / CARD, _REMEDY):
         leaves = [tensors[name] for name in card["parameters"]["names"]]
     with understood(root / _PROGRAM, _REMEDY):
         program = jax.export.deserialize(bytearray((root / _PROGRAM).read_bytes()))

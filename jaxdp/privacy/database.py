@@ -100,20 +100,26 @@ def check_writable(*paths: pathlib.Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
 
 
-def rights_missing(path: str) -> str:
-    """Returns which files of a ledger this user cannot write, with the remedy, or ""."""
+def rights_missing(path: str, *, read_only: bool = False) -> str:
+    """Returns which files of a ledger this user cannot write, with the remedy, or "".
+
+    With `read_only` it is those that this user cannot read.
+    """
+    right = os.R_OK if read_only else os.W_OK
     ledger = pathlib.Path(path)
     files = [ledger.absolute().parent]
     files += [pathlib.Path(f"{ledger}{suffix}") for suffix in ("", "-wal", "-shm", ".head")]
     files.append(ledger.with_name(f".{ledger.name}.anchor"))
     closed = []
     for file in files:
-        if file.exists() and not os.access(file, os.W_OK):
+        if file.exists() and not os.access(file, right):
             about = file.stat()
             mode = stat.filemode(about.st_mode)
             closed.append(f"{os.fspath(file)!r} has mode {mode} and belongs to user {about.st_uid}")
     if not closed:
         return ""
+    if read_only:
+        return f"You cannot read here: {'; '.join(closed)}. Ask the owner for read access."
     return (
         f"You cannot write here: {'; '.join(closed)}. Ask the owner for write access. In a folder "
         "with the setgid bit (chmod g+ws) a new ledger is writable for the group."
@@ -139,10 +145,27 @@ def network_disk(path: pathlib.Path, mounts: pathlib.Path = MOUNTS) -> str:
     return kind if kind in _NETWORK else ""
 
 
-def copy_database(db: sqlite3.Connection, path: pathlib.Path) -> None:
-    """Copies a database durably to a new file, which appears whole."""
-    with _appearing(path) as temporary, contextlib.closing(sqlite3.connect(temporary)) as copy:
-        db.backup(copy)
+def copy_database(db: sqlite3.Connection, path: pathlib.Path, mode: int = 0o644) -> None:
+    """Copies a database durably to a new file, which appears whole.
+
+    `mode` is that of the file, without the bits of the umask.
+    """
+    with _appearing(path) as temporary:
+        os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode))
+        with contextlib.closing(sqlite3.connect(temporary)) as copy:
+            db.backup(copy)
+
+
+def check_new(path: str | os.PathLike[str]) -> None:
+    """Raises ValueError if a backup cannot be at a path."""
+    if pathlib.Path(path).exists():
+        raise ValueError(
+            f"path {os.fspath(path)!r} exists. A backup replaces nothing. Choose another path."
+        )
+    if not pathlib.Path(path).absolute().parent.is_dir():
+        raise ValueError(
+            f"path {os.fspath(path)!r} lies in a directory that does not exist. Create it first."
+        )
 
 
 def remove_unfinished(path: pathlib.Path) -> None:

@@ -212,6 +212,7 @@ class Ledger(LedgerReader):
         purpose: str | None = None,
         contact: str | None = None,
         approver: str | None = None,
+        replace: bool = True,
     ) -> None:
         """Sets or corrects whom to ask about a dataset. The history of all changes stays.
 
@@ -224,6 +225,8 @@ class Ledger(LedgerReader):
             purpose: What the data may be used for.
             contact: Where to ask, for example an address.
             approver: Who allowed the use.
+            replace: False sets only the fields that the ledger lacks. One that differs then stays
+                as it is and gives a `PrivacyWarning`.
 
         Raises:
             TypeError, ValueError: A field is no text, or is longer than a line of 500 characters.
@@ -234,6 +237,9 @@ class Ledger(LedgerReader):
         )
         with self._transaction() as db:
             dataset_of(db, name)
+            if not replace:
+                self._fill_in(db, name, people)
+                return
             before = contacts.current(contacts.rows(db), name)
             if before | people != before:
                 self._store.describe(name, people)

@@ -6,15 +6,16 @@ record (`jaxdp.data.record_digests`), and names the ledger that counts them.
 
 What the file reveals, and to whom: it holds its own secret key, so whoever can read the file can
 tell whether a record that he already knows is in a data set, and how many records two data sets
-share. The file has mode 0600. It is never part of a workdir, a report or a backup of a ledger.
+share. The file has mode 0600. It is never part of a workdir, a report or the copy of a ledger.
 """
 
+import contextlib
 import dataclasses
 import os
+import pathlib
 import secrets
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -156,7 +157,18 @@ class Registry:
                 (together.astype("<u8").tobytes(), own["id"]),
             )
 
-    @contextmanager
+    def backup(self, path: str | os.PathLike[str]) -> None:
+        """Copies the registry durably to a new file with mode 0600. Others may claim meanwhile.
+
+        Raises:
+            ValueError: There is such a file already, or no such directory.
+            OSError: The copy cannot be written.
+        """
+        database.check_new(path)
+        with contextlib.closing(sqlite3.connect(self.path, timeout=60)) as db:
+            database.copy_database(db, pathlib.Path(path), mode=0o600)
+
+    @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         try:
             db = sqlite3.connect(self.path, timeout=60, isolation_level=None)

@@ -105,7 +105,7 @@ class Store:
                 is_ledger = self._head_path.exists() or "not a database" not in str(error)
                 if isinstance(error, sqlite3.Error) and is_damage(error) and is_ledger:
                     raise damaged(self.path, f"is damaged: {error}") from error
-                remedy = database.rights_missing(self.path)
+                remedy = database.rights_missing(self.path, read_only=self.read_only)
                 raise ValueError(
                     f"path {self.path!r} cannot be opened as a ledger: {shown(error)}. "
                     f"{remedy}".rstrip()
@@ -260,7 +260,8 @@ class Store:
                 if isinstance(error, sqlite3.Error) and is_damage(error):
                     raise damaged(self.path, f"is damaged: {error}") from error
                 if isinstance(error, sqlite3.OperationalError):
-                    remedy = database.rights_missing(self.path) or (
+                    missing = database.rights_missing(self.path, read_only=self.read_only)
+                    remedy = missing or (
                         f"Free space on its disk ({free_bytes(self.path)} bytes are free), or wait "
                         "for the process that holds it, and try again."
                     )
@@ -462,15 +463,8 @@ class Store:
         Others may spend meanwhile.
         """
         target = pathlib.Path(path)
-        if target.exists() or pathlib.Path(f"{target}.head").exists():
-            raise ValueError(
-                f"path {os.fspath(path)!r} exists. A backup replaces nothing. Choose another path."
-            )
-        if not target.absolute().parent.is_dir():
-            raise ValueError(
-                f"path {os.fspath(path)!r} lies in a directory that does not exist. Create it "
-                "first."
-            )
+        database.check_new(target)
+        database.check_new(f"{target}.head")
         with self.transaction("DEFERRED") as db:
             # The first query fixes the instant that the copy is of.
             head = self.last()

@@ -177,13 +177,27 @@ class Books:
             return cls(content | {"shared": shared, "runs": list(runs)})
 
     def anonymous(self) -> "Books":
-        """Returns the same accounts without who spent, when and where, and without paths."""
+        """Returns the same accounts without who spent, when and where, without the approver, and
+        without paths.
+        """
         entries = []
         for entry in self.entries:
             spends = [row | {"first_at": "", "last_at": ""} for row in entry["spends"]]
-            entries.append(entry | {"runs": [], "spends": spends})
+            # A person approves. Owner and contact may be an office, whom readers must know to ask.
+            entries.append(entry | {"runs": [], "spends": spends, "approver": ""})
         content = {"head": self.head, "datasets": entries, "states": self.states, "public": True}
         return Books(content)
+
+    def only(self, names: Sequence[str]) -> "Books":
+        """Returns the accounts of some data sets."""
+        entries = [entry for entry in self.entries if entry["name"] in names]
+        states = []
+        for state in self.states or []:
+            records = {name: state["records"][name] for name in names if name in state["records"]}
+            states.append({**state, "records": records})
+        content = {"head": self.head, "datasets": entries}
+        content["states"] = None if self.states is None else states
+        return Books(content | {"shared": self.shared, "runs": self.runs, "public": self.public})
 
     @property
     def origin(self) -> str:
@@ -196,11 +210,16 @@ class Books:
         return json.dumps([fields, digest_of(fields)])
 
     @property
+    def shown_fields(self) -> list[str]:
+        """The fields that say whom to ask. A public page names no approver."""
+        return [field for field in FIELDS if field != "approver" or not self.public]
+
+    @property
     def people(self) -> list[list[str]]:
-        """A row for each data set with an owner, a purpose, a contact or an approver."""
+        """A row for each data set with one of the `shown_fields`."""
         rows = []
         for entry in self.entries:
-            fields = [entry[field] for field in FIELDS]
+            fields = [entry[field] for field in self.shown_fields]
             if any(fields):
                 rows.append([entry["name"], *(field or "not recorded" for field in fields)])
         return rows

@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import read_json, shown, understood, write_durably, write_json
@@ -91,22 +91,31 @@ def statements(
     return rows
 
 
-def rewrite(workdir: str | os.PathLike[str], output: pathlib.Path, past: Past) -> None:
-    """Writes the page again as it was, with the metrics and facts of the last `write`.
+def rewrite(
+    workdir: str | os.PathLike[str],
+    output: pathlib.Path,
+    past: Past,
+    said: Mapping[str, list[list[str]]] | None = None,
+    names: Sequence[str] | None = None,
+) -> None:
+    """Writes the page again as it was.
 
     Args:
       workdir: The workdir of `fit`, or the file of a ledger.
       output: The HTML file.
       past: The ledger as it was then.
+      said: Its metrics and facts, as `statements` returns them. By default those of the last
+        `write`.
+      names: The data sets of a ledger that the page shows, by default all.
 
     Raises:
       As `write` and `Past.report`.
     """
     root = pathlib.Path(workdir)
-    books, run = opened(root, past=past)
+    books, run = opened(root, past=past, names=names)
     if past.public:
         books = books.anonymous()
-    write_page(output, root, books, run, _said(root))
+    write_page(output, root, books, run, _said(root) if said is None else said)
 
 
 def _place(root: pathlib.Path) -> pathlib.Path:
@@ -128,8 +137,10 @@ def opened(
     workdir: str | os.PathLike[str],
     ledger: Ledger | str | os.PathLike[str] | None = None,
     past: Past | None = None,
+    names: Sequence[str] | None = None,
 ) -> tuple[Books, dict[str, Any]]:
-    """Returns the accounts and the facts of a run. A ledger alone has no facts.
+    """Returns the accounts and the facts of a run. A ledger alone has no facts, and `names` of its
+    data sets, by default all.
 
     Raises:
       FileNotFoundError, ValueError: As in `write`.
@@ -138,7 +149,7 @@ def opened(
     if not root.exists():
         raise FileNotFoundError(f"workdir {shown(root)} does not exist. Give that of a run.")
     if root.is_file():
-        return Books(accounts_of({"": root}, past=past)), {}
+        return Books(accounts_of({"": root}, names, past=past)), {}
     path = root / FILE
     if not path.exists():
         raise _not_a_run(root)
@@ -201,7 +212,9 @@ def write_page(
     headings: dict[str, None] = {}
     for row in rows:
         headings |= dict.fromkeys(row)
-    title = "Privacy report: private training" if run else "Privacy report of a ledger"
+    title = "Privacy report of a ledger" if books.entries else "Privacy report"
+    if run:
+        title = "Privacy report: private training"
     shown_facts: dict[str, Any] = {}
     shown_facts["title"] = title
     shown_facts["nothing"] = "No data set was charged."

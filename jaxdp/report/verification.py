@@ -92,7 +92,8 @@ def _origin(page: str | os.PathLike[str], content: bytes) -> Any:
     if match is None:
         raise ValueError(
             f"cannot tell: {shown(page)} names no head of a ledger. It is of an earlier version of "
-            f"jaxdp, or no report. {_AGAIN}"
+            "jaxdp, a page of `jaxdp ledger show --html`, which is not verified but written again, "
+            f"or no report. {_AGAIN}"
         )
     try:
         said, digest = parse_json(html.unescape(match[1]))

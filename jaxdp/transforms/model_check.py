@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -215,7 +215,7 @@ def check(
         if source is not None:
             findings += _check_source(dataclasses.replace(f, group=group), params, source, key)
     except Exception as error:  # the loss is the caller's, and may fail in any way
-        findings.append(Finding("error", _explained(error)))
+        findings.append(Finding("error", _explained(error, example)))
     findings.sort(key=lambda finding: _SEVERITIES.index(finding.severity))
     return ModelCheck(tuple(findings), tuple(leaves))
 
@@ -313,7 +313,7 @@ def _requires_key(loss_fn: Callable[..., Any]) -> bool:
     return key is not None and key.default is inspect.Parameter.empty
 
 
-def _explained(error: Exception) -> str:
+def _explained(error: Exception, example: Any) -> str:
     text = " ".join(str(error).split())
     if "unbound axis name" in text:
         return (
@@ -325,7 +325,13 @@ def _explained(error: Exception) -> str:
         ("loss_fn", "params")
     ):
         return text  # a sentence of `clipped_grad`, with its remedy
-    return f"loss_fn fails on one example with {type(error).__name__}: {text[:300]}"
+    kind = type(error).__name__
+    sentence = f"loss_fn fails on one example with {kind}: {text[:300]}"
+    if isinstance(error, KeyError) and isinstance(example, Mapping):
+        names = map(repr, example)
+        sentence += ". The example has "
+        sentence += ", ".join(names)
+    return sentence
 
 
 def _check_leaves(params: Any) -> list[Finding]:

@@ -2,11 +2,10 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from jaxdp.privacy import Account, Ledger, contacts
-from jaxdp.privacy.privacy_warnings import warn_of_another_contact
 
 
 @contextlib.contextmanager
@@ -54,15 +53,6 @@ def own_account(ledger: Ledger, dataset: str, *, label: str = "", **terms: Any) 
                 f"data set {dataset!r} has {term}={registered!r} in its ledger, and this run has "
                 f"{terms[term]!r}. Set the same one in the config."
             )
-    _fill_in(ledger, dataset, {name: terms.get(name, "") for name in contacts.FIELDS})
+    people = {name: terms[name] for name in contacts.FIELDS if terms.get(name)}
+    ledger.describe(dataset, **people, replace=False)
     return account
-
-
-def _fill_in(ledger: Ledger, dataset: str, people: Mapping[str, str]) -> None:
-    """Describes a data set by the fields that its ledger lacks. Warns of those that differ."""
-    registered = ledger.contacts(dataset)
-    for name, text in people.items():
-        if text and not registered[name]:
-            ledger.describe(dataset, **{name: text})
-        elif text not in ("", registered[name]):
-            warn_of_another_contact(dataset, name, registered=registered[name], present=text)

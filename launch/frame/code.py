@@ -6,8 +6,10 @@ A cell keeps its code in code.json, beside row.json:
     modules   a digest for each module that belongs to the user or has a method that the cell names
 
 A method of a registry counts for a cell if its name is a word of the cell or of the config, and is
-not that of another cell. With its module count the modules that this one imports, unless they are
-of jaxdp, of Python or of an installed package. A digest leaves out comments, docstrings and layout.
+not that of another cell. Of a part of the config with an entry for the cell, such as
+`methods.AdpClip` for the cell "AdpClip", the entries of other cells do not count. With its module
+count the modules that this one imports, unless they are of jaxdp, of Python or of an installed
+package. A digest leaves out comments, docstrings and layout.
 
 An edited module is an error, because only the user knows whether the results still hold. To compute
 them again may pay again. Another source of jaxdp is only told: an upgrade keeps a workdir usable.
@@ -33,7 +35,6 @@ from jaxdp.release import locked
 from jaxdp.release.identity import versions
 
 from ..study import Study
-from ..usage import flat
 from .workdir import cell_folder
 
 STALE = ("keep", "redo", "redo_all")
@@ -65,11 +66,13 @@ class Code(NamedTuple):
 
 def of(study: Study, config: Any, cells: Sequence[Any]) -> dict[Any, Code]:
     """Returns the code that this process would run for each cell."""
-    words = _words(flat(json.loads(config.to_json())).values())
+    fields = json.loads(config.to_json())
+    labels = {name for cell in cells for name in cell if isinstance(name, str)}
     rows = _rows()
     common = _closure(filter(callable, vars(study).values()), rooted=False)
     codes = {}
     for cell in cells:
+        words = _words(_entries(fields, {*cell} & labels, labels))
         others: set[str] = set()
         for field in cell._fields:
             others |= _words(getattr(other, field, "") for other in cells)
@@ -80,6 +83,20 @@ def of(study: Study, config: Any, cells: Sequence[Any]) -> dict[Any, Code]:
         modules = common | _closure([*named, *filter(None, functions)], rooted=True)
         codes[cell] = Code(_library(), dict(sorted(modules.items())))
     return codes
+
+
+def _entries(part: Any, own: set[str], labels: set[str]) -> Iterator[Any]:
+    """Yields the values of a config that count for a cell, whose names are `own` of all `labels`.
+
+    Without an entry for the cell it is not known which entry it reads, and all count.
+    """
+    if not isinstance(part, dict):
+        yield part
+        return
+    others = labels - own if own & part.keys() else set[str]()
+    for name, entry in part.items():
+        if name not in others:
+            yield from _entries(entry, own, labels)
 
 
 def write(folder: pathlib.Path, code: Code | None) -> None:
@@ -139,16 +156,22 @@ def settle(
         _set_aside(root, again, whole=len(again) == count)
 
 
-def mixed(root: pathlib.Path, cells: Iterable[Any]) -> str:
-    """Returns a sentence if cells of a workdir were made by different code, or ""."""
-    stored = [_stored(cell_folder(root, cell)) for cell in cells]
-    modules = [code.modules for code in stored if code is not None]
+def told(root: pathlib.Path, now: Mapping[Any, Code]) -> str:
+    """Returns a sentence if cells of a workdir were made by different code, or by other code than
+    that of this process. Otherwise "".
+    """
+    stored = {cell: _stored(cell_folder(root, cell)) for cell in now}
+    before = {cell: code for cell, code in stored.items() if code is not None}
+    modules = [code.modules for code in before.values()]
     differ = set[str]()
     for name in {name for one in modules for name in one}:
         if len({one[name] for one in modules if name in one}) > 1:
             differ.add(name)
     if differ:
         return f"The rows are of different code: {', '.join(sorted(differ))} changed between them."
+    edited = {name for cell, code in before.items() for name in _edited(code, now[cell])}
+    if edited:
+        return f"The rows are of earlier code: {', '.join(sorted(edited))} changed after them."
     return ""
 
 

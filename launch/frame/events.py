@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 
-from jaxdp.files import happened
+from jaxdp.files import check_folder, happened
 from jaxdp.files.happenings import EVENTS
 from jaxdp.privacy.times import utc
 from jaxdp.version import __version__
@@ -36,10 +36,13 @@ def as_lines(path: str, launcher: str) -> Iterator[None]:
 
     Raises:
       OSError: The file cannot be written.
+      ValueError: Its folder does not exist.
     """
     if not path:
         yield
         return
+    if path != STDERR:
+        check_folder("--log_json", path)
     handler = logging.StreamHandler() if path == STDERR else logging.FileHandler(path)
     handler.setFormatter(_Lines())
     # The handlers of absl print events too, but only at --verbosity=0 and above.

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data import record_digests
-from jaxdp.files import shown
+from jaxdp.files import check_folder, shown
 from jaxdp.privacy import Claim, CountedElsewhere, Ledger, Registry
 
 from ..study import PrivateSet
@@ -63,6 +63,11 @@ def home() -> pathlib.Path:
         return pathlib.Path(folder)
     data = os.environ.get("XDG_DATA_HOME") or pathlib.Path.home() / ".local" / "share"
     return pathlib.Path(data) / "jaxdp"
+
+
+def registry_path() -> pathlib.Path:
+    """Returns the file of the user's registry, which may be missing."""
+    return home() / _REGISTRY
 
 
 def of_workdir(root: pathlib.Path) -> pathlib.Path | None:
@@ -120,11 +125,7 @@ def settled(
         registry = _registry()
         digests = _digests(registry, watched)
         path = named or _known(registry, digests, choice) or _default(watched)
-        if not path.absolute().parent.is_dir():
-            raise ValueError(
-                f"--ledger must be in a folder that exists, got {shown(path)}. Create the folder "
-                "first."
-            )
+        check_folder("--ledger", path)
         for name, records in digests.items():
             try:
                 registry.claim(path, name, records, count_anew=choice.count_anew)
@@ -151,7 +152,7 @@ def asked(
     watched = _watched(choice, config, private)
     if named is not None or not watched:
         return named
-    if not (home() / _REGISTRY).exists():
+    if not registry_path().exists():
         return _default(watched)
     registry = _registry()
     return _known(registry, _digests(registry, watched), choice) or _default(watched)
@@ -166,7 +167,7 @@ def _watched(choice: Choice, config: Any, private: Sequence[PrivateSet]) -> list
 
 
 def _registry() -> Registry:
-    return Registry(home() / _REGISTRY)
+    return Registry(registry_path())
 
 
 def _digests(registry: Registry, private: Sequence[PrivateSet]) -> dict[str, np.ndarray]:

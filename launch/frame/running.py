@@ -186,7 +186,7 @@ class Work:
             lines = "".join(f"{json.dumps(row)}\n" for row in rows)
             write_durably(self.root / "rows.jsonl", lines.encode())
             tables = dict(self.study.tables(result, self))
-            if note := code.mixed(self.root, self.cells):
+            if note := code.told(self.root, self._codes):
                 tables["code"] = note
             results.write_tables(self.root, tables)
             self.study.figures(result, self)
@@ -263,6 +263,8 @@ def compute(
         hosts.first(lambda: _settle(study, config, root, cells, stale))
     result = hosts.first(lambda: _finished(study, root))
     if result is not None:
+        if stale == "keep":
+            hosts.first(lambda: _note(root, code.of(study, config, cells)))
         return result
     hosts.together(lambda: check_extras(study))  # before anything is computed or paid
     shared = hosts.together(lambda: study.open(config, root))
@@ -304,6 +306,17 @@ def _settle(
 ) -> None:
     if study.rows is None:  # Otherwise the study knows what its cells build on.
         code.settle(study, config, root, cells, stale, dry=dry)
+
+
+def _note(root: pathlib.Path, codes: Mapping[Any, code.Code]) -> None:
+    """Says in the tables of a finished run whether they are of other code."""
+    path = root / "tables.json"
+    if not path.exists():
+        return
+    tables = read_json(path, remedy=_AGAIN)
+    note = code.told(root, codes)
+    if note != tables.pop("code", ""):
+        results.write_tables(root, tables | ({"code": note} if note else {}))
 
 
 def _finished(study: Study, root: pathlib.Path) -> Any:

@@ -20,6 +20,8 @@ from .parts import Parts
 from .stage import AUDITS, CHANGE, CONFIDENCE, CURVE, Accounts, Charges, Job, Stage, audited, terms
 
 _ACCOUNT = "stream"
+# The largest attacked batch. The attacker knows its other images, so more of them add time only.
+_ATTACKED = 64
 
 
 def adapt(job: Job) -> dict[str, Any]:
@@ -76,8 +78,8 @@ def _charges(config: Any, parts: Parts) -> Charges:
 
 
 def optimizer_of(options: Any) -> optax.GradientTransformation:
-    """Returns the optimizer of a stream."""
-    return optax.sgd(options.learning_rate, momentum=0.9)
+    """Returns the optimizer of a stream. A config from before the field `momentum` has 0.9."""
+    return optax.sgd(options.learning_rate, momentum=options.get("momentum", 0.9) or None)
 
 
 def batches_of(config: Any, parts: Parts) -> tta.Stream:
@@ -112,7 +114,7 @@ def audit(job: Job) -> dict[str, Any]:
     options = job.config.audit_adapt
     test = next(iter(job.data.stream_test.values()))
     model, params = tuned(job)
-    size = job.config.adapt.batch_size
+    size = min(job.config.adapt.batch_size, _ATTACKED)
     images = test.gather(np.arange(size) % len(test))["image"]
     candidates = test.gather(np.arange(size, size + options.candidates) % len(test))["image"]
     method = _method(job.config.adapt, job.before["adapt"].result["visits"])

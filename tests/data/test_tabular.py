@@ -98,6 +98,8 @@ REFUSED = [
     (HEAD + "0,4711,f\n1,1e60,f\n", {}, r"column 'age' of .* infinite in float32"),
     (HEAD + '0,4711,f\n1,"1,5",f\n', {}, r"line 3 of .* has text in the column 'age'.*decimal=','"),
     (HEAD + '0,4711,f\n1,"1,500.0",f\n', {}, r"line 3 of .* has text .*thousands"),
+    (HEAD + "0,4711,f\n1,1.5,f\n", {"decimal": ","}, r"has text .*decimal='\.' if a point is"),
+    (HEAD + "0,47.11,f\n1,4711.5,f\n", {"decimal": ","}, r"is text\. .*decimal='\.' if a point"),
     (HEAD + "0,4711,f\n1,0012,f\n", {}, r"line 3 of .* leading zero in the column 'age'.*texts="),
     (HEAD + "0,4711000000000,f\n1,2,f\n", {}, r"'age' of .* whole numbers outside of"),
     (
@@ -169,7 +171,7 @@ def test_declarations_that_contradict_are_refused_before_the_file_is_read(option
 def test_an_address_and_a_missing_file_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"is an address\. Download the file"):
         from_csv("https://example.org/t.csv")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"does not exist\. Give the path of a table"):
         from_csv(tmp_path / "none.csv")
 
 

@@ -147,9 +147,15 @@ def test_a_ledger_is_no_account():
 
 
 @pytest.mark.parametrize("result", ["good", {"accuracy": "good"}, {"accuracy": [0.5, 0.6]}])
-def test_an_evaluation_without_numbers_is_named(result):
-    _, message = fitted(optax.sgd(0.1), evaluate=lambda params: result)
+def test_an_evaluation_without_numbers_is_named_before_paid_steps_could_be_lost(result, tmp_path):
+    """A workdir keeps the steps, so its evaluation comes after them."""
+    spent, message = fitted(optax.sgd(0.1), evaluate=lambda params: result)
     assert "evaluate must return numbers by name" in message
+    assert spent == 0 and "Nothing is charged yet" in message
+    if result == "good":
+        evaluate = {"evaluate": lambda params: result, "workdir": tmp_path / "run"}
+        spent, message = fitted(optax.sgd(0.1), **evaluate)
+        assert spent > 0 and "paid and kept. The same call goes on from them" in message
 
 
 @pytest.mark.parametrize("difference", [0, 1])

@@ -111,7 +111,8 @@ def test_lines_on_stderr_leave_the_text_of_absl_alone(tmp_path, capsys):
 
 
 def test_a_log_that_cannot_be_written_is_a_mistake(tmp_path):
-    with pytest.raises(program.MISTAKES), events.as_lines(str(tmp_path / "no" / "log"), "toy"):
+    refused = pytest.raises(program.MISTAKES, match="--log_json must be in a folder that exists")
+    with refused, events.as_lines(str(tmp_path / "no" / "log"), "toy"):
         raise AssertionError("the body ran")
 
 

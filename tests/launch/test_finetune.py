@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import signal
 import time
 
@@ -19,7 +20,7 @@ from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
 from launch import finetune as launched
-from launch import frame, release, serve_check, trainers
+from launch import frame, release, report, serve_check, trainers
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -45,6 +46,17 @@ def contents(folder):
 
 def result_of(folder):
     return json.loads((folder / "result.json").read_text())
+
+
+def table_of(printed):
+    """Returns accuracy and epsilon by the name of the model, from what a run prints."""
+    names = ("before fine-tuning", "private", "no privacy", "no pre-training")
+    rows = {}
+    for line in printed.splitlines():
+        for name in names:
+            if match := re.match(rf"{name} +([\d.]+) +([\d.]+|inf)$", line):
+                rows[name] = tuple(map(float, match.groups()))
+    return rows
 
 
 def steps_charged(folder, dataset="digits/private"):
@@ -106,6 +118,7 @@ def test_a_finished_run_is_released_and_served_without_its_code(finished, tmp_pa
     params = models.load_params(workdir / "params.safetensors")
     expected = jax.nn.softmax(network.apply_fn(params, test))
     np.testing.assert_allclose(models.load_released(folder)(test), expected, atol=1e-6)
+    assert report.verify(folder / "report.html", workdir).is_true
     with pytest.raises(FileNotFoundError, match="has no finished run"):
         release.write(tmp_path)
 
@@ -148,7 +161,11 @@ def test_without_references_only_the_private_model_is_trained(finished):
         *("before", "after", "gained", "lost", "tested", "curves"),
     }
     assert not (workdir / "references").exists()
-    assert "references" not in process.stdout
+    result, rows = result_of(workdir), table_of(process.stdout)
+    assert list(rows) == ["before fine-tuning", "private"]
+    assert rows["before fine-tuning"][0] == pytest.approx(result["before"], abs=1e-4)
+    assert rows["private"][0] == pytest.approx(result["after"], abs=1e-4)
+    assert "--config.references=True shows what the model reaches without" in process.stdout
 
 
 def test_the_saved_model_has_the_accuracy_that_is_reported(finished):
@@ -171,7 +188,11 @@ def test_references_have_a_ledger_of_their_own(tmp_path):
     result = result_of(tmp_path / "run")
     assert {"private", "no privacy", "no pre-training"} <= set(result)
     assert all(0 <= result[name] <= 1 for name in ("private", "no privacy", "no pre-training"))
-    assert "Publishing them would cost" in process.stdout
+    rows = table_of(process.stdout)
+    assert list(rows) == ["before fine-tuning", "private", "no privacy", "no pre-training"]
+    assert rows["no privacy"] == (pytest.approx(result["no privacy"], abs=1e-4), float("inf"))
+    assert "them would cost their own epsilon" in process.stdout
+    assert "--config.references=True" not in process.stdout
     assert golden.differences("finetune", result) == []
     assert sum(steps_charged(tmp_path / "run").values()) == 2
     assert sum(steps_charged(tmp_path / "run" / "references").values()) == 2

@@ -24,6 +24,7 @@ from jaxdp import memory, tta
 from jaxdp.compilers import targets
 from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger
 from launch import adapt, dpadapter, finetune, frame, predict, pretrain, recalibrate, split
+from launch.frame import code
 from launch.frame import program as frame_program
 from tests import forked
 from tests.launch import program, tiny
@@ -209,7 +210,7 @@ def _applied(cell, work):
     return {"value": method.apply(cell.number) if method else cell.number}
 
 
-def _of_methods(root, stale="", numbers=(1.0,), **options):
+def _of_methods(root, stale="", numbers=(1.0,), tables=None, **options):
     """Returns the values of a study of a registered method and a plain one, and what it ran."""
     runs = []
     study = dataclasses.replace(
@@ -218,7 +219,7 @@ def _of_methods(root, stale="", numbers=(1.0,), **options):
         run=_applied,
         result=lambda rows, work: {row["kind"]: row["value"] for row in rows},
         summary=str,
-        tables=lambda result, work: {},
+        tables=lambda result, work: tables or {},
     )
     terms = config(kinds=("Mine", "plain"), numbers=numbers)
     return frame.run(study, terms, root, stale=stale, **options), runs
@@ -257,6 +258,41 @@ def test_rows_of_different_code_are_named_in_the_tables(tmp_path, mine):
     assert not (root / "tables.md").exists()
     assert _of_methods(root, "keep", numbers=(1.0, 2.0))[1] == ["Mine"]
     assert "of different code: helper changed between them" in (root / "tables.md").read_text()
+
+
+def test_rows_that_are_all_of_earlier_code_say_so_in_their_tables(tmp_path, mine):
+    """The sentence goes when the code is again what it was."""
+    root = tmp_path / "run"
+    tables = {"values": [{"kind": "Mine", "value": 2.0}]}
+    assert _of_methods(root, tables=tables)[1] == ["Mine", "plain"]
+    before = (root / "tables.md").read_text()
+    assert "code" not in before
+    mine(helper="factor = 3\n")
+    assert _of_methods(root, "keep", tables=tables)[1] == []
+    assert "of earlier code: helper changed after them" in (root / "tables.md").read_text()
+    mine()
+    assert _of_methods(root, "keep", tables=tables)[1] == []
+    assert (root / "tables.md").read_text() == before
+
+
+def test_a_method_that_the_config_names_by_a_label_counts_for_its_cells_only(mine):
+    """Its twin has no entries for the cells, so every method of the config counts for every
+    cell."""
+    terms = config(kinds=("ours", "plain"))
+    with terms.unlocked():
+        terms.methods = {"ours": {"method": "Mine"}, "plain": {}}
+    cells = list(STUDY.cells(terms))
+    codes = code.of(STUDY, terms, cells)
+    assert {cell.kind for cell in cells if "mine" in codes[cell].modules} == {"ours"}
+    with terms.unlocked():
+        terms.methods = {"another": {"method": "Mine"}}
+    codes = code.of(STUDY, terms, cells)
+    assert all("mine" in codes[cell].modules for cell in cells)
+    table = tiny.dpadapter()
+    cells = list(dpadapter.STUDY.cells(table))
+    codes = code.of(dpadapter.STUDY, table, cells)
+    older = {cell.method for cell in cells if "jaxdp.finetune.gep" in codes[cell].modules}
+    assert older == {"GEP"} and {cell.method for cell in cells} == {"DP-SGD", "GEP"}
 
 
 def test_another_source_of_jaxdp_is_told_and_older_cells_say_that_they_do_not_know(

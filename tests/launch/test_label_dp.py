@@ -5,8 +5,9 @@ import json
 import pytest
 
 from configs.finetune import labels
+from jaxdp.models import load_released
 from jaxdp.privacy import LabelDpEvent, Ledger
-from launch import finetune, models
+from launch import finetune, models, release
 
 _FAST = {"steps": 3, "batch_size": 16}
 
@@ -42,7 +43,10 @@ def test_a_run_pays_for_labels_only_and_resumes_without_paying_again(tmp_path, m
         events = ledger.events(name)
         assert "labels only" in ledger.report_text()
     assert list(events.values()) == [LabelDpEvent(2.0)] * 2
-    assert (root / "params.safetensors").exists()
+    card = load_released(release.write(root)).card
+    (guarantee,) = card["guarantees"]
+    assert guarantee["adjacency"] == "replace_label" and guarantee["epsilon"] == "2"
+    assert f"{100 * result['accuracy']:.1f} %" in card["measured"]["test accuracy"]
 
 
 @pytest.mark.parametrize(

@@ -19,15 +19,17 @@ import pytest
 
 import launch.report
 from jaxdp import finetune
+from jaxdp.models import load_params, load_released
 from jaxdp.privacy import BudgetExceeded, Ledger, LedgerDamaged, PrivacyWarning, PureDpEvent
 from jaxdp.privacy.events import composition, from_json
 from jaxdp.release import Release, Till, alone, kept_arrays, load_arrays, secrets
 from jaxdp.report import document as parts_of_reports
 from jaxdp.report import round_down, round_up
-from launch import data, frame
+from launch import data, frame, models, release
 from launch.frame import running
 from launch.lifecycle import Interrupted, cache, document, life, parts, references, stages
 from launch.lifecycle.__main__ import experiment
+from launch.lifecycle.recalibrate import restored
 from tests import forked
 from tests.launch import golden, program, tiny
 
@@ -54,6 +56,28 @@ def test_what_no_noise_is_in_is_what_it_was(finished):
         for name, folder in folders.items()
     }
     assert golden.differences("lifecycle", found) == []
+
+
+def test_the_model_in_use_is_released_with_its_confidence_and_the_accounts_behind_it(
+    finished, tmp_path
+):
+    root, states = finished
+    folder = release.write(root, tmp_path / "release")
+    served = load_released(folder)
+    names = [row["name"] for row in served.card["guarantees"]]
+    assert sorted(names) == ["digits/private", "hospital 0", "hospital 1", "stream"]
+    assert "clinic" not in (folder / "report.html").read_text()
+    assert launch.report.verify(folder / "report.html", root).is_true
+    saved = load_params(root / states["deploy"]["folder"] / "deployed.safetensors")
+    test = parts.load(tiny.lifecycle().data).test
+    images = test.gather(np.arange(len(test)))["image"]
+    network = models.network(tiny.lifecycle().model, 10)
+    logits = np.asarray(network.apply_fn(saved["params"], images))
+    answers = served(images)
+    np.testing.assert_array_equal(answers.argmax(axis=1), logits.argmax(axis=1))
+    confidence = restored(saved["confidence"]).apply(logits)
+    np.testing.assert_allclose(answers.max(axis=1), confidence, atol=1e-6)
+    assert ((answers > 0).sum(axis=1) == 1).all()
 
 
 @pytest.fixture

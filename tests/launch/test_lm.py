@@ -12,7 +12,7 @@ import pytest
 from jaxdp import models
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
-from launch import frame, lm
+from launch import frame, lm, release
 from tests.launch import tiny
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "golden" / "language"
@@ -74,6 +74,12 @@ def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
         lambda a, b: (np.asarray(a) != np.asarray(b)).any(), served, network.params
     )
     assert changed["blocks"]["attention"]["query"]["kernel"] and not changed["embed"]["embedding"]
+    released = models.load_released(release.write(root))
+    (guarantee,) = released.card["guarantees"]
+    assert guarantee["name"] == "texts/private" and str(tmp_path) not in str(released.card)
+    tokens = np.array([[1, 5, 6, 9, *[-1] * 7]], np.int32)
+    after = jax.nn.softmax(network.apply_fn(served, tokens))
+    np.testing.assert_allclose(released(tokens), after, atol=1e-6)
     with pytest.raises(ValueError, match=r"another model.lora.rank. Use a new workdir"):
         frame.run(lm.STUDY, tiny.lora(public, references=True, model__lora__rank=3), root)
 

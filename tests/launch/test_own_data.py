@@ -221,7 +221,11 @@ def test_the_parts_of_a_table_share_no_patient(table):
         ({"data.path": "nowhere.csv"}, FileNotFoundError, "--config.data.path="),
         ({"data.parts.private": 0.9}, ValueError, "config.data.parts must be shares of the file"),
         ({"data.label": "result"}, ValueError, "header with 'result'"),
-        ({"data.class_names": (), **GROUP}, ValueError, "'outcome' of .* is text"),
+        (
+            {"data.class_names": (), **GROUP},
+            ValueError,
+            r"'outcome' of .* is text.* config classes= is config\.data\.class_names",
+        ),
         (
             {"data.label": "mean.0", "data.class_names": ()},
             ValueError,

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from jaxdp import data, finetune, models
 from jaxdp.privacy import BudgetExceeded, Ledger, PureDpEvent, SelfComposedDpEvent, epsilon
 from jaxdp.privacy.events import composition
-from launch import frame, predict, teachers
+from launch import frame, predict, release, teachers
 from launch.models import Dense
 from tests.launch import program, tiny
 
@@ -613,3 +613,19 @@ def test_two_classes_have_the_paper_s_mechanism_in_the_table_and_in_every_figure
     for curve in drawn["certified.png"].values():
         shares = [share for _, share in curve]
         assert shares[0] == 1.0 and shares == sorted(shares, reverse=True) and len(shares) == 6
+
+
+def test_the_student_is_released_with_its_features_and_their_account(finished, tmp_path):
+    """The features are computed in float32, and those of the study in float64."""
+    root, result, _ = finished
+    folder = release.write(root, tmp_path / "release")
+    served = models.load_released(folder)
+    (guarantee,) = served.card["guarantees"]
+    assert guarantee["name"] == "digits/train"
+    assert float(guarantee["epsilon"]) == pytest.approx(result["epsilon"], abs=0.01)
+    bench = teachers.Bench(tiny.predict(), root)
+    images = data.bundled("digits").split([0.6, 0.1, 0.3], seed=0)[2]
+    student = models.load_params(root / "student.safetensors")
+    scores = np.asarray(bench.model._batched(student, bench.test["features"]))
+    rows = images.gather(np.arange(len(images)))["image"]
+    np.testing.assert_allclose(served(rows), np.asarray(jax.nn.softmax(scores)), atol=1e-4)

@@ -14,7 +14,7 @@ import pytest
 from jaxdp import data, models
 from jaxdp.pretrain import METHODS, robust_accuracy
 from jaxdp.report import read_metrics
-from launch import frame, pretrain
+from launch import frame, pretrain, release
 from tests.launch import golden, program, tiny
 
 pytestmark = pytest.mark.slow
@@ -235,3 +235,18 @@ def test_four_steps_on_real_data(tmp_path):
     assert process.returncode == 0, process.stderr
     where = json.loads((tmp_path / "run" / "result.json").read_text())["provenance"]
     assert where["train"]["name"] == "cifar10/train[:8000]" and where["train"]["examples"] == 8000
+
+
+def test_a_public_backbone_is_released_without_accounts(finished, tmp_path):
+    workdir, result, _ = finished
+    folder = release.write(workdir, tmp_path / "release")
+    card = json.loads((folder / "card.json").read_text())
+    assert card["guarantees"] == []
+    assert "No data set was charged" in (folder / "README.md").read_text()
+    assert "No data set was charged" in (folder / "report.html").read_text()
+    assert f"{100 * result['accuracy']:.1f} %" in card["measured"]["test accuracy"]
+    images = data.bundled("digits").gather(np.arange(40))["image"]
+    network = pretrain.models.network(tiny.pretrain().model, 10)
+    params = models.load_params(workdir / "params.safetensors")
+    expected = jax.nn.softmax(network.apply_fn(params, images))
+    np.testing.assert_allclose(models.load_released(folder)(images), expected, atol=1e-6)

@@ -11,9 +11,10 @@ from scipy import special
 from sklearn import isotonic, linear_model
 
 from configs.recalibration import cifar10, digits, imagenet
+from jaxdp import models
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from launch import frame, optimizers, recalibrate
+from launch import frame, optimizers, recalibrate, release
 from launch.simulation import Order
 from tests.launch import program, tiny
 
@@ -427,3 +428,17 @@ def test_the_paper_s_networks_train_by_its_recipe(config, epochs, images, decay)
     change, _ = first.update({"w": np.ones(1, np.float32)}, first.init(params), params)
     push = 1.9 if how.optimizer_options.sgd.nesterov else 1.0
     assert float(change["w"][0]) == pytest.approx(-0.1 * push * (1 + decay), rel=1e-5)
+
+
+def test_the_public_classifier_is_released_if_it_was_trained_here(finished, tmp_path):
+    root, _ = finished
+    served = models.load_released(release.write(root, tmp_path / "release"))
+    assert served.card["guarantees"] == []
+    images = np.random.default_rng(0).random((3, *served.card["input"]["shape"]), np.float32)
+    network = recalibrate.models.network(tiny.recalibrate().model)
+    logits = network.apply_fn(models.load_params(root / "source.safetensors"), images)
+    np.testing.assert_allclose(served(images), special.softmax(logits, axis=1), atol=1e-6)
+    shutil.copytree(root, tmp_path / "run")
+    (tmp_path / "run" / "source.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"source\.safetensors is not in the workdir"):
+        release.write(tmp_path / "run", tmp_path / "other")

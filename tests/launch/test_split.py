@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 
 from configs.split import cifar10, cifar100, deit_b, digits, swin_l, vit_l
+from jaxdp import models
 from jaxdp.data import bundled
 from jaxdp.data.selection import few_shots, smallest_class
 from jaxdp.privacy import Ledger
 from jaxdp.privacy.events import composition
-from launch import frame, split, split_figures, split_runs
+from launch import frame, release, split, split_figures, split_runs
 from tests.launch import golden, tiny
 
 pytestmark = pytest.mark.slow
@@ -208,3 +209,15 @@ def test_larger_configs_have_the_same_fields(module):
     same = [{f for f in fields(c.get_config()) if not f.startswith(free)} for c in (module, digits)]
     assert same[0] == same[1]
     assert list(split.STUDY.cells(module.get_config()))
+
+
+def test_the_public_backbone_is_released(finished, tmp_path):
+    root, _ = finished
+    served = models.load_released(release.write(root, tmp_path / "release"))
+    assert served.card["guarantees"] == []
+    params = models.load_params(root / "backbone.safetensors")
+    network = split_runs.models.network(tiny.split().model)
+    images = np.random.default_rng(0).random((3, *served.card["input"]["shape"]), np.float32)
+    logits = np.asarray(network.apply_fn(params, images), np.float64)
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    np.testing.assert_allclose(served(images), powers / powers.sum(1, keepdims=True), atol=1e-6)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jaxdp.models import ModelCard, check_released, load_released, save_params, write_release
+from launch.report import verify
 from tests.report.test_runs import workdir
 
 NAMES = {
@@ -100,6 +101,17 @@ def test_it_tells_no_machine_no_user_and_no_time(folder, copied):
     assert private_words(folder) == {}
     (copied / "README.md").write_text(f"trained by {getpass.getuser()} on 2026-01-31")
     assert private_words(copied).keys() == {"README.md"}
+
+
+def test_its_report_is_verified_by_the_workdir(folder, copied):
+    run = folder.parent / "run"
+    assert verify(folder / "report.html", run).is_true
+    page = copied / "report.html"
+    page.write_text(page.read_text().replace("96.0 %", "98.0 %"))
+    answer = verify(page, run)
+    assert not answer.is_true and "98.0" in answer.text
+    with pytest.raises(ValueError, match="Give the workdir too"):
+        verify(page)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"SHA256SUMS"}))

@@ -27,6 +27,19 @@ def test_a_key_is_drawn_once_and_the_file_is_private(registry):
     assert os.stat(os.path.dirname(registry.path)).st_mode & 0o077 == 0
 
 
+def test_a_backup_knows_the_same_records_and_is_private_too(registry, tmp_path):
+    registry.claim(tmp_path / "a.sqlite", "x", digests(*range(100)))
+    registry.backup(tmp_path / "copy.sqlite")
+    assert os.stat(tmp_path / "copy.sqlite").st_mode & 0o777 == 0o600
+    copy = Registry(tmp_path / "copy.sqlite")
+    assert copy.key == registry.key
+    assert copy.claims(digests(*range(90))) == registry.claims(digests(*range(90))) != []
+    with pytest.raises(ValueError, match=r"exists\. A backup replaces nothing"):
+        registry.backup(tmp_path / "copy.sqlite")
+    with pytest.raises(ValueError, match="directory that does not exist"):
+        registry.backup(tmp_path / "missing" / "copy.sqlite")
+
+
 def test_claims_name_the_ledger_with_most_of_the_records(registry, tmp_path):
     registry.claim(tmp_path / "a.sqlite", "x", digests(*range(100)))
     registry.claim(tmp_path / "b.sqlite", "y", digests(*range(99, 200)))

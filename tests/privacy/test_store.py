@@ -459,6 +459,8 @@ def test_a_file_that_this_user_cannot_write_is_named(run_in_subprocess):
             os.chmod(f"{folder}/{index}/{name}", 0o444)
             os.chmod(f"{folder}/{index}", 0o777)
         Registry(f"{folder}/registry.sqlite")
+        make(f"{folder}/closed.sqlite")
+        os.chmod(f"{folder}/closed.sqlite", 0o600)
         os.chmod(folder, 0o777)
         code = f"""
 import os
@@ -476,9 +478,17 @@ for index, name in enumerate({names!r}):
             assert f"{{name}}' has mode -r--r--r--" in str(error), error
         else:
             raise AssertionError("it was opened")
+    Ledger(f"{{folder}}/ledger.sqlite", read_only=True).close()  # who may read may look
     # A log of this user would lock out the owner.
     assert sorted(os.listdir(folder)) == before
 if os.stat("{folder}/registry.sqlite").st_uid != os.geteuid():
+    try:
+        Ledger("{folder}/closed.sqlite", read_only=True)
+    except ValueError as error:
+        assert "closed.sqlite' has mode -rw-------" in str(error), error
+        assert "Ask the owner for read access" in str(error) and "write" not in str(error), error
+    else:
+        raise AssertionError("it was read")
     try:
         Registry("{folder}/registry.sqlite")
     except OSError as error:

@@ -201,7 +201,9 @@ def test_records_may_be_declared_later(root):
 def test_a_page_without_a_head_cannot_be_told(root):
     text = page_of(root).read_text()
     page_of(root).write_text(text.replace("jaxdp-report", "other"))
-    with pytest.raises(ValueError, match=r"cannot tell: .* names no head of a ledger"):
+    with pytest.raises(
+        ValueError, match=r"names no head of a ledger.*ledger show --html`, which is not"
+    ):
         report.verify(page_of(root))
 
 

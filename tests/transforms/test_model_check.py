@@ -431,3 +431,9 @@ def test_examples_of_a_source_that_a_step_would_drop(bad, severity, words, group
     assert [finding.severity for finding in about] == [severity] * bool(bad)
     assert all(words in finding.message for finding in about)
     assert ("allow_nonfinite" in str(report)) == (bad == 5)
+
+
+def test_a_wrong_column_is_named_with_those_that_the_example_has() -> None:
+    columns = {"features": X, "label": jnp.int32(1)}
+    (finding,) = jaxdp.check(lambda p, row: row["image"] @ p["w"], {"w": W}, columns).findings
+    assert "KeyError: 'image'. The example has 'features', 'label'" in finding.message

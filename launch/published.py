@@ -1,0 +1,281 @@
+"""What is published of a finished run: its network with the preprocessing, and who paid for it.
+
+Each function makes it for one study. A study that saves no network has none, and `REFUSED` says
+why. Only the test part of the data is opened, for its classes and its columns, unless a function
+says otherwise.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdp.data import Examples
+from jaxdp.data.spec import open_parts
+from jaxdp.finetune import Scaler
+from jaxdp.models import Pretrained, load_params
+from jaxdp.models.checkpoints import blank_inputs
+from jaxdp.models.preprocessing import Vectors
+from jaxdp.report.books import Books
+
+from . import data, features, frame, models, run_report
+from .finetune import SCALER, Model
+from .lifecycle import document, parts
+from .lifecycle.recalibrate import restored
+from .lifecycle.stages import known as stages
+from .tasks import network_of, scaled
+
+_IMAGE = "an image in [0, 1], of this size; the normalisation is in the program"
+_PROBES = 4  # public inputs of a release
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A finished run: its workdir, and what config.json and result.json hold."""
+
+    root: pathlib.Path
+    config: Any
+    result: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Published:
+    """A network to publish.
+
+    Attributes:
+      name: The name of the model.
+      predict: As in `jaxdp.models.write_release`.
+      params: Its parameters.
+      probe: Inputs that are nobody's.
+      inputs: What one input is, so that its user can make one.
+      accounts: The workdir of `fit` or the accounts that paid. None if all data is public.
+      classes: The names of the outputs, if they are classes.
+      metrics: As in `jaxdp.models.write_release`.
+    """
+
+    name: str
+    predict: Callable[[Any, jax.Array], jax.Array]
+    params: Any
+    probe: np.ndarray
+    inputs: str
+    accounts: pathlib.Path | Books | None
+    classes: Sequence[str] = ()
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _network(run: Run, network: Pretrained, file: str = "params.safetensors") -> dict[str, Any]:
+    """Returns the fields of a network of images or features, and of its file in the workdir."""
+
+    def predict(params: Any, batch: jax.Array) -> jax.Array:
+        return jax.nn.softmax(network.apply_fn(params, batch))
+
+    fields: dict[str, Any] = {"predict": predict, "params": load_params(run.root / file)}
+    return fields | {"probe": _random(blank_inputs(network.preprocessing).shape[1:])}
+
+
+def _random(shape: Sequence[int]) -> np.ndarray:
+    return np.random.default_rng(0).random((_PROBES, *shape), np.float32)
+
+
+def _share(run: Run, name: str) -> dict[str, Any]:
+    return {"test accuracy": (run.result[name], run.result["tested"])}
+
+
+def _finetune(run: Run) -> Published:
+    config, result = run.config, run.result
+    specs = data.specs(config.data, "test", needs=("test",), grouped=True, tables=True)
+    sources = open_parts(specs, images=bool(config.model.preprocessing))
+    network = network_of(config, sources, sources["test"].num_classes)
+    if (run.root / SCALER).exists():
+        network = scaled(network, Scaler.load(run.root / SCALER))
+    accounts: pathlib.Path | Books
+    if "private" in result:
+        accounts = frame.cell_folder(run.root, Model("private"))
+        share = _share(run, "private")
+    else:  # A training on noisy labels has released the labels.
+        accounts = _books(run)
+        share = _share(run, "accuracy")
+    return Published(
+        name=f"{result['dataset']}, {config.model.name}",
+        inputs=_meaning(network, config, sources["test"]),
+        classes=specs["test"].class_names,
+        metrics=share,
+        accounts=accounts,
+        **_network(run, network),
+    )
+
+
+def _meaning(network: Pretrained, config: Any, test: Examples) -> str:
+    """Returns what one input is."""
+    if not isinstance(network.preprocessing, Vectors):
+        return _IMAGE
+    return features.rows_of(config.data, test)
+
+
+def _books(run: Run) -> Books:
+    return run_report.books(run.root)
+
+
+def _pretrain(run: Run) -> Published:
+    specs = data.specs(run.config.data, "public", "test", needs=("public", "test"))
+    (public, test) = open_parts(specs, images=True).values()
+    network = models.network(run.config.model, public.num_classes)
+    return Published(
+        name=f"{public.name}, {run.config.model.name}",
+        inputs=_IMAGE,
+        classes=specs["public"].class_names,
+        metrics={"test accuracy": (run.result["accuracy"], len(test))},
+        accounts=None,
+        **_network(run, network),
+    )
+
+
+def _source(file: str) -> Callable[[Run], Published]:
+    """Returns the function for a public network that a study trains for its own measurements."""
+
+    def published(run: Run) -> Published:
+        _need(run, file, "The run had a checkpoint, which its publisher has released.")
+        return Published(
+            name=f"public network, {run.config.model.name}",
+            inputs=_IMAGE,
+            accounts=None,
+            **_network(run, models.network(run.config.model), file),
+        )
+
+    return published
+
+
+def _need(run: Run, file: str, reason: str) -> None:
+    if not (run.root / file).exists():
+        raise FileNotFoundError(f"{file} is not in the workdir, so nothing is released. {reason}")
+
+
+def _lm(run: Run) -> Published:
+    config, result = run.config, run.result
+    network = models.network(config.model)
+    length = config.data.length - 1
+
+    def predict(params: Any, tokens: jax.Array) -> jax.Array:
+        return jax.nn.softmax(network.apply_fn(params, tokens))
+
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(config.model.num_classes, size=(_PROBES, length), dtype=np.int32)
+    return Published(
+        name=f"{result['dataset']}, {config.model.name}",
+        predict=predict,
+        params=load_params(run.root / "params.safetensors"),
+        probe=tokens,
+        inputs=(
+            f"{length} tokens of the tokenizer {pathlib.Path(config.data.tokenizer).name!r}, with "
+            "-1 after the end of a shorter text; the outputs are the probabilities of the token "
+            "after each"
+        ),
+        accounts=frame.cell_folder(run.root, Model("private")),
+        metrics={"bits per token of held-out texts": result["bits"]},
+    )
+
+
+def _student(run: Run) -> Published:
+    """Computes the features again, for which all parts of the data are opened."""
+    config, result = run.config, run.result
+    task = features.read(config.data).compute(run.root / "network.safetensors")
+    count = task.test.num_classes
+    width = task.test.gather(np.arange(1))["features"].shape[1]
+    model = models.Dense(width, count, **config.model)
+
+    def predict(params: Any, batch: jax.Array) -> jax.Array:
+        mapped = task.mapping(params["features"], batch)
+        logits = jax.vmap(model.logits, (None, 0))(params["student"], mapped)
+        if count > 2:
+            return jax.nn.softmax(logits)
+        return jnp.stack([jax.nn.sigmoid(-logits), jax.nn.sigmoid(logits)], axis=1)
+
+    student = load_params(run.root / "student.safetensors")
+    accuracy = (result["released"]["student"], result["tested"] - config.prediction.queries)
+    return Published(
+        name=f"{result['dataset']}, a student of private answers",
+        predict=predict,
+        params={"student": student, "features": task.mapping.params},
+        probe=_random(task.mapping.shape),
+        inputs=task.mapping.inputs,
+        accounts=_books(run),
+        metrics={"accuracy on the other test inputs": accuracy},
+    )
+
+
+def _deployed(run: Run) -> Published:
+    """The output of the predicted class is its confidence, which sources have recalibrated."""
+    life = document.Life(run.root)
+    if not life.is_done("deploy"):
+        raise ValueError("the stage 'deploy' is not done. Run the same command of lifecycle again.")
+    config, result = run.config, life.result("deploy")
+    assert result is not None
+    private = data.specs(config.data, *parts.ROLES, grouped=True, unit="image")["private"]
+    network = models.network(config.model, open_parts({"private": private})["private"].num_classes)
+
+    def predict(params: Any, batch: jax.Array) -> jax.Array:
+        logits = network.apply_fn(params["params"], batch)
+        recalibrated = restored(params["confidence"])
+        confidence = recalibrated.method.confidence(recalibrated.parameters, logits)
+        # A confidence of 0 would leave the class unknown.
+        least = jnp.maximum(confidence, jnp.finfo(jnp.float32).tiny)
+        return least[:, None] * jax.nn.one_hot(logits.argmax(axis=1), logits.shape[1])
+
+    metrics: dict[str, Any] = {}
+    for shift, versions in result["models"].items():
+        deployed = versions["deployed"]
+        metrics[f"accuracy, {shift}"] = (deployed["accuracy"], result["tested"][shift])
+        metrics[f"calibration error, {shift}"] = deployed["ece"]
+    return Published(
+        name=f"{config.data.name}, {config.model.name} in use",
+        predict=predict,
+        params=load_params(life.folder("deploy") / "deployed.safetensors"),
+        probe=_random(blank_inputs(network.preprocessing).shape[1:]),
+        inputs=(
+            f"{_IMAGE}; the output of the predicted class is its confidence, and the others are 0"
+        ),
+        classes=private.class_names,
+        accounts=_paid(run, life),
+        metrics=metrics,
+    )
+
+
+def _paid(run: Run, life: document.Life) -> Books:
+    """Returns the accounts behind the model in use. Answers and uploads are other releases."""
+    names: list[str] = []
+    for stage in stages():
+        if stage.name in ("finetune", "recalibrate", "adapt") and stage.accounts is not None:
+            names += stage.accounts(run.config)
+    return life.books.only(names)
+
+
+MAKERS: Mapping[str, Callable[[Run], Published]] = {
+    "finetune": _finetune,
+    "label_dp": _finetune,
+    "lm": _lm,
+    "pretrain": _pretrain,
+    "recalibrate": _source("source.safetensors"),
+    "split": _source("backbone.safetensors"),
+    "predict": _student,
+    "lifecycle": _deployed,
+}
+_A_MODEL_EACH = (
+    "It has a model for each of its cells. Run one of them by `jaxdp finetune` in a workdir of its "
+    "own"
+)
+_SERVES = "It adapts copies of a public network for measurements, and saves none of them"
+REFUSED = {
+    "table": _A_MODEL_EACH,
+    "curve": _A_MODEL_EACH,
+    "adapt": f"{_SERVES}. Adapt in `jaxdp lifecycle`, whose model in use is released",
+    "poisoning": "It certifies models that it does not save",
+    "embeddings": "It writes embeddings of texts by a public network",
+    "recalibrate server": "It writes a calibrator, and the network is the caller's",
+    "recalibrate client": "It answers a calibrator, and has no network to publish",
+    "split server": "Its adapted backends answer features of a client's own frontend",
+    "split client": "It has a client's frontend, which serves this client only",
+}
