@@ -39,6 +39,8 @@ def test_it_holds_the_library_the_launchers_and_the_configs(installed):
         packed = {path.relative_to(place) for path in place.rglob("*.py")}
         assert packed == files and len(files) > 10
     assert (installed / "jaxdp" / "py.typed").exists()
+    for table in ("namings.toml", "registry.toml"):
+        assert (installed / "jaxdp" / "models" / table).exists()
     for folder in ("jaxdp/report", "launch"):  # the templates and the style of pages
         packed = {
             path.name

@@ -1,6 +1,8 @@
 """Models by name."""
 
+import importlib.resources
 import inspect
+import tomllib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,112 +23,41 @@ from jaxdp.models.vit import ViT
 from jaxdp.models.wide_resnet import WideResNet
 
 _Entry = tuple[Callable[..., nn.Module], Mapping[str, Any]]
+_FAMILIES = (
+    MLP,
+    CNN,
+    Scattering,
+    SqueezeNet,
+    EfficientNetLite,
+    ImageNetResNet,
+    ResNet,
+    WideResNet,
+    ViT,
+    ConvNeXt,
+    LanguageModel,
+    Swin,
+)
 
 
-def _vit(
-    patch_size: int,
-    width: int,
-    depth: int,
-    num_heads: int,
-    **attributes: Any,
-) -> _Entry:
-    sizes = {
-        "patch_size": patch_size,
-        "width": width,
-        "depth": depth,
-        "num_heads": num_heads,
-        "mlp_width": 4 * width,
-    }
-    return ViT, {**sizes, **attributes}
+def _read() -> dict[str, _Entry]:
+    """Returns the class and the attributes of each model of registry.toml."""
+    table = importlib.resources.files("jaxdp.models") / "registry.toml"
+    sections = tomllib.loads(table.read_text(encoding="utf-8"))
+    models: dict[str, _Entry] = {}
+    for family in _FAMILIES:
+        for name, attributes in sections[family.__name__].items():
+            models[name] = (family, {key: _hashable(attributes[key]) for key in attributes})
+    return models
 
 
-def _dinov2(width: int, depth: int, num_heads: int) -> _Entry:
-    return _vit(14, width, depth, num_heads, layer_scale=1e-5)
+def _hashable(value: Any) -> Any:
+    """Returns the value, with a list as a tuple: programs are cached by the model's attributes."""
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
-def _convnext(width: int, depth: int) -> _Entry:
-    return ConvNeXt, {
-        "widths": (width, 2 * width, 4 * width, 8 * width),
-        "depths": (3, 3, depth, 3),
-    }
-
-
-def _swin(width: int, depth: int) -> _Entry:
-    heads = width // 32
-    return Swin, {
-        "width": width,
-        "depths": (2, 2, depth, 2),
-        "num_heads": (heads, 2 * heads, 4 * heads, 8 * heads),
-    }
-
-
-def _gpt2(width: int, depth: int) -> _Entry:
-    sizes = {"width": width, "depth": depth, "num_heads": width // 64, "mlp_width": 4 * width}
-    return LanguageModel, {"positions": 1024, **sizes}
-
-
-def _llama(
-    width: int,
-    depth: int,
-    num_heads: int,
-    mlp_width: int,
-    **attributes: Any,
-) -> _Entry:
-    sizes = {"width": width, "depth": depth, "num_heads": num_heads, "mlp_width": mlp_width}
-    return LanguageModel, {"form": "llama", "positions": 2048, **sizes, **attributes}
-
-
-MODELS: Mapping[str, _Entry] = {
-    "mlp": (MLP, {}),
-    "cnn": (CNN, {}),
-    "scattering": (Scattering, {}),
-    "squeezenet1_0": (SqueezeNet, {"version": "1.0"}),
-    "squeezenet1_1": (SqueezeNet, {"version": "1.1"}),
-    "efficientnet_lite0": (EfficientNetLite, {"width": 1.0, "depth": 1.0}),
-    "efficientnet_lite1": (EfficientNetLite, {"width": 1.0, "depth": 1.1}),
-    "efficientnet_lite2": (EfficientNetLite, {"width": 1.1, "depth": 1.2}),
-    "efficientnet_lite3": (EfficientNetLite, {"width": 1.2, "depth": 1.4}),
-    "efficientnet_lite4": (EfficientNetLite, {"width": 1.4, "depth": 1.8}),
-    "resnet18": (ImageNetResNet, {}),
-    "resnet34": (ImageNetResNet, {"depths": (3, 4, 6, 3)}),
-    "resnet50": (ImageNetResNet, {"depths": (3, 4, 6, 3), "bottleneck": True}),
-    "resnet101": (ImageNetResNet, {"depths": (3, 4, 23, 3), "bottleneck": True}),
-    "resnet20": (ResNet, {"depth": 20}),
-    "wrn_16_4": (WideResNet, {"depth": 16, "width": 4}),
-    "wrn_28_10": (WideResNet, {"depth": 28, "width": 10}),
-    "wrn_40_4": (WideResNet, {"depth": 40, "width": 4}),
-    "vit_tiny": _vit(4, 64, 4, 4),
-    "vit_ti16": _vit(16, 192, 12, 3),
-    "vit_s16": _vit(16, 384, 12, 6),
-    "vit_b16": _vit(16, 768, 12, 12),
-    "vit_l16": _vit(16, 1024, 24, 16),
-    "deit_ti16": _vit(16, 192, 12, 3),
-    "deit_s16": _vit(16, 384, 12, 6),
-    "deit_b16": _vit(16, 768, 12, 12),
-    "deit_ti16_distilled": _vit(16, 192, 12, 3, distilled=True),
-    "deit_s16_distilled": _vit(16, 384, 12, 6, distilled=True),
-    "deit_b16_distilled": _vit(16, 768, 12, 12, distilled=True),
-    "dinov2_s14": _dinov2(384, 12, 6),
-    "dinov2_b14": _dinov2(768, 12, 12),
-    "dinov2_l14": _dinov2(1024, 24, 16),
-    "convnext_tiny": _convnext(96, 9),
-    "convnext_small": _convnext(96, 27),
-    "convnext_base": _convnext(128, 27),
-    "convnext_large": _convnext(192, 27),
-    "lm_tiny": (LanguageModel, {}),
-    "gpt2": _gpt2(768, 12),
-    "gpt2_medium": _gpt2(1024, 24),
-    "gpt2_large": _gpt2(1280, 36),
-    "gpt2_xl": _gpt2(1600, 48),
-    "smollm_135m": _llama(576, 30, 9, 1536, kv_heads=3),
-    "smollm2_135m": _llama(576, 30, 9, 1536, kv_heads=3, positions=8192, rotary_base=100_000.0),
-    "tinyllama_1b": _llama(2048, 22, 32, 5632, kv_heads=4, tied=False),
-    "llama2_7b": _llama(4096, 32, 32, 11_008, positions=4096, tied=False),
-    "swin_tiny": _swin(96, 6),
-    "swin_small": _swin(96, 18),
-    "swin_base": _swin(128, 18),
-    "swin_large": _swin(192, 18),
-}
+MODELS: Mapping[str, _Entry] = _read()
 
 
 def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
@@ -172,12 +103,15 @@ def create(name: str, *, num_classes: int, **kwargs: Any) -> nn.Module:
     if num_classes < 2:
         raise ValueError(f"num_classes must be at least 2, got {num_classes}.")
     family, defaults = MODELS[name]
-    attributes = set(inspect.signature(family).parameters) - {"num_classes", "parent", "name"}
-    if unknown := sorted(set(kwargs) - attributes):
+    parameters = inspect.signature(family).parameters
+    attributes = set(parameters) - {"num_classes", "parent", "name"}
+    unknown = sorted(set(kwargs) - attributes)
+    if unknown:
         raise TypeError(
             f"model {name!r} has no {', '.join(unknown)}. Its attributes are "
             f"{', '.join(sorted(attributes))}."
         )
-    if isinstance(kwargs.get("activation"), str):
-        kwargs["activation"] = getattr(nn, kwargs["activation"])
+    activation = kwargs.get("activation")
+    if isinstance(activation, str):
+        kwargs["activation"] = getattr(nn, activation)
     return family(num_classes=num_classes, **{**defaults, **kwargs})

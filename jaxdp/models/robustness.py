@@ -73,8 +73,8 @@ def robust_accuracy(
     """
     check_examples(source, batch_size)
     stds = np.atleast_1d(np.asarray(std, np.float32))
-    is_valid = np.all(stds >= 0) and np.all(np.isfinite(stds))
-    if not (stds.size and is_valid):
+    is_valid = (stds >= 0) & np.isfinite(stds)
+    if not stds.size or not is_valid.all():
         raise ValueError(f"std must be finite and at least 0, one number or several, got {std}.")
     if draws < 1 or (draws_per_call is not None and draws_per_call < 1):
         raise ValueError(
@@ -82,21 +82,24 @@ def robust_accuracy(
         )
     if draws_per_call is None:
         draws_per_call = 1 if forms.platform() == "cpu" else draws
-    calls, _ = pad_to_physical(np.arange(draws), min(draws_per_call, draws))
+    draw_numbers = np.arange(draws, dtype=np.uint32)
+    calls, _ = pad_to_physical(draw_numbers, min(draws_per_call, draws))
     counts = np.zeros((3, len(stds), *calls.shape), np.int64)
     key = jax.random.key(seed)
     batches = labelled_batches(source, batch_size)
-    total = -(-len(source) // min(batch_size, len(source)))
+    total = math.ceil(len(source) / batch_size)
     for batch in progress_bar(batches, label="robust accuracy", unit="batch", total=total):
         for i, scale in enumerate(stds):
             for j, numbers in enumerate(calls):
-                noise = jax.device_put((numbers.astype(np.uint32), scale))
-                result = _counts(predict, relative, params, key, *noise, *batch)
-                counts[:, i, j] += np.asarray(result)
-    counts = counts.reshape(3, len(stds), -1)[:, :, :draws]  # drops the padding of the last call
-    correct, not_finite, unlabelled = counts
-    refuse_unlabelled(int(unlabelled.max()), source)
-    warn_if_not_finite(int(not_finite.sum()), len(source) * not_finite.size)
+                noise = jax.device_put((numbers, scale))
+                of_call = _counts(predict, relative, params, key, *noise, *batch)
+                counts[:, i, j] += np.asarray(of_call)
+    by_draw = counts.reshape(3, len(stds), -1)
+    correct, not_finite, unlabelled = by_draw[:, :, :draws]  # drops the padding of the last call
+    most_unlabelled = int(unlabelled.max())
+    refuse_unlabelled(most_unlabelled, source)
+    answers = len(source) * not_finite.size
+    warn_if_not_finite(int(not_finite.sum()), answers)
     fractions = correct / len(source)
     if np.ndim(std):
         return fractions
@@ -117,10 +120,12 @@ def _counts(
     """Returns the `Counts` [3, D] of the models perturbed by the given draws."""
 
     def one(draw: jax.Array) -> jax.Array:
-        moved = _moved(jax.random.fold_in(key, draw), params, std, relative)
+        own_key = jax.random.fold_in(key, draw)
+        moved = _moved(own_key, params, std, relative)
         logits = predict(moved, inputs_of(batch))
         check_logits(logits, name="predict(params, inputs)", count=len(mask))
-        return jnp.stack(count(judge(logits, batch["label"]), mask))
+        judgements = judge(logits, batch["label"])
+        return jnp.stack(count(judgements, mask))
 
     return jax.vmap(one, out_axes=1)(draws)
 
@@ -136,12 +141,15 @@ def _moved(
     With `relative`, it is std times the root mean square of each array.
     """
     leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(key, len(leaves))
     moved = []
-    for k, p in zip(jax.random.split(key, len(leaves)), leaves, strict=True):
-        noise = jax.random.normal(k, p.shape, jnp.float32)
+    for own_key, leaf in zip(keys, leaves, strict=True):
+        noise = jax.random.normal(own_key, leaf.shape, jnp.float32)
         if relative:
-            noise *= jnp.sqrt(jnp.mean(jnp.square(p.astype(jnp.float32))))
-        moved.append((p + std * noise).astype(p.dtype))
+            squares = jnp.square(leaf.astype(jnp.float32))
+            noise *= jnp.sqrt(jnp.mean(squares))
+        noisy = leaf + std * noise
+        moved.append(noisy.astype(leaf.dtype))
     return jax.tree.unflatten(treedef, moved)
 
 
@@ -203,21 +211,26 @@ def parameter_robustness(
         )
     ratios = []
     norms = []
+    key = jax.random.key(seed)
+    examples = np.asarray(inputs)
     # The last batch is padded by repetition, which changes no maximum.
     batches, _ = pad_to_physical(np.arange(len(inputs)), min(batch_size, len(inputs)))
     for rows in progress_bar(batches, label="parameter robustness", unit="batch"):
-        x = jax.device_put(np.asarray(inputs)[rows])
+        x = jax.device_put(examples[rows])
         for draw in range(draws):
-            key = jax.random.fold_in(jax.random.key(seed), draw)
-            ratios.append(_ratio(predict, params, x, key, jnp.float32(std)))
-        shape = jax.eval_shape(predict, params, x).shape
-        direction = jax.random.normal(jax.random.key(seed), shape)
+            draw_key = jax.random.fold_in(key, draw)
+            ratio = _ratio(predict, params, x, draw_key, jnp.float32(std))
+            ratios.append(ratio)
+        logits = jax.eval_shape(predict, params, x)
+        direction = jax.random.normal(key, logits.shape)
         for _ in range(iterations):  # A compiled loop has slow convolutions on CPUs.
             direction, norm = _power_step(predict, params, x, direction)
         norms.append(norm)
-    return ParameterRobustness(
-        random=float(np.max(jax.device_get(ratios))), local=float(np.max(jax.device_get(norms)))
-    )
+    return ParameterRobustness(random=_largest(ratios), local=_largest(norms))
+
+
+def _largest(values: Sequence[jax.Array]) -> float:
+    return float(np.max(jax.device_get(values)))
 
 
 @functools.partial(jax.jit, static_argnums=0)

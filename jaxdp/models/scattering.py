@@ -37,9 +37,11 @@ def morlet(
     along = rows * math.cos(angle) + columns * math.sin(angle)
     across = columns * math.cos(angle) - rows * math.sin(angle)
     squares = along**2 + slant**2 * across**2
-    area = 2 * math.pi * deviation**2
-    gaussian = np.exp(-squares / (2 * deviation**2)) * slant / area
-    carrier = np.exp(0.75j * math.pi / 2**scale * along)
+    variance = deviation**2
+    heights = np.exp(-squares / (2 * variance))
+    gaussian = heights * slant / (2 * math.pi * variance)
+    wave_number = 0.75 * math.pi / 2**scale
+    carrier = np.exp(1j * wave_number * along)
     wave = _wrapped(gaussian * carrier)
     envelope = _wrapped(gaussian)
     beta = wave.sum() / envelope.sum()
@@ -62,10 +64,12 @@ def _averages(side: int, padding: int, scales: int) -> np.ndarray:
     stride = 2**scales
     deviation = 0.8 * 2 ** (scales - 1)
     units = np.arange(-2 * size, 3 * size) / deviation
-    gaussian = np.exp(-(units**2) / 2) / (math.sqrt(2 * math.pi) * deviation)
+    heights = np.exp(-(units**2) / 2)
+    gaussian = heights / (math.sqrt(2 * math.pi) * deviation)
     kernel = gaussian.reshape(5, size).sum(0)  # on the circle
     centres = padding + stride * np.arange(side // stride)
-    return kernel[(centres[:, None] - np.arange(size)) % size]
+    distances = centres[:, None] - np.arange(size)
+    return kernel[distances % size]
 
 
 @functools.cache
@@ -75,7 +79,8 @@ def _wavelets(size: int, scale: int, angles: int) -> np.ndarray:
     for k in range(angles):
         angle = np.pi * k / angles
         wavelet = morlet(size, scale=scale, angle=angle, angles=angles)
-        transforms.append(np.fft.fft2(wavelet).real)  # The imaginary part is zero.
+        transform = np.fft.fft2(wavelet)
+        transforms.append(transform.real)  # The imaginary part is zero.
     return np.stack(transforms)
 
 
@@ -97,21 +102,23 @@ def scattering(images: jax.Array, *, scales: int = 2, angles: int = 8) -> jax.Ar
     Raises:
       ValueError: The images are not square, or 2**scales does not divide their side.
     """
-    side = images.shape[1]
+    _, side, width, _ = images.shape
     pad = 2**scales
-    if images.shape[2] != side or side % pad:
+    if width != side or side % pad:
         raise ValueError(
-            f"images must be square with a side that {pad} divides, got "
-            f"{images.shape[1]}x{images.shape[2]}. Resize them, or choose fewer scales."
+            f"images must be square with a side that {pad} divides, got {side}x{width}. Resize "
+            "them, or choose fewer scales."
         )
+    channels_first = jnp.moveaxis(images, -1, 1)
     edges = ((0, 0), (0, 0), (pad, pad), (pad, pad))
-    padded = jnp.pad(jnp.moveaxis(images, -1, 1), edges, "reflect")
+    padded = jnp.pad(channels_first, edges, "reflect")
     zeroth = padded[:, :, None]  # [B, C, paths, pixels, pixels]
     first = [_modulus(zeroth, 0, scale, angles) for scale in range(scales)]
     second = []
     for scale in range(scales):
         for coarser in range(scale + 1, scales):
-            second.append(_modulus(first[scale], scale, coarser, angles))
+            moduli = _modulus(first[scale], scale, coarser, angles)
+            second.append(moduli)
     averaged = [_average(paths, side, pad, scales) for paths in (zeroth, *first, *second)]
     coefficients = jnp.concatenate(averaged, 2)
     return jnp.moveaxis(coefficients, (1, 2), (3, 4))
@@ -132,14 +139,18 @@ def _modulus(
     fold = 2**sampled
     step = 2 ** (scale - sampled)
     wavelets = _wavelets(size * fold, scale, angles)
-    wavelets = wavelets.reshape(angles, fold, size, fold, size).sum((1, 3))
+    copies = wavelets.reshape(angles, fold, size, fold, size)
+    multipliers = jnp.asarray(copies.sum((1, 3)), jnp.float32)
     transform = jnp.fft.fft2(signal)[:, :, :, None]
-    spectrum = transform * jnp.asarray(wavelets, jnp.float32)[None, None, None]
+    spectrum = transform * multipliers[None, None, None]
     new_size = size // step
-    folds = spectrum.reshape(*spectrum.shape[:-2], step, new_size, step, new_size)
+    *leading, _, _ = spectrum.shape
+    folds = spectrum.reshape(*leading, step, new_size, step, new_size)
     folded = folds.sum((-4, -2)) / step**2
-    moduli = jnp.abs(jnp.fft.ifft2(folded))
-    return moduli.reshape(*moduli.shape[:2], -1, new_size, new_size)
+    samples = jnp.fft.ifft2(folded)
+    moduli = jnp.abs(samples)
+    batch, channels, *_ = moduli.shape
+    return moduli.reshape(batch, channels, -1, new_size, new_size)
 
 
 def _average(
@@ -150,7 +161,9 @@ def _average(
 ) -> jax.Array:
     """Returns Gaussian averages of sampled paths at every 2**scales pixels of the image."""
     step = (side + 2 * padding) // paths.shape[-1]
-    matrix = jnp.asarray(step * _averages(side, padding, scales)[:, ::step], jnp.float32)
+    averages = _averages(side, padding, scales)
+    sampled = step * averages[:, ::step]
+    matrix = jnp.asarray(sampled, jnp.float32)
     return jnp.einsum("ih,bcphw,jw->bcpij", matrix, paths, matrix)
 
 
@@ -177,13 +190,14 @@ class Scattering(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, N, N, C] to logits [B, num_classes]."""
         coefficients = scattering(x, scales=self.scales, angles=self.angles)
-        channels = coefficients.reshape(*coefficients.shape[:3], -1)
-        if channels.shape[-1] % self.groups:
+        *positions, image_channels, kinds = coefficients.shape
+        channels = image_channels * kinds
+        if channels % self.groups:
             raise ValueError(
-                f"groups must divide {channels.shape[-1]}, the number of channels, got "
-                f"{self.groups}. Choose a divisor."
+                f"groups must divide {channels}, the number of channels, got {self.groups}. "
+                "Choose a divisor."
             )
-        grouped = channels.reshape(*channels.shape[:3], self.groups, -1)
+        grouped = coefficients.reshape(*positions, self.groups, -1)
         mean = jnp.mean(grouped, axis=(1, 2, 4), keepdims=True)
         var = jnp.var(grouped, axis=(1, 2, 4), keepdims=True)
         standardised = (grouped - mean) * jax.lax.rsqrt(var + 1e-5)

@@ -81,8 +81,10 @@ class WindowAttention(GivenShapes):
         def bias(scores: jax.Array) -> jax.Array:
             shape = scores.shape
             scores = scores.reshape(batch, per_side**2, self.num_heads, area, area)
-            table = self.param("position_bias", _init, ((2 * self.window - 1) ** 2, self.num_heads))
-            biases = table[_relative_positions(self.window)].transpose(2, 0, 1)
+            offsets = (2 * self.window - 1) ** 2  # of two tokens of a window
+            table = self.param("position_bias", _init, (offsets, self.num_heads))
+            places = _relative_positions(self.window)
+            biases = table[places].transpose(2, 0, 1)
             scores = scores + biases[None, None]
             if self.shift:
                 near = _neighbours(side, self.window, self.shift)
@@ -94,14 +96,16 @@ class WindowAttention(GivenShapes):
         x = x.reshape(batch, side, side, width)
         x = jnp.roll(x, -self.shift, (1, 2))
         x = x.reshape(batch, per_side, self.window, per_side, self.window, width)
-        x = x.swapaxes(2, 3).reshape(batch, side**2, width)  # window after window
+        x = x.swapaxes(2, 3)
+        x = x.reshape(batch, side**2, width)  # window after window
         query = project("query", x).reshape(-1, area, width)
         key = project("key", x).reshape(-1, area, width)
         value = project("value", x).reshape(-1, area, width)
         mixed = attend(query, key, value, self.num_heads, bias)
         y = project("out", mixed.reshape(batch, side**2, width))
         y = y.reshape(batch, per_side, per_side, self.window, self.window, width)
-        y = y.swapaxes(2, 3).reshape(batch, side, side, width)
+        y = y.swapaxes(2, 3)
+        y = y.reshape(batch, side, side, width)
         y = jnp.roll(y, self.shift, (1, 2))
         return y.reshape(batch, side**2, width)
 
@@ -124,11 +128,13 @@ class PatchMerging(nn.Module):
             )
         x = x.reshape(batch, side // 2, 2, side // 2, 2, width)
         # Public checkpoints have the neighbours in this order: (0, 0), (1, 0), (0, 1), (1, 1).
-        x = x.transpose(0, 1, 3, 4, 2, 5).reshape(batch, tokens // 4, 4 * width)
+        neighbours = x.transpose(0, 1, 3, 4, 2, 5)
+        x = neighbours.reshape(batch, tokens // 4, 4 * width)
         x = LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="norm")(x)
-        return Dense(
+        reduction = Dense(
             2 * width, use_bias=False, dtype=self.dtype, kernel_init=_init, name="reduction"
-        )(x)
+        )
+        return reduction(x)
 
 
 class Swin(nn.Module):
@@ -205,13 +211,10 @@ class Swin(nn.Module):
             window, shift = self._window(stage, _side(x))
             if k % 2 == 0:
                 shift = 0
-            x = Block(
-                self.num_heads[stage],
-                self.mlp_ratio * x.shape[-1],
-                **block,
-                attention=functools.partial(WindowAttention, window=window, shift=shift),
-                name=f"stage_{stage}_block_{k}",
-            )(x)
+            attention = functools.partial(WindowAttention, window=window, shift=shift)
+            mlp_width = self.mlp_ratio * x.shape[-1]
+            name = f"stage_{stage}_block_{k}"
+            x = Block(self.num_heads[stage], mlp_width, **block, attention=attention, name=name)(x)
             is_last_of_stage = k + 1 == self.depths[stage]
             if is_last_of_stage and stage + 1 < len(self.depths):
                 x = PatchMerging(name=f"stage_{stage + 1}_merge", **common)(x)
@@ -221,7 +224,8 @@ class Swin(nn.Module):
         y = jnp.mean(x, axis=1)
         head = {"dtype": jnp.float32, "kernel_init": _init}
         if self.head_hidden:
-            y = self.activation(Dense(self.head_hidden, name="head_hidden", **head)(y))
+            hidden = Dense(self.head_hidden, name="head_hidden", **head)(y)
+            y = self.activation(hidden)
         return Dense(self.num_classes, name="head", **head)(y)
 
     def _blocks(self) -> list[tuple[int, int]]:
@@ -233,19 +237,17 @@ class Swin(nn.Module):
 
     def _embed(self, x: jax.Array) -> jax.Array:
         """Maps images [B, S, S, C] to tokens [B, T, D], row by row."""
-        if x.shape[1] != x.shape[2]:
+        batch, height, width, _ = x.shape
+        if height != width:
+            raise ValueError(f"images must be square, got {height}x{width}. Resize or crop them.")
+        if height % self.patch_size:
             raise ValueError(
-                f"images must be square, got {x.shape[1]}x{x.shape[2]}. Resize or crop them."
-            )
-        if x.shape[1] % self.patch_size:
-            raise ValueError(
-                f"patch_size must divide the image {x.shape[1]}x{x.shape[2]}, got "
-                f"{self.patch_size}."
+                f"patch_size must divide the image {height}x{width}, got {self.patch_size}."
             )
         size = (self.patch_size, self.patch_size)
         common = {"strides": size, "padding": "VALID", "dtype": self.dtype, "kernel_init": _init}
         patches = Conv(self.width, size, name="embed", **common)(x)
-        x = patches.reshape(x.shape[0], -1, self.width)
+        x = patches.reshape(batch, -1, self.width)
         return LayerNorm(epsilon=self.norm_epsilon, dtype=self.dtype, name="embed_norm")(x)
 
     def _window(self, stage: int, side: int) -> tuple[int, int]:

@@ -84,10 +84,12 @@ def fit_public(
             batch = jax.vmap(augment)(view_keys, batch)
         gradient = jax.grad(mean_loss)(params, batch)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        params = optax.apply_updates(params, updates)
+        return params, opt_state
 
     opt_state = optimizer.init(params)
-    key = jax.random.wrap_key_data(jnp.frombuffer(seed[:8], jnp.uint32))
+    key_words = jnp.frombuffer(seed[:8], jnp.uint32)
+    key = jax.random.wrap_key_data(key_words)
     keys = jax.random.split(key, steps)
     for step in progress_bar(range(steps), label=label, unit="step", show=progress):
         batch = gather(sampler.batch(step))
@@ -149,9 +151,8 @@ def fit_in_memory(
         "epochs": epochs,
         "batch_size": batch_size,
     }
-    return fit_until_steady(
-        loss_fn, params, data, key=key, frozen=frozen, patience=0, **settings
-    ).params
+    fitted = fit_until_steady(loss_fn, params, data, key=key, frozen=frozen, patience=0, **settings)
+    return fitted.params
 
 
 class Fitted(NamedTuple):
@@ -194,15 +195,19 @@ def fit_until_steady(
     state = optax.scale_by_adam().init(params)
     size = min(batch_size, count)
     rate = jnp.float32(learning_rate)
-    smallest, since, taken = math.inf, 0, 0
+    smallest = math.inf
+    since = 0  # epochs since the smallest loss
+    taken = 0
     epoch_keys = jax.random.split(key, epochs)
     for epoch_key in progress_bar(epoch_keys, label="training", unit="epoch"):
         batches = epoch_batches(epoch_key, count, size)
         after = _epoch(loss_fn, params, state, frozen, data, batches, rate)
         params, state, loss = jax.block_until_ready(after)
         taken += 1
-        since = 0 if loss < smallest else since + 1
-        smallest = min(smallest, float(loss))
+        since += 1
+        if loss < smallest:
+            since = 0
+            smallest = float(loss)
         if since == patience > 0:
             break
     return Fitted(params, taken)
@@ -259,8 +264,10 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
     steps = -(-count // size)
     order_key, key = jax.random.split(key)
     order = jax.random.permutation(order_key, count)
-    rows = jnp.concatenate([order, order])[: steps * size].reshape(steps, size)
-    is_new = jnp.arange(steps * size) < count
+    repeated = jnp.concatenate([order, order])
+    places = steps * size
+    rows = repeated[:places].reshape(steps, size)
+    is_new = jnp.arange(places) < count
     weights = is_new.reshape(steps, size).astype(jnp.float32)
     return rows, weights, jax.random.split(key, steps)
 

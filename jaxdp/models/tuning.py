@@ -36,15 +36,14 @@ def trainable(choice: str, params: Params) -> Callable[[str, Any], bool]:
           paths.
     """
     paths = list(flatten_dict(dict(params), sep="/"))
-    norms = {path.rpartition("/")[0] for path in paths if path.endswith("/scale")}
+    module_of = {path: path.rpartition("/")[0] for path in paths}
+    norms = {module_of[path] for path in paths if path.endswith("/scale")}
     head = {path for path in paths if path.split("/")[0] in HEADS}
-    in_norms = {path for path in paths if path.rpartition("/")[0] in norms}
-    factors = {path for path in paths if path.startswith(f"{LORA}/")}
     groups: dict[str, set[str]] = {
         "all": set(paths),
         "head": head,
-        "norms": in_norms,
-        LORA: factors,
+        "norms": {path for path in paths if module_of[path] in norms},
+        LORA: {path for path in paths if path.startswith(f"{LORA}/")},
     }
     try:
         matches = {path for path in paths if re.fullmatch(choice, path)}
@@ -82,17 +81,21 @@ class _WithLoRA(Pretrained):
         ) -> Any:
             y = call(*args, **kwargs)
             layer = context.module
-            if context.method_name != "__call__" or not layer.has_variable(LORA, "down"):
+            is_call = context.method_name == "__call__"
+            if not is_call or not layer.has_variable(LORA, "down"):
                 return y
             down = layer.get_variable(LORA, "down")
             up = layer.get_variable(LORA, "up")
-            x = args[0].astype(layer.dtype or down.dtype)
-            added = x @ down.astype(x.dtype) @ up.astype(x.dtype)
+            dtype = layer.dtype or down.dtype
+            x = args[0].astype(dtype)
+            projected = x @ down.astype(dtype)
+            added = projected @ up.astype(dtype)
             return y + added.astype(y.dtype)
 
         # The factors are a collection, so that a scan over layers divides them like the weights.
+        variables = {"params": weights, LORA: params[LORA]}
         with nn.intercept_methods(add):
-            return self._applied({"params": weights, LORA: params[LORA]}, inputs)
+            return self._applied(variables, inputs)
 
 
 def with_lora(
@@ -129,15 +132,17 @@ def with_lora(
             f"{', '.join(sorted(dense))}."
         )
     factors = {}
-    keys = jax.random.split(jax.random.key(seed), len(paths))
+    key = jax.random.key(seed)
+    keys = jax.random.split(key, len(paths))
     for path, key in zip(paths, keys, strict=True):
         *stack, inputs, outputs = dense[path].shape
         down = jax.random.normal(key, (*stack, inputs, rank))
         factors[f"{path}/down"] = down / math.sqrt(inputs)
         factors[f"{path}/up"] = jnp.zeros((*stack, rank, outputs))
+    params = {**pretrained.params, LORA: unflatten_dict(factors, sep="/")}
     return _WithLoRA(
         model=pretrained.model,
-        params={**pretrained.params, LORA: unflatten_dict(factors, sep="/")},
+        params=params,
         preprocessing=pretrained.preprocessing,
         constants=pretrained.constants,
     )
@@ -147,9 +152,12 @@ def _dense_kernels(params: Params) -> dict[str, Any]:
     """Returns the kernels of dense layers by path, [d, e] or a stack [L, d, e]."""
     kernels = {}
     for path, leaf in flatten_dict(dict(params), sep="/").items():
+        layer, _, name = path.rpartition("/")
         # The output layer of a language model is no module that could add the factors.
-        if path.endswith("/kernel") and leaf.ndim in (2, 3) and path != "unembed/kernel":
-            kernels[path.removesuffix("/kernel")] = leaf
+        if layer == "unembed":
+            continue
+        if name == "kernel" and leaf.ndim in (2, 3):
+            kernels[layer] = leaf
     return kernels
 
 
@@ -159,10 +167,11 @@ def merge_lora(params: Params) -> dict[str, Any]:
     flat = flatten_dict(weights, sep="/")
     factors = flatten_dict(dict(params.get(LORA, {})), sep="/")
     for path, down in factors.items():
-        if path.endswith("/down"):
-            layer = path.removesuffix("/down")
+        layer, _, name = path.rpartition("/")
+        if name == "down":
             product = down @ factors[f"{layer}/up"]
-            flat[f"{layer}/kernel"] = flat[f"{layer}/kernel"] + product
+            kernel = flat[f"{layer}/kernel"]
+            flat[f"{layer}/kernel"] = kernel + product
     return unflatten_dict(flat, sep="/")
 
 
@@ -213,22 +222,30 @@ class Features:
             )
         largest = deviations[: dimensions or available]
         lengths = largest ** (1 - whiten)
-        matrix = components[: len(largest)].T / largest**whiten / np.linalg.norm(lengths)
+        principal = components[: len(largest)]
+        whitened = principal.T / largest**whiten
+        matrix = whitened / np.linalg.norm(lengths)
         return cls(mean, matrix)
 
     def __call__(self, features: np.ndarray) -> np.ndarray:
         """Maps [n, d] to float32 [n, r]."""
-        return ((features - self.mean) @ self.matrix).astype(np.float32)
+        centred = features - self.mean
+        mapped = centred @ self.matrix
+        return mapped.astype(np.float32)
 
     def fold(self, head: Params) -> dict[str, jax.Array]:
         """Returns the head for plain features from the head for mapped ones.
 
         It is {"kernel": [d, C], "bias": [C]}.
         """
-        kernel = self.matrix @ np.asarray(head["kernel"], np.float64)
-        bias = np.asarray(head["bias"], np.float64) - self.mean @ kernel
-        folded = {"kernel": kernel, "bias": bias}
-        return {name: jnp.asarray(value, jnp.float32) for name, value in folded.items()}
+        head_kernel = np.asarray(head["kernel"], np.float64)
+        head_bias = np.asarray(head["bias"], np.float64)
+        kernel = self.matrix @ head_kernel
+        bias = head_bias - self.mean @ kernel
+        return {
+            "kernel": jnp.asarray(kernel, jnp.float32),
+            "bias": jnp.asarray(bias, jnp.float32),
+        }
 
 
 def _calls(
@@ -263,10 +280,11 @@ def head_inputs(pretrained: Pretrained, images: jax.Array) -> jax.Array:
     """
     heads = _calls(pretrained, images, lambda path: len(path) == 1 and path[0] in HEADS)
     inputs = [args[0] for args, _ in heads]
-    if len(inputs) != 1 or inputs[0].ndim != 2:
+    shapes = [x.shape[1:] for x in inputs]
+    if len(shapes) != 1 or len(shapes[0]) != 1:
         raise ValueError(
             "the model must have one linear head on one vector per image to keep its inputs, got "
-            f"{len(inputs)} heads on {[x.shape[1:] for x in inputs]}. A SqueezeNet needs "
+            f"{len(inputs)} heads on {shapes}. A SqueezeNet needs "
             "pool='features', a distilled model distilled_head=False. Or do not keep features."
         )
     return inputs[0].astype(jnp.float32)
@@ -299,8 +317,10 @@ def text_embeddings(
     is_token = tokens >= 0
     lengths = is_token.sum(axis=1)
     if pooling == "mean":
-        weights = is_token / jnp.maximum(lengths, 1)[:, None]
+        counts = jnp.maximum(lengths, 1)
+        weights = is_token / counts[:, None]
     else:
         places = jnp.arange(tokens.shape[1])
-        weights = places[None] == lengths[:, None] - 1
+        last = lengths - 1
+        weights = places[None] == last[:, None]
     return jnp.einsum("bt,btd->bd", weights.astype(jnp.float32), hidden)

@@ -19,7 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jaxdp import models
-from jaxdp.models import Preprocessing, load_checkpoint
+from jaxdp.models import Preprocessing, load_checkpoint, namings
 from jaxdp.models.namings import NAMINGS
 from jaxdp.models.preprocessing import from_hugging_face, from_timm
 from tests.models import test_public_convnets
@@ -241,6 +241,13 @@ def test_half_precision_becomes_float32_and_integers_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="cls_token: dtype int8 is not floating point"):
         load("timm_vit", path)
+
+
+def test_a_section_of_namings_has_no_unknown_key():
+    section = {"signature": "a.weight", "names": {"head": "a"}}
+    assert namings.naming_of(section).find("head/kernel").name == "a.weight"
+    with pytest.raises(TypeError, match="conversion"):
+        namings.naming_of({**section, "conversion": "torch"})
 
 
 def test_files_and_namings_that_are_not_known(tmp_path):
