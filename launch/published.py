@@ -78,9 +78,17 @@ def _network(run: Run, network: Pretrained, file: str = "params.safetensors") ->
 
 
 def _classes(config: Any, count: int) -> tuple[str, ...]:
-    """Returns the names of the classes, which are the labels themselves if they are numbers."""
-    numbers = map(str, range(count))
-    return tuple(config.data.get("class_names", ())) or tuple(numbers)
+    """Returns the names of the classes, which are the labels themselves if they are numbers.
+
+    `config.data.classes` are labels that were renumbered in their order.
+    """
+    names = tuple(config.data.get("class_names", ()))
+    if not names and "server" not in config.data:  # A server has labels of its own.
+        names = tuple(map(str, range(count)))
+    if chosen := tuple(config.data.get("classes", ())):
+        numbered = dict(enumerate(names))
+        names = tuple(numbered.get(label, str(label)) for label in chosen)
+    return names
 
 
 def _random(shape: Sequence[int]) -> np.ndarray:
