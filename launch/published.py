@@ -77,6 +77,20 @@ def _network(run: Run, network: Pretrained, file: str = "params.safetensors") ->
     return fields | {"probe": _random(blank_inputs(network.preprocessing).shape[1:])}
 
 
+def _classes(config: Any, count: int) -> tuple[str, ...]:
+    """Returns the names of the classes, which are the labels themselves if they are numbers.
+
+    `config.data.classes` are labels that were renumbered in their order.
+    """
+    names = tuple(config.data.get("class_names", ()))
+    if not names and "server" not in config.data:  # A server has labels of its own.
+        names = tuple(map(str, range(count)))
+    if chosen := tuple(config.data.get("classes", ())):
+        numbered = dict(enumerate(names))
+        names = tuple(numbered.get(label, str(label)) for label in chosen)
+    return names
+
+
 def _random(shape: Sequence[int]) -> np.ndarray:
     return np.random.default_rng(0).random((_PROBES, *shape), np.float32)
 
@@ -102,7 +116,7 @@ def _finetune(run: Run) -> Published:
     return Published(
         name=f"{result['dataset']}, {config.model.name}",
         inputs=_meaning(network, config, sources["test"]),
-        classes=specs["test"].class_names,
+        classes=_classes(config, sources["test"].num_classes),
         metrics=share,
         accounts=accounts,
         **_network(run, network),
@@ -127,7 +141,7 @@ def _pretrain(run: Run) -> Published:
     return Published(
         name=f"{public.name}, {run.config.model.name}",
         inputs=_IMAGE,
-        classes=specs["public"].class_names,
+        classes=_classes(run.config, public.num_classes),
         metrics={"test accuracy": (run.result["accuracy"], len(test))},
         accounts=None,
         **_network(run, network),
@@ -142,6 +156,7 @@ def _source(file: str) -> Callable[[Run], Published]:
         return Published(
             name=f"public network, {run.config.model.name}",
             inputs=_IMAGE,
+            classes=_classes(run.config, run.config.model.num_classes),
             accounts=None,
             **_network(run, models.network(run.config.model), file),
         )
@@ -202,6 +217,7 @@ def _student(run: Run) -> Published:
         params={"student": student, "features": task.mapping.params},
         probe=_random(task.mapping.shape),
         inputs=task.mapping.inputs,
+        classes=_classes(config, count),
         accounts=_books(run),
         metrics={"accuracy on the other test inputs": accuracy},
     )
@@ -215,7 +231,8 @@ def _deployed(run: Run) -> Published:
     config, result = run.config, life.result("deploy")
     assert result is not None
     private = data.specs(config.data, *parts.ROLES, grouped=True, unit="image")["private"]
-    network = models.network(config.model, open_parts({"private": private})["private"].num_classes)
+    count = open_parts({"private": private})["private"].num_classes
+    network = models.network(config.model, count)
 
     def predict(params: Any, batch: jax.Array) -> jax.Array:
         logits = network.apply_fn(params["params"], batch)
@@ -238,7 +255,7 @@ def _deployed(run: Run) -> Published:
         inputs=(
             f"{_IMAGE}; the output of the predicted class is its confidence, and the others are 0"
         ),
-        classes=private.class_names,
+        classes=_classes(config, count),
         accounts=_paid(run, life),
         metrics=metrics,
     )

@@ -249,4 +249,6 @@ def test_a_public_backbone_is_released_without_accounts(finished, tmp_path):
     network = pretrain.models.network(tiny.pretrain().model, 10)
     params = models.load_params(workdir / "params.safetensors")
     expected = jax.nn.softmax(network.apply_fn(params, images))
-    np.testing.assert_allclose(models.load_released(folder)(images), expected, atol=1e-6)
+    served = models.load_released(folder)
+    np.testing.assert_allclose(served(images), expected, atol=1e-6)
+    assert served.labels(images) == [str(digit) for digit in expected.argmax(axis=1)]
