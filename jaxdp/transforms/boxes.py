@@ -290,7 +290,9 @@ def without_overflow(
 
 def _end_without_overflow(end: jax.Array, sign: int) -> jax.Array:
     largest = float(jnp.finfo(end.dtype).max)
-    return jnp.minimum(end, largest) if sign < 0 else jnp.maximum(end, -largest)
+    if sign < 0:
+        return jnp.minimum(end, largest)
+    return jnp.maximum(end, -largest)
 
 
 def inflate(

@@ -85,7 +85,9 @@ class _Value(NamedTuple):
     @property
     def as_vector(self) -> Vector:
         """The value as a factor of another one."""
-        return Vector(1.0, self.primal) if self.is_full else Vector(self.primal, None)
+        if self.is_full:
+            return Vector(1.0, self.primal)
+        return Vector(self.primal, None)
 
     def with_derivative(self, primal: Any, factor: Vector) -> "_Value":
         """Returns a function of each entry of the value, whose derivative is `factor`."""
@@ -289,8 +291,10 @@ def _sum(eqn: Any, x: _Value, kernel: int) -> _Value:
         terms.append((Vector(x.diagonal.number, None), functional))
     rows = len(x.primal)
     for p, q in x.terms:
+        # A vector without a base has ones in all rows.
         total = rows if p.base is None else p.base.sum(0, keepdims=True)
-        terms.append((Vector(p.number * total, None), q))
+        vector = Vector(p.number * total, None)
+        terms.append((vector, q))
     total = x.primal.sum(0, keepdims=True)
     return _Value(total, False, x.shape[-1:], None, tuple(terms))
 

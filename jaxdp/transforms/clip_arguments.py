@@ -88,7 +88,9 @@ def is_array(leaf: Any) -> bool:
 
 def dtype_name(leaf: Any) -> str:
     """Returns the name of the dtype of an array, or of the type of any other leaf."""
-    return str(jnp.result_type(leaf)) if is_array(leaf) else type(leaf).__name__
+    if is_array(leaf):
+        return str(jnp.result_type(leaf))
+    return type(leaf).__name__
 
 
 def trainable_leaves(params: Any, predicate: Trainable | None) -> list[bool]:
@@ -99,7 +101,10 @@ def trainable_leaves(params: Any, predicate: Trainable | None) -> list[bool]:
     """
     trainable = []
     for path, leaf in paths_of(params):
-        dtype = jnp.result_type(leaf) if is_array(leaf) else np.dtype(object)
+        if is_array(leaf):
+            dtype = jnp.result_type(leaf)
+        else:
+            dtype = np.dtype(object)
         trains = jnp.issubdtype(dtype, jnp.inexact)  # integers and keys have no gradient
         if trains and predicate is not None:
             trains = bool(predicate(path, leaf))

@@ -191,13 +191,18 @@ class ClippedGrad:
             raise ValueError(
                 f"adjacency must be one of {sorted(_CONTRIBUTIONS)}, got {adjacency!r}."
             )
-        bound = self.bounds[0] if self.patterns is None else total_norm(self.bounds)
+        if self.patterns is None:
+            bound = self.bounds[0]
+        else:
+            bound = total_norm(self.bounds)
         return _CONTRIBUTIONS[adjacency] * bound
 
     @property
     def patterns(self) -> tuple[str, ...] | None:
         """The patterns of the parts, or None if the whole gradient is clipped to one norm."""
-        return tuple(self.clip_norm) if isinstance(self.clip_norm, Mapping) else None
+        if isinstance(self.clip_norm, Mapping):
+            return tuple(self.clip_norm)
+        return None
 
     @property
     def clip_norms(self) -> tuple[Any, ...]:

@@ -322,8 +322,7 @@ class Component:
                 of_sites, low_rank = rows.left_out
             by_site = zip(self._tapped, rows.read, of_sites, strict=True)
             for one, read, left_out in by_site:
-                record = left_out[0] if read[0] is None else read[0]
-                cotangent = left_out[1] if read[1] is None else read[1]
+                record, cotangent = map(_present, read, left_out)
                 of_weight = one.site.contract(record, cotangent, factors)
                 of_weights.append(of_weight)
             if self._form is not None:
@@ -338,7 +337,16 @@ class Component:
 
 def _read_or_left_out(x: Any, leaves_out: bool) -> tuple[Any, Any]:
     """Returns (x, None) for an array whose rows must be finite, else (None, x)."""
-    return (None, x) if leaves_out else (x, None)
+    if leaves_out:
+        return None, x
+    return x, None
+
+
+def _present(read: Any, left_out: Any) -> Any:
+    """Returns the one of the two that is an array."""
+    if read is None:
+        return left_out
+    return read
 
 
 def contract_rows(

@@ -268,7 +268,10 @@ class Conv(Rule):
         w = jax.vmap(self._cotangent)(g)
         # Each device adds up its own block of examples. Otherwise they exchange a sum for each
         # kernel position.
-        blocks = math.gcd(len(w), shards.auto_devices()) if self._looped else 1
+        if self._looped:
+            blocks = math.gcd(len(w), shards.auto_devices())
+        else:
+            blocks = 1
         x = x.reshape(blocks, -1, *x.shape[1:])
         w = w.reshape(blocks, -1, *w.shape[1:])
 
@@ -425,7 +428,9 @@ class Conv(Rule):
     @property
     def _fold(self) -> int:
         """The number of entries of the first dimension that are part of a row."""
-        return self.strides[0] if self._joined == 1 and self._folds(0) else 1
+        if self._joined == 1 and self._folds(0):
+            return self.strides[0]
+        return 1
 
     @property
     def _row_entries(self) -> int:
@@ -471,7 +476,10 @@ class Conv(Rule):
             of_turn = contracted(*pair, [1], [0])
             return lax.dynamic_update_slice_in_dim(grads, of_turn, start, 0)
 
-        shape = (self.rows, self.cols) if self._cotangent_last else (self.cols, self.rows)
+        if self._cotangent_last:
+            shape = (self.rows, self.cols)
+        else:
+            shape = (self.cols, self.rows)
         wide_zero = zero.astype(wide_dtype(x, w))
         zeros = jnp.full((examples, *shape), wide_zero)
         zeros = shards.vary(zeros, shards.varying_axes(x, w))

@@ -77,16 +77,18 @@ def by_vmap(
         value, *aux = evaluate(*leaves, *example)
         return value, program.with_aux(aux)
 
-    (losses, aux), grads = batched_gradient(loss, leaves, jax.tree.leaves(batch))
+    examples = jax.tree.leaves(batch)
+    (losses, aux), grads = batched_gradient(loss, leaves, examples)
     # XLA may keep more digits of a bfloat16 gradient for its norm than for the sum.
     grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
-    squared_norms = []
-    for number in range(max(part_of) + 1):
-        own = [g for g, part in zip(grads, part_of, strict=True) if part == number]
-        squared_norms.append(sum_of_squares(own))
+    by_part: list[list[jax.Array]] = [[] for _ in range(max(part_of) + 1)]
+    for grad, part in zip(grads, part_of, strict=True):
+        by_part[part].append(grad)
+    squared_norms = [sum_of_squares(own) for own in by_part]
 
     def weighted_sum(rows: Rows, factors: list[jax.Array]) -> list[jax.Array]:
-        return contract_rows(rows.read, [factors[part] for part in part_of])
+        of_leaves = [factors[part] for part in part_of]
+        return contract_rows(rows.read, of_leaves)
 
     return EngineResult(losses, aux, squared_norms, Rows(grads), weighted_sum, grads)
 
@@ -128,7 +130,8 @@ def by_bookkeeping(
     plan = tap_plan(program, consts, leaves)
     # Gradients are taken with respect to the taps and never to the leaves, which needs no B x P
     # memory.
-    losses, aux, met = _tap_gradients(program, plan, leaves, jax.tree.leaves(batch))
+    examples = jax.tree.leaves(batch)
+    losses, aux, met = _tap_gradients(program, plan, leaves, examples)
     # J^T adds up gradients in float32 or wider, whatever the dtype of the leaves.
     wide = [x.astype(sites.wide_dtype(x)) for x in leaves]
     weights = plan.weights_program(wide)
@@ -193,8 +196,9 @@ def _for_each_leaf(
     for number, leaf in enumerate(leaves):
         if number in values:
             result.append(values[number])
-        else:
-            result.append(jnp.zeros((*lead, *leaf.shape), leaf.dtype))
+            continue
+        shape = (*lead, *leaf.shape)
+        result.append(jnp.zeros(shape, leaf.dtype))
     return result
 
 
@@ -214,7 +218,8 @@ def _tap_gradients(
         taps: list[jax.Array],
         example: list[Any],
     ) -> tuple[jax.Array, Any]:
-        (value, *aux), records = plan.forward([*leaves, *example], taps)
+        outputs, records = plan.forward([*leaves, *example], taps)
+        value, *aux = outputs
         return value, (aux, records)
 
     # Taps vary over mesh axes as the leaves do. Otherwise JAX sums their cotangents over shards.
@@ -223,9 +228,11 @@ def _tap_gradients(
     (losses, (aux, records)), gradients = batched_gradient(tapped, taps, examples)
     cotangents = []
     for site, gradient in zip(plan.sites, gradients, strict=True):
-        cotangents.append(gradient.reshape(len(gradient), *site.tap.shape))
+        shape = (len(gradient), *site.tap.shape)
+        cotangents.append(gradient.reshape(shape))
     met = zip(plan.sites, records, cotangents, strict=True)
-    return losses, aux, [TappedSite(*values) for values in met]
+    tapped_sites = [TappedSite(*values) for values in met]
+    return losses, aux, tapped_sites
 
 
 class _ComponentSums:
@@ -259,7 +266,8 @@ class _ComponentSums:
                 self._large.append(component)
                 continue
             for leaf, grads in component.kept.items():
-                self._columns[leaf] = grads.reshape(n_examples, -1).astype(dtype)
+                columns = grads.reshape(n_examples, -1)
+                self._columns[leaf] = columns.astype(dtype)
         no_column = jnp.zeros((n_examples, 0), dtype)
         side_by_side = jnp.concatenate([no_column, *self._columns.values()], 1)
         norms = [sum_of_squares([side_by_side])]
@@ -278,8 +286,10 @@ class _ComponentSums:
         side_by_side, large_read = rows.read
         (small_sums,) = contract_rows([side_by_side], [factors])
         sums = self._cut(small_sums)
-        for component, read, left_out in zip(self._large, large_read, rows.left_out, strict=True):
-            sums |= component.weighted_sum(Rows(read, left_out), factors)
+        large = zip(self._large, large_read, rows.left_out, strict=True)
+        for component, read, left_out in large:
+            own_rows = Rows(read, left_out)
+            sums |= component.weighted_sum(own_rows, factors)
         return sums
 
     def _cut(self, small_sums: jax.Array) -> dict[int, jax.Array]:

@@ -72,7 +72,10 @@ def tree_in_units(tree: Any) -> tuple[Any, jax.Array]:
     for leaf in jax.tree.leaves(tree):
         largest = _exponents(leaf).max(initial=0)
         powers.append((largest - _bias(leaf.dtype)).astype(jnp.int32))
-    power = jnp.stack(powers).max() if powers else jnp.int32(0)
+    if powers:
+        power = jnp.stack(powers).max()
+    else:
+        power = jnp.int32(0)
     units = jax.tree.map(lambda leaf: times_power(leaf, -power), tree)
     return units, power
 

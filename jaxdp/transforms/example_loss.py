@@ -158,7 +158,10 @@ def _one_loss(
             raise
         raise ValueError(f"loss_fn {remedy}") from error
     is_pair = isinstance(result, tuple) and len(result) == 2
-    value, aux = result if loss_fn.has_aux and is_pair else (result, None)
+    if loss_fn.has_aux and is_pair:
+        value, aux = result
+    else:
+        value, aux = result, None
     shapes = jax.tree.map(jnp.shape, value)
     lacks_aux = loss_fn.has_aux and not is_pair
     # Only an array has a dtype, so shapes are compared first.

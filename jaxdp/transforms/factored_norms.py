@@ -62,7 +62,7 @@ def squared_norms(
     """
     if _all_lookups(pairs):
         return _squared_norms_of_rows(pairs)
-    if len(pairs) == 1 and pairs[0][1].shape[2] == 1:
+    if len(pairs) == 1 and _positions(pairs[0]) == 1:
         return _squared_norms_of_one_position(pairs[0])
     rows, cols = _sizes(pairs)
     kind = wide_dtype(*jax.tree.leaves(pairs))
@@ -86,8 +86,9 @@ def squared_norms(
         lengths_u = lengths_u + length_u.sum((1, 2))
         lengths_w = lengths_w + length_w.sum((1, 2))
     # A square that is flushed counts at its upper bound, times the lengths of the other factor.
-    other_squares = rows * jnp.square(lengths_w) + cols * jnp.square(lengths_u)
-    flushed = rounding.FLUSHED * other_squares
+    squares_w = rows * jnp.square(lengths_w)
+    squares_u = cols * jnp.square(lengths_u)
+    flushed = rounding.FLUSHED * (squares_w + squares_u)
     largest = rounding.root(jnp.square(apart).sum(1))
     error = rounding.of_sum(_terms(pairs), kind) * largest
     return rounding.covered(total, spread, error) + flushed
@@ -113,7 +114,10 @@ def _sizes(pairs: Sequence[Pair]) -> tuple[int, int]:
 
 
 def _width(x: Factor) -> int:
-    return 1 if isinstance(x, OneHot) else x.shape[-1]
+    if isinstance(x, OneHot):
+        return 1
+    width: int = x.shape[-1]
+    return width
 
 
 def lost_in_parts() -> int:
@@ -121,7 +125,9 @@ def lost_in_parts() -> int:
 
     A cotangent times a factor has 24 bits. Two parts in bfloat16 have 16 of them.
     """
-    return 2**7 if multiplies_bfloat16() else 0  # 2**-16, in units of 2**-23
+    if multiplies_bfloat16():
+        return 2**7  # 2**-16, in units of 2**-23
+    return 0
 
 
 # --- Inner products ---
@@ -165,7 +171,10 @@ def inner_products(
     ) -> tuple[jax.Array, None]:
         return total + product(start, _BLOCK), None
 
-    first = product(terms - rest, rest) if rest else jnp.zeros_like(product(0, _BLOCK))
+    if rest:
+        first = product(terms - rest, rest)
+    else:
+        first = jnp.zeros_like(product(0, _BLOCK))
     starts = jnp.arange(blocks) * _BLOCK
     total, _ = lax.scan(add, first, starts)
     return total
@@ -178,7 +187,9 @@ def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
         if isinstance(x, OneHot) or isinstance(y, OneHot):
             return 0  # a row of a table is picked
         terms: int = x.shape[-1]
-        return terms if terms < 2 * _BLOCK else _BLOCK + terms // _BLOCK + 1
+        if terms < 2 * _BLOCK:
+            return terms
+        return _BLOCK + terms // _BLOCK + 1
 
     most = max(map(of_part, xs, ys))
     return most + len(xs) - 1
@@ -212,7 +223,8 @@ def _squared_norms_of_rows(pairs: Sequence[Pair]) -> jax.Array:
     if are_distinct:
         return square(w).sum((1, 2, 3)) + flushed
     _, total = sums_of_equal_rows(index, w)
-    apart = rounding.root(square(w).sum(-1)).sum(2)
+    lengths = rounding.root(square(w).sum(-1))
+    apart = lengths.sum(2)
     largest = rounding.root(jnp.square(apart).sum(1))
     error = rounding.of_sum(_terms(pairs), w.dtype) * largest
     squares = square(total).sum((1, 2, 3))
@@ -250,7 +262,8 @@ def sums_of_equal_rows(
         order = jnp.argsort(index)
         ranked = index[order]
         first_is_new = jnp.zeros(1, bool)
-        is_new = jnp.concatenate([first_is_new, ranked[1:] != ranked[:-1]])
+        others_are_new = ranked[1:] != ranked[:-1]
+        is_new = jnp.concatenate([first_is_new, others_are_new])
         number = jnp.cumsum(is_new).astype(order.dtype)
         place = jnp.zeros_like(order)
         place = place.at[order].set(number, unique_indices=True)
@@ -348,7 +361,8 @@ def _grams(
     parts_y, w_y = y
     factors = (*parts_x, w_x, *parts_y, w_y)
     # The sums of rows of a lookup are not settled.
-    precision = PRECISION if any(isinstance(f, OneHot) for f in factors) else None
+    has_lookup = any(isinstance(factor, OneHot) for factor in factors)
+    precision = PRECISION if has_lookup else None
 
     def gram(p: Factor, q: Factor) -> jax.Array:
         return inner_products(p, q, precision).astype(kind)
@@ -381,7 +395,8 @@ def _gram_sums(
     products = gram_u * gram_w
     abs_u = jnp.abs(gram_u)
     abs_w = jnp.abs(gram_w)
-    r_u, r_w, r_t = (rounding.eps(gram_u.dtype) * count for count in counts)
+    eps = rounding.eps(gram_u.dtype)
+    r_u, r_w, r_t = (eps * count for count in counts)
     of_u = r_u * most_u * abs_w
     of_w = r_w * most_w * abs_u
     of_factors = of_u + of_w

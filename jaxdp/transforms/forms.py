@@ -38,14 +38,18 @@ def platform() -> str:
 def own_platform() -> str:
     """Returns the platform where this process computes what is on no device yet."""
     device = jax.config.values["jax_default_device"] or jax.local_devices()[0]
-    return device if isinstance(device, str) else platform_of(device)
+    if isinstance(device, str):
+        return device
+    return platform_of(device)
 
 
 def platform_of(device: jax.Device) -> str:
     """Returns the platform of a device, of `PLATFORMS`."""
     if device.platform != "gpu":
         return str(device.platform)
-    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
+    if "rocm" in device.client.platform_version.lower():
+        return "rocm"
+    return "cuda"
 
 
 def capability() -> int:
@@ -55,7 +59,9 @@ def capability() -> int:
     """
     capability = str(getattr(jax.local_devices()[0], "compute_capability", ""))
     major, _, _ = capability.partition(".")
-    return int(major) if major.isdigit() else _MODERN
+    if major.isdigit():
+        return int(major)
+    return _MODERN
 
 
 @contextlib.contextmanager

@@ -45,13 +45,17 @@ def _equals_its_extremum(eqn: Any, producers: Producers) -> Match | None:
 def _compares_with_itself(eqn: Any, producers: Producers) -> Match | None:
     """Matches x == x and x != x, the usual test for NaN."""
     x, y = eqn.invars
-    return (f"{eqn.primitive.name}_itself", (x,)) if _same(x, y) else None
+    if _same(x, y):
+        return (f"{eqn.primitive.name}_itself", (x,))
+    return None
 
 
 def _square(eqn: Any, producers: Producers) -> Match | None:
     """Matches x * x, which is never negative."""
     x, y = eqn.invars
-    return ("square", (x,)) if _same(x, y) else None
+    if _same(x, y):
+        return ("square", (x,))
+    return None
 
 
 def _x_plus_xy(eqn: Any, producers: Producers) -> Match | None:
@@ -141,7 +145,9 @@ def _softmax(eqn: Any, producers: Producers) -> Match | None:
     if exp is None or summed is None or summed is not exp.invars[0]:
         return None
     shift = _shift(summed, producers)
-    return ("softmax", (shift[0],)) if shift else None
+    if shift:
+        return ("softmax", (shift[0],))
+    return None
 
 
 def _log_softmax(eqn: Any, producers: Producers) -> Match | None:
@@ -189,7 +195,9 @@ def _exponent_of_sum(total: Any, producers: Producers) -> Any:
     if summation.params["axes"] != (summand.aval.ndim - 1,):
         return None
     exp = _producer(summand, producers, "exp")
-    return None if exp is None else exp.invars[0]
+    if exp is None:
+        return None
+    return exp.invars[0]
 
 
 def _shift(x: Any, producers: Producers) -> tuple[Any, Any] | None:
@@ -202,7 +210,9 @@ def _shift(x: Any, producers: Producers) -> tuple[Any, Any] | None:
         return None
     last = len(x.aval.shape) - 1
     is_constant = m.aval.shape[last:] == (1,)
-    return (a, m) if a.aval.shape == x.aval.shape and is_constant else None
+    if a.aval.shape == x.aval.shape and is_constant:
+        return (a, m)
+    return None
 
 
 # --- Variables and their producers --------------------------------------------------------------

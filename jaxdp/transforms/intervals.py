@@ -141,7 +141,9 @@ def bound(
 
     def expand(x: Any) -> Any:
         """Replaces an interval of pytrees by a pytree of intervals."""
-        return jax.tree.map(Box, x.lower, x.upper) if _is_interval(x) else x
+        if _is_interval(x):
+            return jax.tree.map(Box, x.lower, x.upper)
+        return x
 
     arguments = jax.tree.map(expand, (tuple(args), kwargs or {}), is_leaf=_is_interval)
     leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_interval)

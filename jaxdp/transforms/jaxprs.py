@@ -28,7 +28,9 @@ def inner_program(
     params: Mapping[str, Any],
 ) -> jex.ClosedJaxpr | None:
     """Returns the program that a primitive calls once with all of its operands, or None."""
-    return called_program(params) if name in _ONCE else None
+    if name in _ONCE:
+        return called_program(params)
+    return None
 
 
 def called_program(params: Mapping[str, Any]) -> jex.ClosedJaxpr:

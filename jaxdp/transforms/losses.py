@@ -113,7 +113,8 @@ def next_token(logits: jax.Array, targets: jax.Array) -> jax.Array:
     exists = exists.astype(logits.dtype)
     log_ratios = jax.nn.logsumexp(logits, axis=1) - logits_of_targets
     losses = exists * log_ratios
-    total = jnp.where(known, losses, 0).sum()
+    known_losses = jnp.where(known, losses, 0)
+    total = known_losses.sum()
     count = jnp.maximum(known.sum(), 1)  # the loss of a text without a known token is 0
     return total / count.astype(losses.dtype)
 
@@ -223,7 +224,8 @@ def _softmax_label_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _sigmoid_value(logits: jax.Array, label: jax.Array) -> jax.Array:
     linear = jnp.maximum(logits, 0) - label * logits
-    return linear + jnp.log1p(jnp.exp(-jnp.abs(logits)))  # no exponential overflows
+    exponential = jnp.exp(-jnp.abs(logits))  # it does not overflow
+    return linear + jnp.log1p(exponential)
 
 
 def _sigmoid_gradient(logits: jax.Array, label: jax.Array) -> jax.Array:
@@ -303,9 +305,10 @@ def _primitive(
         moved = []
         for x, axis in pairs:
             if axis is None:
-                moved.append(jnp.broadcast_to(x, (size, *x.shape)))
+                mapped = jnp.broadcast_to(x, (size, *x.shape))
             else:
-                moved.append(jnp.moveaxis(x, axis, 0))
+                mapped = jnp.moveaxis(x, axis, 0)
+            moved.append(mapped)
         return primitive.bind(*moved), 0
 
     def differentiated(primals: Any, tangents: Any) -> Any:
@@ -341,8 +344,10 @@ def _loss(
 
     @jax.custom_vjp
     def loss(logits: jax.Array, label: jax.Array) -> jax.Array:
-        values = value_p.bind(logits, label)
-        return jnp.sum(values) if elementwise else values
+        values: jax.Array = value_p.bind(logits, label)
+        if elementwise:
+            return jnp.sum(values)
+        return values
 
     def forward(
         logits: jax.Array,
@@ -426,14 +431,18 @@ _absolute_error.defvjp(_absolute_error_fwd, _absolute_error_bwd)
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:
     # A zero weight hides an infinite value (a class of probability zero), since 0 * inf is NaN.
-    products = jnp.where(weights == 0, jnp.zeros_like(values), weights * values)
+    is_zero = weights == 0
+    zeros = jnp.zeros_like(values)
+    products = jnp.where(is_zero, zeros, weights * values)
     return jnp.sum(products, axis=-1)
 
 
 def _at_least_float32(logits: jax.Array) -> jax.Array:
     # bfloat16 has fewer than three decimal digits.
     logits = jnp.asarray(logits)
-    return logits if logits.dtype == jnp.float64 else logits.astype(jnp.float32)
+    if logits.dtype == jnp.float64:
+        return logits
+    return logits.astype(jnp.float32)
 
 
 def _class_weights(logits: jax.Array, label: jax.Array) -> jax.Array:

@@ -112,7 +112,10 @@ class Layout:
         """
 
         def undivided(axes: Any) -> tuple[str, ...] | None:
-            names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+            if isinstance(axes, str):
+                names = (axes,)
+            else:
+                names = tuple(axes or ())
             return tuple(name for name in names if name not in self.data_axes) or None
 
         specs = tuple(PartitionSpec(*map(undivided, spec)) for spec in self.specs)
@@ -190,7 +193,9 @@ class Layout:
         def find(part: Any) -> Any:
             if _alike(part, params):
                 return of_params
-            return of_moving if _alike(part, moving) else None
+            if _alike(part, moving):
+                return of_moving
+            return None
 
         return jax.tree.map(
             lambda part: find(part) or self.everywhere,
@@ -247,7 +252,9 @@ def put(
         return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
     def sent(x: Any) -> Any:
-        return jax.random.key_data(x) if is_key(x) else x
+        if is_key(x):
+            return jax.random.key_data(x)
+        return x
 
     def received(x: Any, before: Any) -> Any:
         if not is_key(before):
@@ -274,7 +281,9 @@ def rounded_up(
 
 def data_devices(mesh: Mesh | None, data_axes: Sequence[str]) -> int:
     """Returns the number of parts into which a batch is divided."""
-    return 1 if mesh is None else math.prod(mesh.shape[axis] for axis in data_axes)
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[axis] for axis in data_axes)
 
 
 def _alike(tree: Any, like: Any) -> bool:

@@ -253,7 +253,10 @@ def _in_words(size: float) -> str:
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    if hasattr(x, "dtype"):
+        dtype = x.dtype
+    else:
+        dtype = np.asarray(x).dtype
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return jax.ShapeDtypeStruct(x.shape, dtype)
     if dtype.kind in "OSUM":  # objects, bytes, text, dates
@@ -431,7 +434,10 @@ def _returns_scalar(
         result = jax.eval_shape(loss, arrays, shapes)
     except Exception:  # whatever the caller's loss raises, it does not take these shapes
         return False
-    value = result[0] if has_aux and isinstance(result, tuple) else result
+    if has_aux and isinstance(result, tuple):
+        value = result[0]
+    else:
+        value = result
     return isinstance(value, jax.ShapeDtypeStruct) and value.shape == ()
 
 

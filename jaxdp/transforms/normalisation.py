@@ -266,7 +266,9 @@ class _Walk:
         known |= {v: _Constant(tuple(v.aval.shape)) for v in jaxpr.constvars}
 
         def value(variable: Any) -> _Value:
-            return _literal(variable) if isinstance(variable, jex.Literal) else known[variable]
+            if isinstance(variable, jex.Literal):
+                return _literal(variable)
+            return known[variable]
 
         for eqn in jaxpr.eqns:
             results = self._results(eqn, [value(v) for v in eqn.invars])
@@ -397,8 +399,12 @@ def _exponent(eqn: jex.JaxprEqn, operands: Sequence[_Value]) -> float | None:
     name = eqn.primitive.name
     if name == "pow":
         exponent = operands[1]
-        return exponent.number if isinstance(exponent, _Constant) else None
-    return float(eqn.params["y"]) if name == "integer_pow" else _POWERS.get(name)
+        if isinstance(exponent, _Constant):
+            return exponent.number
+        return None
+    if name == "integer_pow":
+        return float(eqn.params["y"])
+    return _POWERS.get(name)
 
 
 def _stored(
@@ -424,8 +430,12 @@ def _stored(
     assert stored is not None
     if name in ("add", "sub"):
         if stored.shifted:  # offset - mean * r
-            return stored if other.parameter is not None else None
-        return stored if stored.power == 1 and not other.leaves else None  # root + epsilon
+            if other.parameter is not None:
+                return stored
+            return None
+        if stored.power == 1 and not other.leaves:  # root + epsilon
+            return stored
+        return None
     if name == "max" and not other.leaves:  # the smallest root that is allowed
         return stored
     if name == "div" and root is second and stored.power == 1:
@@ -445,9 +455,13 @@ def _stored_power(x: _Constant, exponent: float) -> _Stored | None:
     For example, 1 / sqrt(variance) is the power -1, and so is the reciprocal of sqrt(variance).
     """
     if x.stored is not None:
-        return _Stored(-x.stored.power) if exponent == -1 else None
+        if exponent == -1:
+            return _Stored(-x.stored.power)
+        return None
     is_root = abs(exponent) == 0.5 and x.is_vector
-    return _Stored(int(2 * exponent)) if is_root else None
+    if is_root:
+        return _Stored(int(2 * exponent))
+    return None
 
 
 # --- Values with data ---
@@ -587,7 +601,9 @@ def _shared(
 
 
 def _leaf_of(parameter: _Parameter | None) -> int | None:
-    return None if parameter is None else parameter.leaf
+    if parameter is None:
+        return None
+    return parameter.leaf
 
 
 def _scaled(

@@ -72,9 +72,13 @@ def multiplied_bits() -> int | None:
     if precision not in _FEW_BITS:
         return None
     if forms.platform() == "tpu":
-        return None if precision == "tensorfloat32" else BFLOAT16_BITS
+        if precision == "tensorfloat32":
+            return None
+        return BFLOAT16_BITS
     has_tf32 = forms.platform() == "cuda" and forms.capability() >= _AMPERE
-    return TF32_BITS if has_tf32 and precision != "bfloat16" else None
+    if has_tf32 and precision != "bfloat16":
+        return TF32_BITS
+    return None
 
 
 def multiplies_bfloat16() -> bool:
@@ -85,7 +89,9 @@ def multiplies_bfloat16() -> bool:
 
 def settled_precision() -> lax.Precision:
     """Returns the precision that multiplies settled factors without rounding them."""
-    return PRECISION if multiplied_bits() is None else lax.Precision.DEFAULT
+    if multiplied_bits() is None:
+        return PRECISION
+    return lax.Precision.DEFAULT
 
 
 def contracted(

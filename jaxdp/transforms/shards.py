@@ -59,7 +59,10 @@ def shape_like(
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Types a value as varying over `axes`, so that JAX does not sum its cotangents over them."""
     missing = tuple(sorted(set(axes) - varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
+    if not missing:
+        return x
+    varying: jax.Array = lax.pcast(x, missing, to="varying")
+    return varying
 
 
 def untracked_axes() -> frozenset[str]:

@@ -89,7 +89,9 @@ def settled_at(
 
     def rounded(x: jax.Array) -> jax.Array:
         if x.dtype != jnp.float32:
-            return x if by_kernels else settled(x)
+            if by_kernels:
+                return x
+            return settled(x)
         if bits is None:
             return x
         x = lax.reduce_precision(x, products.EXPONENT_BITS, bits)
@@ -309,7 +311,9 @@ class Site:
 
     def _multiplied(self, record: Any, g: jax.Array) -> Any:
         """Returns the record and the cotangent as they are multiplied."""
-        return settled_at(self.rule, record, g) if self.settles_itself else (record, g)
+        if self.settles_itself:
+            return settled_at(self.rule, record, g)
+        return (record, g)
 
     def settled(
         self,

@@ -140,7 +140,8 @@ class Plan:
         for step in self.steps:
             operands = _read(values, step.eqn.invars)
             if step.kind == "meet":  # the tap is on the result
-                records.append(self.sites[len(records)].rule.record(operands))
+                site = self.sites[len(records)]
+                records.append(site.rule.record(operands))
                 (result,) = bind_equation(self.jaxpr, step.eqn, operands)
                 results = [tapped(result, next(pending))]
             else:
@@ -163,7 +164,8 @@ class Plan:
     ) -> tuple[list[Any], list[Any]]:
         """Returns the results of a step, and the records of the sites inside of it."""
         if step.inner is not None:
-            inner_taps = list(itertools.islice(pending, len(step.inner.sites)))
+            n_taps = len(step.inner.sites)
+            inner_taps = list(itertools.islice(pending, n_taps))
             return _forward_inner(step, step.inner, operands, inner_taps)
         name = step.eqn.primitive.name
         if step.kind == "tap" and name in _BROADCASTING:
@@ -181,7 +183,8 @@ class Plan:
         n_of_example = len(self.jaxpr.invars) - len(leaves)
 
         def weights(leaves: Sequence[Any]) -> list[Any]:
-            values, _ = self.weights([*leaves, *[None] * n_of_example])
+            no_example = [None] * n_of_example
+            values, _ = self.weights([*leaves, *no_example])
             return values
 
         return jax.make_jaxpr(weights)(leaves)
@@ -263,11 +266,14 @@ def _broadcast(
         return x
     long = [d for d, n in enumerate(shape) if n != 1]
     squeezed = x.reshape([x.shape[d] for d in long if x.ndim])
-    return jnp.broadcast_to(squeezed, [shape[d] for d in long]).reshape(shape)
+    long_shape = [shape[d] for d in long]
+    return jnp.broadcast_to(squeezed, long_shape).reshape(shape)
 
 
 def _widen(x: Any) -> Any:
-    return x.astype(sites.wide_dtype(x)) if _is_float(x) else x
+    if _is_float(x):
+        return x.astype(sites.wide_dtype(x))
+    return x
 
 
 def _bind_wide(
@@ -278,9 +284,11 @@ def _bind_wide(
     """Evaluates an equation without data, with floats in float32 or wider."""
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
     if eqn.primitive.name == "convert_element_type":
+        (array,) = arrays
         to = eqn.outvars[0].aval
-        if _is_float(arrays[0]) and _is_float(to):
-            return [arrays[0].astype(sites.wide_dtype(to))]
+        if _is_float(array) and _is_float(to):
+            dtype = sites.wide_dtype(to)
+            return [array.astype(dtype)]
     if eqn.primitive.name not in MOVES:
         # Other primitives may demand operands of equal dtype, so they get those of the program.
         pairs = zip(arrays, eqn.invars, strict=True)
@@ -312,8 +320,11 @@ def _forward_inner(
         xs: tuple[list[Any], list[Any]],
     ) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
         slices, inner_taps = xs
-        outputs, records = inner.forward([*constants, *carry, *slices], inner_taps)
-        return outputs[: len(carry)], (outputs[len(carry) :], records)
+        inputs = [*constants, *carry, *slices]
+        outputs, records = inner.forward(inputs, inner_taps)
+        new_carry = outputs[: len(carry)]
+        results = outputs[len(carry) :]
+        return new_carry, (results, records)
 
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     start = operands[first_carry:first_x]
@@ -333,8 +344,13 @@ def _weights_of_scan(
     """
     first_carry, first_x = scan_layout(eqn)
     # A carry changes after its initial value, so every carry is data inside the body.
-    values = [None if first_carry <= i < first_x else x for i, x in enumerate(operands)]
-    in_axes = [0 if i >= first_x and x is not None else None for i, x in enumerate(values)]
+    values: list[Any] = list(operands)
+    values[first_carry:first_x] = [None] * (first_x - first_carry)
+    # Data have no value, so only weights that the scan slices are mapped.
+    in_axes: list[int | None] = [None] * len(values)
+    for i in range(first_x, len(values)):
+        if values[i] is not None:
+            in_axes[i] = 0
     if not inner.sites or all(axis is None for axis in in_axes):
         weights, _ = inner.weights(values)
         return weights
@@ -404,7 +420,9 @@ class _Walk:
 
     def value(self, variable: Any) -> Value:
         """Returns what is known about a variable."""
-        return self._constant if isinstance(variable, jex.Literal) else self._known[variable]
+        if isinstance(variable, jex.Literal):
+            return self._constant
+        return self._known[variable]
 
     def add(self, eqn: jex.JaxprEqn) -> None:
         """Adds the step and the sites of the next equation."""
@@ -444,7 +462,8 @@ class _Walk:
             return _Step("call", eqn, inner=inner)
         has_data = any(v.data for v in values)
         # Weights that become complex, or enter a custom_vjp, have their tap before that.
-        if not has_data and not (weights and _needs_a_tap(eqn)):
+        needs_a_tap = bool(weights) and _needs_a_tap(eqn)
+        if not has_data and not needs_a_tap:
             return _Step("bind", eqn, without_data=True)
         if not weights:
             return _Step("bind", eqn)
@@ -561,7 +580,9 @@ def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
         return tuple(value.source[i] for i in eqn.params["permutation"])
     size_before = math.prod(eqn.invars[0].aval.shape)
     size_after = math.prod(eqn.outvars[0].aval.shape)
-    return () if name in MOVES and size_before == size_after else None
+    if name in MOVES and size_before == size_after:
+        return ()
+    return None
 
 
 def _rule(
@@ -578,7 +599,9 @@ def _rule(
     if name == "dot_general" and len(weights) == 1:
         return sites.Dot.of(eqn, weights[0])
     if name == "conv_general_dilated" and weights == (1,):
-        return sites.Conv.of(eqn) if eqn.params["batch_group_count"] == 1 else None
+        if eqn.params["batch_group_count"] == 1:
+            return sites.Conv.of(eqn)
+        return None
     if name in ("gather", "dynamic_slice") and weights == (0,):
         return sites.Lookup.of(eqn)
     return None

@@ -145,7 +145,10 @@ class Dot(Rule):
         first_right = first_left + len(free[0])
         left = range(first_left, first_right)
         right = range(first_right, eqn.outvars[0].aval.ndim)
-        of_data_and_weight = (*right, *left) if w == 0 else (*left, *right)
+        if w == 0:
+            of_data_and_weight = (*right, *left)
+        else:
+            of_data_and_weight = (*left, *right)
         weight_shape = shapes[w]
         data_order = (*batch[x], *free[x], *contracted[x])
         weight_order = (*batch[w], *contracted[w], *free[w])
@@ -259,7 +262,9 @@ class Lookup(Rule):
     def record(self, operands: Sequence[Any]) -> Any:
         """Returns the numbers of the rows that are looked up, [T] int32, or -1 outside."""
         starts = self._starts(operands)
-        shape = () if self.numbers is None else operands[1].shape[:-1]
+        shape: tuple[int, ...] = ()
+        if self.numbers is not None:
+            shape = operands[1].shape[:-1]
         inside = jnp.ones(shape, bool)
         places: dict[int, Any] = {}
         for d, start in starts.items():

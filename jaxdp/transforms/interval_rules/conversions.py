@@ -26,7 +26,9 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
     low, high = eqn.ends(x)
     target = jnp.dtype(eqn.outputs[0].dtype)
     if not jnp.issubdtype(target, jnp.floating):
-        return _to_integer(x, low, high) if isinstance(x, Interval) else low
+        if isinstance(x, Interval):
+            return _to_integer(x, low, high)
+        return low
     is_exact = _fits(x, target)
     if is_exact and not isinstance(x, Interval):
         return low

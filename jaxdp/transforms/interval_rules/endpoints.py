@@ -103,7 +103,9 @@ def without_nan(x: Operand) -> Operand:
 
 def rounded(low: jax.Array, high: jax.Array) -> Ends:
     """Widens endpoints by one rounding. Integers have none."""
-    return widen(low, high) if is_float(low) else (low, high)
+    if is_float(low):
+        return widen(low, high)
+    return (low, high)
 
 
 def narrow(

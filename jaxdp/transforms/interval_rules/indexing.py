@@ -50,7 +50,10 @@ def _read_at(
 @register_rule("dynamic_update_slice", "scatter")
 def _write_at(eqn: Equation, *operands: Operand) -> list[Box]:
     # scatter(x, indices, updates), but dynamic_update_slice(x, update, *starts)
-    positions = operands[1:2] if eqn.name == "scatter" else operands[2:]
+    if eqn.name == "scatter":
+        positions = operands[1:2]
+    else:
+        positions = operands[2:]
     check_positions(positions)
     return at_both_ends(eqn, *operands, nonnegative=are_nonnegative(*operands))
 

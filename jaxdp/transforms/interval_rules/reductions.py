@@ -66,7 +66,8 @@ def _reduce_prod(eqn: Equation, x: Operand) -> Operand:
     factors = axes_last(at_least_float32(x), eqn.params["axes"])
     low = lower(factors)
     high = upper(factors)
-    while (half := low.shape[-1] // 2) > 0:
+    while low.shape[-1] > 1:
+        half = low.shape[-1] // 2
         first = Box(low[..., :half], high[..., :half], nonnegative=nonnegative)
         second = slice(half, 2 * half)
         others = Box(low[..., second], high[..., second], nonnegative=nonnegative)
@@ -114,9 +115,13 @@ def _select_and_scatter_add(
     at once, one place in the window after the other.
     """
     if eqn.params["select_prim"].name == "le":  # min pooling
-        x = Box(-upper(x), -lower(x)) if isinstance(x, Interval) else -x
+        if isinstance(x, Interval):
+            x = Box(-upper(x), -lower(x))
+        else:
+            x = -x
     strides = eqn.params["window_strides"]
-    padding = [(int(a), int(b), 0) for a, b in eqn.params["padding"]]
+    padding = [(int(before), int(behind), 0) for before, behind in eqn.params["padding"]]
+    crop = [(-before, -behind, 0) for before, behind, _ in padding]
     windows = source.shape
     places = list(np.ndindex(*eqn.params["window_dimensions"]))
 
@@ -130,6 +135,7 @@ def _select_and_scatter_add(
     high_entries = [_entries_at(highs, place, windows, strides) for place in places]
     low = jnp.zeros_like(lows)
     high = jnp.zeros_like(lows)
+    zero = jnp.zeros((), low.dtype)
     cotangents = inflate(source, len(places) + 1)
     nothing = jnp.full_like(low_entries[0], -jnp.inf)
     x_is_interval = isinstance(x, Interval)
@@ -156,11 +162,10 @@ def _select_and_scatter_add(
         if_possible = jnp.where(possible, positive, 0)
         share_high = jnp.where(certain, cotangents.upper, if_possible)
         spread = _spread_of(place, windows, strides, low.shape)
-        low = low + lax.pad(share_low, jnp.zeros((), low.dtype), spread)
-        high = high + lax.pad(share_high, jnp.zeros((), low.dtype), spread)
-    crop = [(-before, -behind, 0) for before, behind, _ in padding]
-    low = lax.pad(low, jnp.zeros((), low.dtype), crop)
-    high = lax.pad(high, jnp.zeros((), high.dtype), crop)
+        low = low + lax.pad(share_low, zero, spread)
+        high = high + lax.pad(share_high, zero, spread)
+    low = lax.pad(low, zero, crop)
+    high = lax.pad(high, zero, crop)
     low, high = widen(low, high)
     return Box(low, high)
 

@@ -146,12 +146,16 @@ class Plan:
 
         They do where products of cells are cheaper than the gradient.
         """
-        return LANES // _slot(self.cells) if self.by_cells else 1
+        if self.by_cells:
+            return LANES // _slot(self.cells)
+        return 1
 
     @property
     def lanes(self) -> int:
         """The lanes of the examples that share them."""
-        return LANES if self.sides > 1 else up(self.cells, LANES)
+        if self.sides > 1:
+            return LANES
+        return up(self.cells, LANES)
 
     @property
     def slot(self) -> int:
@@ -171,7 +175,9 @@ class Plan:
     @property
     def passes(self) -> int:
         """Row passes through the matrix unit for one example."""
-        return self._passes_by_cells if self.by_cells else self._passes_of_gradient
+        if self.by_cells:
+            return self._passes_by_cells
+        return self._passes_of_gradient
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
@@ -215,7 +221,9 @@ class Plan:
         """The number of examples whose products the compiler interleaves."""
         if self.passes <= 1024:
             return 4
-        return 2 if self.passes <= 4096 else 1
+        if self.passes <= 4096:
+            return 2
+        return 1
 
 
 def _met(geometry: Geometry, d: int) -> Pairs:
@@ -372,7 +380,9 @@ def _sums(
     b: jax.Array,
 ) -> list[jax.Array]:
     """Returns partial sums of the squared norm of a b^T, of M and of E."""
-    return _sums_by_cells(plan, a, b) if plan.by_cells else _sums_of_gradient(a, b)
+    if plan.by_cells:
+        return _sums_by_cells(plan, a, b)
+    return _sums_of_gradient(a, b)
 
 
 def _sums_of_gradient(a: jax.Array, b: jax.Array) -> list[jax.Array]:
@@ -484,7 +494,10 @@ def weighted_of(plan: Plan) -> Callable[..., list[jax.Array]]:
             products = [_product(a, b, over=1) for a, b in stacks(*own)]
             # An example without weight may hold NaN.
             terms = [jnp.where(factor == 0, 0.0, factor * product) for product in products]
-            sums = [a + b for a, b in zip(sums, terms, strict=True)] if sums else terms
+            if sums:
+                sums = [a + b for a, b in zip(sums, terms, strict=True)]
+            else:
+                sums = terms
         return sums
 
     return weighted

@@ -35,17 +35,18 @@ def suits(
     It refuses kernels that are not of two dimensions, empty arrays, other types than bfloat16 and
     float32, and images that do not fit into the memory of a chip.
     """
-    entries = math.prod(x.shape[1:]) * math.prod(g.shape[1:])
-    if len(geometry.window) != 2 or not entries:
+    is_empty = 0 in (*x.shape[1:], *g.shape[1:])
+    if len(geometry.window) != 2 or is_empty:
         return False
-    served = {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
-    if not {jnp.dtype(x.dtype), jnp.dtype(g.dtype)} <= served:
+    served = (jnp.bfloat16, jnp.float32)
+    if x.dtype not in served or g.dtype not in served:
         return False
     plan = cells.Plan.of(geometry, x, g)
+    if plan.passes > PASSES:
+        return False
     # Two blocks of bfloat16: one arrives while the other is computed.
     blocks = 2 * 2 * sum(plan.heights) * plan.lanes
-    stored = plan.stored + blocks
-    return plan.passes <= PASSES and stored <= lanes.KERNEL_BYTES // 4
+    return plan.stored + blocks <= lanes.KERNEL_BYTES // 4
 
 
 def norms_and_bounds(
@@ -113,8 +114,12 @@ def _all_mapped(
     arrays: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """Returns arrays that all have the mapped axis in front."""
-    pairs = zip(arrays, batched, strict=True)
-    return [y if own else jnp.broadcast_to(y, (size, *y.shape)) for y, own in pairs]
+    mapped = []
+    for y, is_mapped in zip(arrays, batched, strict=True):
+        if not is_mapped:
+            y = jnp.broadcast_to(y, (size, *y.shape))
+        mapped.append(y)
+    return mapped
 
 
 def _norms(
@@ -127,8 +132,9 @@ def _norms(
         nothing = jnp.sum(x.astype(jnp.float32), (1, 2, 3))
         return jnp.broadcast_to(nothing, (cells.RESULTS, 0))
     plan = cells.Plan.of(geometry, x, g)
-    norms = lanes.norms if lanes.batch_on_lanes(plan, len(x)) else _norms_of_blocks
-    return norms(plan, geometry.strides, x, g)
+    if lanes.batch_on_lanes(plan, len(x)):
+        return lanes.norms(plan, geometry.strides, x, g)
+    return _norms_of_blocks(plan, geometry.strides, x, g)
 
 
 def sums_suit(
@@ -143,8 +149,10 @@ def sums_suit(
     if not x.shape[0] or not suits(x, g, geometry):
         return False
     plan = cells.Plan.of(geometry, x, g)
-    stored = 4 * sum(rows * columns for rows, columns in plan.sizes)
-    return lanes.batch_on_lanes(plan, x.shape[0]) and stored <= cells.PRODUCT_BYTES
+    entries = sum(rows * columns for rows, columns in plan.sizes)
+    if 4 * entries > cells.PRODUCT_BYTES:
+        return False
+    return lanes.batch_on_lanes(plan, x.shape[0])
 
 
 def weighted_sum(
@@ -172,9 +180,11 @@ def weighted_sum(
         batched: Sequence[bool],
         *arrays: jax.Array,
     ) -> tuple[jax.Array, bool]:
-        return lax.map(lambda own: total(*own), _all_mapped(size, batched, arrays)), True
+        own = _all_mapped(size, batched, arrays)
+        return lax.map(lambda arrays: total(*arrays), own), True
 
-    result: jax.Array = total(*(shards.vary(y, axes) for y in (x, g, factors)))
+    varied = [shards.vary(y, axes) for y in (x, g, factors)]
+    result: jax.Array = total(*varied)
     return result
 
 
@@ -225,7 +235,9 @@ def _norms_of_blocks(
         norm = cells.norm_of(plan)
 
         def example(i: jax.Array) -> None:
-            results = norm(cells.words_of(data[i]), cells.words_of(cotangents[i]))
+            data_words = cells.words_of(data[i])
+            cotangent_words = cells.words_of(cotangents[i])
+            results = norm(data_words, cotangent_words)
             for row, values in enumerate(results):
                 sums[i, row : row + 1] = values
 
@@ -234,7 +246,7 @@ def _norms_of_blocks(
     def block_of(rows: int, lane_count: int) -> Any:
         return pl.BlockSpec((size, rows, lane_count), lambda step: (step, 0, 0))
 
-    steps = -(-groups // size)
+    steps = math.ceil(groups / size)
     sums_shape = (groups, cells.RESULTS, cells.LANES)
     sums = pl.pallas_call(
         kernel,
@@ -266,7 +278,9 @@ def _phases(
     down, across = strides
     x = cells.on_grid(plan, strides, x)
     x = x.reshape(batch, height, down, width, across, channels)
-    by_phase = [x[:, :, p, :, q] for p, q in itertools.product(*plan.phases)]
+    by_phase = []
+    for row_phase, column_phase in itertools.product(*plan.phases):
+        by_phase.append(x[:, :, row_phase, :, column_phase])
     return jnp.stack(by_phase, 1)
 
 

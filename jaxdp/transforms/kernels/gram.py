@@ -8,6 +8,7 @@ both matrices are symmetric.
 
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -56,9 +57,12 @@ def cycles(
 ) -> float:
     """Returns the estimated cycles of one example: of its products and sums, or of reading it."""
     entries = _multiplied(positions)
-    steps = _parts(positions, rows, cols).steps / _examples(positions, rows, cols)
-    sums = _SUMS * entries / (tiles.SUBLANES * tiles.LANES)
-    computed = _products(positions, rows + cols) + sums + _OVERHEAD * steps
+    lengths = _parts(positions, rows, cols)
+    steps = lengths.steps / _examples(positions, rows, cols)
+    tile = tiles.SUBLANES * tiles.LANES
+    sums = _SUMS * entries / tile
+    products = _products(positions, rows + cols)
+    computed = products + sums + _OVERHEAD * steps
     read = positions * (rows + cols) * itemsize
     return max(computed, read / tiles.BYTES_PER_CYCLE)
 
@@ -71,7 +75,8 @@ def _products(positions: int, features: int) -> float:
 def _multiplied(positions: int) -> int:
     """Returns how many entries of a Gram matrix are computed, with padding."""
     ends = (end for _, end in _columns(positions))
-    return sum(tiles.padded(end, tiles.PACKED) * tiles.LANES for end in ends)
+    rows = sum(tiles.padded(end, tiles.PACKED) for end in ends)
+    return rows * tiles.LANES
 
 
 def _columns(positions: int) -> list[tuple[int, int]]:
@@ -102,16 +107,24 @@ def _parts(
     fitting = []
     for part_rows, part_cols in itertools.product(_lengths(rows), _lengths(cols)):
         if part_rows + part_cols <= most:
-            steps = max(-(-rows // part_rows), -(-cols // part_cols))
-            fitting.append(_Parts(part_rows, part_cols, steps))
-    # Of equally many steps, those with the least padding.
-    return min(fitting, key=lambda one: (one.steps, one.rows + one.cols), default=_NO_PARTS)
+            steps_u = math.ceil(rows / part_rows)
+            steps_w = math.ceil(cols / part_cols)
+            fitting.append(_Parts(part_rows, part_cols, max(steps_u, steps_w)))
+
+    def order(lengths: _Parts) -> tuple[int, int]:
+        # Of equally many steps, those with the least padding.
+        return lengths.steps, lengths.rows + lengths.cols
+
+    return min(fitting, key=order, default=_NO_PARTS)
 
 
 def _lengths(size: int) -> list[int]:
     """Returns lengths of parts of an axis. Where none divides it, the last part goes beyond it."""
-    beyond = [] if size % tiles.LANES == 0 else range(tiles.LANES, size, tiles.LANES)
-    return [*tiles.parts(size, size), *beyond]
+    dividing = tiles.parts(size, size)
+    if size % tiles.LANES == 0:
+        return [*dividing]
+    beyond = range(tiles.LANES, size, tiles.LANES)
+    return [*dividing, *beyond]
 
 
 def additions(
@@ -128,7 +141,8 @@ def additions(
 
 def _additions(size: int, length: int) -> int:
     """Returns the additions within a part, and those of all parts."""
-    return min(size, length) + -(-size // length)
+    n_parts = math.ceil(size / length)
+    return min(size, length) + n_parts
 
 
 @functools.cache
@@ -171,11 +185,14 @@ def suits(
     It serves 8 to 1024 positions, 64 or more rows and columns, bfloat16 and float32. Long examples
     of many rows need parts that are multiples of 128.
     """
-    if not tiles.serves(rows, cols, dtype) or not 8 <= positions <= _LONGEST:
+    if not tiles.serves(rows, cols, dtype):
+        return False
+    if not 8 <= positions <= _LONGEST:
         return False
     if _parts(positions, rows, cols) == _NO_PARTS:
         return False
-    return tiles.fits(_vmem(positions, rows, cols, jnp.dtype(dtype).itemsize))
+    itemsize = jnp.dtype(dtype).itemsize
+    return tiles.fits(_vmem(positions, rows, cols, itemsize))
 
 
 def gram_norms(
@@ -251,8 +268,13 @@ def _sums(
         ) -> tuple[Any, ...]:
             # An operand of fewer parts stays at its last one, which is then not read again.
             last = operand.n_parts - 1
-            part = jnp.minimum(step, last) if operand.n_parts < lengths.steps else step
-            return (i, part, 0) if operand.on_lanes else (i, 0, part)
+            if operand.n_parts < lengths.steps:
+                part = jnp.minimum(step, last)
+            else:
+                part = step
+            if operand.on_lanes:
+                return (i, part, 0)
+            return (i, 0, part)
 
         shape = (positions, operand.part)
         if operand.on_lanes:
@@ -275,10 +297,11 @@ def _sums(
         scratch_shapes=[matrices, matrices],
         compiler_params=tiles.compiler_params(vmem, 1, 1),
     )
-    sums: tuple[jax.Array, ...] = called(
-        u.swapaxes(1, 2) if of_u.on_lanes else u,
-        w.swapaxes(1, 2) if of_w.on_lanes else w,
-    )
+    if of_u.on_lanes:
+        u = u.swapaxes(1, 2)
+    if of_w.on_lanes:
+        w = w.swapaxes(1, 2)
+    sums: tuple[jax.Array, ...] = called(u, w)
     return sums
 
 
@@ -310,24 +333,28 @@ def _kernel(
             part = x[e].astype(jnp.bfloat16)
             length = part.shape[axis]
             if length * operand.n_parts > operand.features:  # the last part goes beyond the array
-                place = lax.broadcasted_iota(jnp.int32, part.shape, axis) + step * length
-                part = jnp.where(place < operand.features, part, 0)
+                place_in_part = lax.broadcasted_iota(jnp.int32, part.shape, axis)
+                feature = place_in_part + step * length
+                part = jnp.where(feature < operand.features, part, 0)
             alone = operand.n_parts == 1
             _add_gram(part, grams.at[e], operand.on_lanes, first=step == 0, alone=alone)
 
-    for x, grams, operand in zip((u, w), (grams_u, grams_w), operands, strict=True):
-        its = functools.partial(add, x, grams, operand)
+    of_u, of_w = operands
+    for x, grams, operand in ((u, grams_u, of_u), (w, grams_w, of_w)):
+        add_part = functools.partial(add, x, grams, operand)
         if operand.n_parts == steps:
-            its()
+            add_part()
         else:
-            pl.when(step < operand.n_parts)(its)
+            pl.when(step < operand.n_parts)(add_part)
 
     @pl.when(step == steps - 1)
     def _() -> None:
         for e in examples:
-            _add_entries(grams_u.at[e], grams_w.at[e], sums.at[e])
-            _diagonal(grams_u.at[e], rows_u.at[e])
-            _diagonal(grams_w.at[e], rows_w.at[e])
+            gram_u = grams_u.at[e]
+            gram_w = grams_w.at[e]
+            _add_entries(gram_u, gram_w, sums.at[e])
+            _diagonal(gram_u, rows_u.at[e])
+            _diagonal(gram_w, rows_w.at[e])
 
 
 def _add_gram(
@@ -345,7 +372,8 @@ def _add_gram(
         else:
             product = tiles.product(x[:end], x[start:end], (1, 1))
         if not alone:  # what the matrix holds before the first step is not defined
-            product += jnp.where(first, 0, gram[:end, start:end])
+            sum_so_far = gram[:end, start:end]
+            product += jnp.where(first, 0, sum_so_far)
         gram[:end, start:end] = product
 
 
@@ -372,7 +400,8 @@ def _add_entries(
         terms = over_rows(start, end, columns)
         if start:  # a block above the diagonal has an equal one below it
             above = over_rows(0, start, columns)
-            terms = [own + 2 * other for own, other in zip(terms, above, strict=True)]
+            pairs = zip(terms, above, strict=True)
+            terms = [own + 2 * other for own, other in pairs]
         n_empty = tiles.LANES - (end - start)
         if n_empty:
             empty = jnp.zeros((1, n_empty), jnp.float32)

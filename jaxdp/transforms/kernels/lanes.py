@@ -34,8 +34,9 @@ def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
     if not cells_fit or batch % (cells.LANES * plan.sides):
         return False
     # A part holds whole cells, so the kernel must meet their first phases.
-    if any(phases != list(range(len(phases))) for phases in plan.phases):
-        return False
+    for phases in plan.phases:
+        if phases != list(range(len(phases))):
+            return False
     widest = jnp.dtype(jnp.float32)
     movers = _Mover.both(plan, [widest, widest])
     stored = sum(mover.stored for mover in movers)
@@ -48,7 +49,8 @@ def _odd_tiles(rows: int) -> int:
     The memory has four banks, which take turns by tiles. A read of one row of every example meets
     all of them.
     """
-    return 8 * (-(-rows // 8) | 1)
+    tiles = math.ceil(rows / 8)
+    return 8 * (tiles | 1)
 
 
 class _Blocks:
@@ -62,7 +64,9 @@ class _Blocks:
         g: jax.Array,
     ):
         self.number = len(x) // (cells.LANES * plan.sides)
-        self.arrays = [_cells_first(plan, strides, x), _cells_first(plan, (1, 1), g)]
+        data = _cells_first(plan, strides, x)
+        cotangents = _cells_first(plan, (1, 1), g)
+        self.arrays = [data, cotangents]
         self.movers = _Mover.both(plan, [x.dtype, g.dtype])
 
     @property
@@ -140,7 +144,8 @@ def norms(
             words: Callable[[jax.Array], list[jax.Array]],
         ) -> None:
             def example(i: jax.Array) -> None:
-                for row, values in enumerate(norm(*words(i))):
+                results = norm(*words(i))
+                for row, values in enumerate(results):
                     sums[row, pl.ds(i, 1), :] = values
 
             cells.each(example, cells.LANES, plan.unrolled)
@@ -163,7 +168,8 @@ def norms(
     )(*blocks.arrays)
     sums = sums.reshape(blocks.number, cells.RESULTS, cells.LANES, plan.sides, -1)
     by_example = jnp.sum(sums, 4)
-    return by_example.transpose(1, 0, 3, 2).reshape(cells.RESULTS, -1)
+    by_result = by_example.transpose(1, 0, 3, 2)
+    return by_result.reshape(cells.RESULTS, -1)
 
 
 def weighted_sums(
@@ -204,7 +210,10 @@ def weighted_sums(
 
             def several(turn: jax.Array, carry: int) -> int:
                 examples = [turn * plan.unrolled + k for k in range(plan.unrolled)]
-                terms = [weighted(*words(i), factors_of(i)) for i in examples]
+                terms = []
+                for i in examples:
+                    data, cotangents = words(i)
+                    terms.append(weighted(data, cotangents, factors_of(i)))
                 by_phase = zip(*terms, strict=True)
                 for result, of_examples in zip(results, by_phase, strict=True):
                     result[...] += functools.reduce(jnp.add, of_examples)
@@ -284,8 +293,10 @@ class _Mover:
         """Returns those of the data and of the cotangents."""
         rows, columns = plan.phases
         channels, outputs = plan.filled
-        data = cls(plan, (len(rows), len(columns)), channels, dtypes[0])
-        return data, cls(plan, (1, 1), outputs, dtypes[1])
+        of_data, of_cotangents = dtypes
+        data = cls(plan, (len(rows), len(columns)), channels, of_data)
+        cotangents = cls(plan, (1, 1), outputs, of_cotangents)
+        return data, cotangents
 
     @property
     def chunk(self) -> int:
@@ -300,7 +311,8 @@ class _Mover:
     @property
     def pitch(self) -> int:
         """The rows of words from one example to the next."""
-        return _odd_tiles(math.prod(self.met) * self.channels // 2)
+        words = math.prod(self.met) * self.channels // 2
+        return _odd_tiles(words)
 
     @property
     def tiles(self) -> int:
@@ -315,14 +327,16 @@ class _Mover:
     @property
     def parts(self) -> int:
         """The number of parts of a block."""
-        return self.tiles * math.prod(self.met) * (self.channels // self.chunk)
+        chunks = self.channels // self.chunk
+        return self.tiles * math.prod(self.met) * chunks
 
     @property
     def stored(self) -> int:
         """The bytes of its memory."""
         word_rows = self.space + self.tiles * self.pitch
         two_parts = 2 * int(self.dtype.itemsize) * self.chunk
-        return cells.LANES * cells.LANES * (two_parts + 4 * word_rows)
+        bytes_of_entry = two_parts + 4 * word_rows
+        return cells.LANES**2 * bytes_of_entry
 
     @property
     def memory(self) -> list[Any]:
@@ -461,5 +475,7 @@ class _Mover:
         from jax.experimental import pallas as pl
 
         size = math.prod(self.met) * self.channels // 2
-        rows = pl.ds(pl.multiple_of(i * self.pitch, 8), size)
-        return jnp.concatenate([kept[tile, rows, :] for tile in range(self.tiles)], 1)
+        first = pl.multiple_of(i * self.pitch, 8)
+        rows = pl.ds(first, size)
+        by_tile = [kept[tile, rows, :] for tile in range(self.tiles)]
+        return jnp.concatenate(by_tile, 1)
