@@ -8,7 +8,7 @@ The modules:
 * The ledger's file: `chain`, `schema`, `integrity`, `database`, `store`, with `damage` and `times`.
 * Its rows: `terms`, `datasets`, `spends`, `holds`, `contacts`.
 * Its decisions: `compositions`, `spent_epsilon`, `budget`, `admission`.
-* What explains them: `explanations`, `trade_offs`, `statements`.
+* What explains them: `explanations`, `trade_offs`, `statements`, `group_privacy`.
 * What users call: `accounts`, `ledger_reader`, `ledger`, and what they read: `reports`,
   `report_text`, in the words of `units`.
 * Which ledger counts which records: `registry`.
@@ -39,6 +39,7 @@ from jaxdp.privacy.events import (
     unproven,
 )
 from jaxdp.privacy.explanations import Explanation, GroupCost
+from jaxdp.privacy.group_privacy import GroupPrivacy, GroupRow
 from jaxdp.privacy.ledger import (
     Account,
     BudgetExceeded,
@@ -67,6 +68,8 @@ __all__ = [
     "Explanation",
     "GaussianDpEvent",
     "GroupCost",
+    "GroupPrivacy",
+    "GroupRow",
     "Head",
     "Hold",
     "LabelDpEvent",

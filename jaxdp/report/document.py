@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import sha256_of
+from jaxdp.privacy.group_privacy import SIZES, group_rows_of
 from jaxdp.privacy.units import unit_words
 from jaxdp.report.books import Books, spends_of
-from jaxdp.report.html import Chart, render_page
+from jaxdp.report.html import Chart, render_page, round_up
 from jaxdp.report.intervals import chance, interval
 from jaxdp.report.verdicts import verdict
 
@@ -48,6 +49,7 @@ def page(
             "entry": entry,
             "verdict": verdict(entry),
             "audited": audited(audits, entry["name"]),
+            "families": [round_up(row.epsilon) for row in group_rows_of(entry)],
         }
         accounts.append(account)
         spends += spends_of(names, group)
@@ -57,6 +59,7 @@ def page(
     facts["accounts"] = accounts
     facts["audits"] = audits
     facts["spends"] = spends
+    facts["sizes"] = SIZES
     facts["unfinished"] = sum(len(entry["open"]) for entry in books.entries)
     facts["words"] = words
     facts["unit"] = words.one
