@@ -27,7 +27,7 @@ from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.database import existing
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.explanations import GROUPINGS
-from jaxdp.privacy.group_privacy import SIZES
+from jaxdp.privacy.group_privacy import SIZES, of_account
 from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.reports import finite
 from jaxdp.privacy.store import accept, anchor_of
@@ -188,16 +188,18 @@ def _print(ledger: Ledger, report: dict[str, Any], options: argparse.Namespace) 
         write_durably(pathlib.Path(options.metrics), content.encode())
     else:
         print(report_text.text(report, options.timezone))
-        _print_groups(ledger, report)
+        _print_groups(report)
         for answer in answers:
             print(f"\n{_sentence(answer)}")
 
 
-def _print_groups(ledger: Ledger, report: dict[str, Any]) -> None:
+def _print_groups(report: dict[str, Any]) -> None:
     """Prints what a family of several units loses, for the first accounts that spent."""
-    spent = [group[0] for group in report_text.grouped(report) if group[0]["rows"]]
-    for account in spent[:_FAMILIES]:
-        print(f"\n{ledger.group_privacy(account['name'], delta=account['delta']).text()}")
+    accounts = [group[0] for group in report_text.grouped(report)]
+    for account in accounts[:_FAMILIES]:
+        table = of_account(account)
+        if table is not None:
+            print(f"\n{table.text()}")
 
 
 def _alert(report: dict[str, Any], share: float) -> None:

@@ -15,9 +15,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from scipy import sparse
+from scipy.sparse import csgraph
 
 from jaxdp.data.finite import floats
-from jaxdp.data.ids import Identifier, identifier
+from jaxdp.data.ids import Identifier, identifier, owners_of
 from jaxdp.data.order import shuffled
 from jaxdp.data.protocol import Source
 from jaxdp.data.sampling import PoissonSampler
@@ -168,6 +170,24 @@ def split_owners(source: Source, column: str, separator: str) -> set[Identifier]
     for cell in _cells(source, column):
         owners |= _owners_of(cell, separator)
     return owners
+
+
+def families(source: Source, column: str, separator: str) -> np.ndarray:
+    """Returns the number of each record's family, int32 [records].
+
+    Two records are of one family if they share an owner, directly or by other records. Arguments
+    are those of `split_owners`.
+    """
+    number_of: dict[Identifier, int] = {}
+    edges = []
+    for row, cell in enumerate(_cells(source, column)):
+        for name in _owners_of(cell, separator):
+            edges.append((row, number_of.setdefault(name, len(number_of))))
+    rows, owners = np.array(edges).T
+    size = len(source) + len(number_of)
+    links = sparse.coo_array((np.ones(len(rows)), (rows, owners + len(source))), (size, size))
+    _, family_of = csgraph.connected_components(links, directed=False)
+    return owners_of(family_of[: len(source)], len(source))
 
 
 def _cells(source: Source, column: str) -> Iterable[Any]:

@@ -372,7 +372,8 @@ class _Run:
             )
         self.till.settle([self.pays])
         if self.till.workdir is not None:
-            run_notes.write(self.till.workdir, self.trainer, self.steps, self.pays)
+            source = self.source
+            run_notes.write(self.till.workdir, self.trainer, source, self.steps, self.pays)
 
     def _hold(self, first: int, token: str, room: contextlib.ExitStack) -> None:
         """Holds the budget of all steps that are not yet charged, until `room` is closed."""

@@ -248,14 +248,15 @@ class _Conversion:
 # --- Reports ------------------------------------------------------------------------------------
 
 
-def group_rows_of(account: Mapping[str, Any]) -> tuple[GroupRow, ...]:
-    """Returns the rows of one dataset of `Ledger.report`, of the sizes in `SIZES`.
+def of_account(account: Mapping[str, Any]) -> GroupPrivacy | None:
+    """Returns the table of one dataset of `Ledger.report`, for the sizes in `SIZES`.
 
-    It returns none if the report leaves out rows, or if nothing was spent.
+    It returns None if the report leaves out rows, if nothing was spent, or if an event has no rule
+    for several units. A conversion would take seconds.
     """
     compositions = compositions_of(account)
     if not any(compositions):
-        return ()
+        return None
     dataset = Dataset(
         id=0,
         name=account["name"],
@@ -268,4 +269,6 @@ def group_rows_of(account: Mapping[str, Any]) -> tuple[GroupRow, ...]:
         allow_unproven=True,
         records=account["records"],
     )
-    return group_privacy_of(dataset, compositions, account["delta"], SIZES).groups
+    if any(_counts_of_group(counts, 2, dataset) is None for counts in compositions):
+        return None
+    return group_privacy_of(dataset, compositions, account["delta"], SIZES)
