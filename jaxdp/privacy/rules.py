@@ -74,7 +74,7 @@ def _check_claim(leaf: DpEvent, adjacency: Adjacency) -> None:
     if isinstance(leaf, OwnedGaussianDpEvent) and adjacency != "zero_out":
         raise ValueError(
             f"{describe(leaf)} is a claim for what the records of one owner contain: who owns "
-            "which records is public. Its adjacency must be 'zero_out', for data set and trainer, "
+            "which record is public. Its adjacency must be 'zero_out', for data set and trainer, "
             f"got {adjacency!r}."
         )
     if _is_of_claim(leaf, adjacency):

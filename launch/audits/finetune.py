@@ -16,12 +16,21 @@ import optax
 
 from jaxdp import finetune
 from jaxdp.audit.finetune import audit_sampling, audit_step
-from jaxdp.data import PoissonSampler, Source, by_group, from_arrays, take
+from jaxdp.data import (
+    Owners,
+    PoissonSampler,
+    Source,
+    by_group,
+    by_owners,
+    from_arrays,
+    take,
+)
 from jaxdp.finetune.adp_clip import QuantileClipping
 from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.finetune.gep import GradientEmbedding
 from jaxdp.finetune.query import QuerySums
 from jaxdp.finetune.trainer import PrivateTrainer
+from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
@@ -48,6 +57,12 @@ for _spellings in inputs.PEOPLE[:12]:
 PATIENTS = by_group(
     take(EXAMPLES, np.where(np.arange(48) % RECORDS, _rows, 0)), _owners, max_records=RECORDS
 )
+# Each of the twelve is eight messages to one receiver, each of its own sender. The receiver is
+# named second, and four of the messages count.
+_messages = take(EXAMPLES, np.repeat(np.arange(12), 2 * RECORDS))
+SENDERS = [[f"sender {row}"] for row in range(len(_messages))]
+PAIRS = [[f"sender {row}", f"receiver {row // (2 * RECORDS)}"] for row in range(len(_messages))]
+OF_OWNERS = by_owners(_messages, PAIRS, max_records=RECORDS)
 PARAMS = {"first": jnp.zeros(4), "second": jnp.zeros(8)}
 COMMON: dict[str, Any] = {"sampler": SAMPLER, "clip_norm": CLIP, "physical_batch_size": 4}
 
@@ -82,6 +97,13 @@ def adp_clip_by_parts(sigma: float) -> PrivateTrainer:
 
 def dp_sgd_of_patients(sigma: float) -> PrivateTrainer:
     return dp_sgd(sigma, group=True, unit="patient")
+
+
+def dp_sgd_of_owners(sigma: float) -> PrivateTrainer:
+    options = COMMON | {"sampler": OF_OWNERS.sampler(0.2)}
+    return finetune.dp_sgd(
+        loss, optax.sgd(0.1), noise_multiplier=RECORDS * sigma, unit="person", **options
+    )
 
 
 def dp_sat(sigma: float) -> PrivateTrainer:
@@ -283,6 +305,40 @@ def steps(
     return audit(honest), twins
 
 
+def of_owners() -> tuple[Run, dict[str, Run | str]]:
+    """Returns the audit of a step with all records of an owner, and of its twins."""
+
+    def audit(trainer: PrivateTrainer, source: Owners, **options: Any) -> Run:
+        receivers = source.rows // (2 * RECORDS)
+        rows = [np.flatnonzero(receivers == receiver) for receiver in range(6)]
+        terms: dict[str, Any] = {"delta": DELTA, "rows": rows, "confidence": case.CONFIDENCE}
+        return lambda trials, seed: audit_step(
+            trainer, PARAMS, source, trials=trials, seed=seed, **terms, **options
+        )
+
+    honest = dp_sgd_of_owners(SIGMA)
+    claimed = claim(GaussianDpEvent(SIGMA), adjacency="add_remove", delta=DELTA)
+
+    def held(run: Run) -> Run:
+        """Returns the run under the claim of the honest trainer."""
+        return lambda trials, seed: under(run(trials, seed), claimed)
+
+    # The receiver owns nothing here, so that all eight messages count.
+    first_only = by_owners(_messages, SENDERS, max_records=RECORDS)
+    twins: dict[str, Run | str] = {
+        case.HALF_THE_NOISE: held(audit(dp_sgd_of_owners(SIGMA / 2), OF_OWNERS)),
+        case.NO_CLIPPING: held(audit(unclipped(honest), OF_OWNERS)),
+        case.SENSITIVITY_OFF_BY_TWO: held(audit(doubled(honest), OF_OWNERS)),
+        case.REUSED_KEY: held(audit(with_one_key(honest), OF_OWNERS)),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: held(audit(honest, OF_OWNERS, adjacency="replace_one")),
+        "noise for one record, sold as for four": held(
+            audit(dp_sgd_of_owners(SIGMA / RECORDS), OF_OWNERS)
+        ),
+        "a bound for the first owner only": held(audit(honest, first_only)),
+    }
+    return audit(honest, OF_OWNERS), twins
+
+
 def sampling() -> tuple[Run, dict[str, Run | str]]:
     """Returns the audit of the sampling of a trainer's batches, and of its twins."""
 
@@ -361,6 +417,15 @@ def _cases() -> Iterator[Case]:
         "step 1: a Gaussian of multiplier 1, add/remove of a patient with 4 records in the batch",
         "the gradient of a patient's mean loss is clipped once; `jaxdp.data.groups`, "
         "`jaxdp.finetune.dp_sgd`",
+        run,
+        twins,
+    )
+    run, twins = of_owners()
+    yield Case(
+        "DP-SGD of owners",
+        "step 1: a Gaussian of multiplier 1, zero-out of a receiver with 4 messages in the batch",
+        "four clipped gradients move the sum by at most 4 C (Ganesh et al. 2025); "
+        "`jaxdp.data.owners`, `jaxdp.privacy.OwnedGaussianDpEvent`",
         run,
         twins,
     )
