@@ -21,6 +21,7 @@ from jaxdp.finetune.loop import RunOptions, fit
 from jaxdp.finetune.options import event
 from jaxdp.finetune.random_round import random_round
 from jaxdp.finetune.scaler import Scaler, charged_scaler
+from jaxdp.finetune.sla_clip import sla_clip
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
 
@@ -30,6 +31,7 @@ METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
     "adp_alloc": adp_alloc,
     "adp_clip": adp_clip,
     "gep": gep,
+    "sla_clip": sla_clip,
 }
 
 __all__ = [
@@ -55,6 +57,7 @@ __all__ = [
     "gep",
     "polynomial_noise",
     "random_round",
+    "sla_clip",
     "step_noise",
     "tally",
     "time_based_noise",

@@ -24,6 +24,7 @@ _METHODS = {
     "GradientSum": "DP-SGD",
     "QuantileClipping": "AdpClip",
     "GradientEmbedding": "GEP",
+    "SlackClipping": "SlaClip",
 }
 
 

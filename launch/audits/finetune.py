@@ -29,6 +29,7 @@ from jaxdp.finetune.adp_clip import QuantileClipping
 from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.finetune.gep import GradientEmbedding
 from jaxdp.finetune.query import QuerySums
+from jaxdp.finetune.sla_clip import SlackClipping
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim, stream
@@ -46,6 +47,10 @@ FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 _random = np.random.default_rng(0)
 EXAMPLES = from_arrays(
     features=100 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2
+)
+# Gradients far below the clip norm.
+SHORT = from_arrays(
+    features=1e-3 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2
 )
 # Each of the twelve is a patient with four records, three of them in its own direction. The
 # identifiers are those that numbers would merge, such as "007" and "7", in all their spellings.
@@ -123,6 +128,10 @@ def adp_clip(sigma: float) -> PrivateTrainer:
     )
 
 
+def sla_clip(sigma: float) -> PrivateTrainer:
+    return finetune.sla_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, slots=4, **COMMON)
+
+
 def gep(sigma: float) -> PrivateTrainer:
     anchors = EXAMPLES.gather(np.arange(6, 12))
     options: dict[str, Any] = {
@@ -161,6 +170,24 @@ class UnclippedQuantile(QuantileClipping):
         return QuerySums(total._replace(grads=grads), dropped)
 
 
+class UnclippedSlack(SlackClipping):
+    """SlaClip with a clip norm that no gradient reaches. It still divides by the honest one."""
+
+    def sums(
+        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+    ) -> QuerySums:
+        total, dropped = super().sums(params, FAR * carried, batch, mask, key)
+        grads = jax.tree.map(lambda g: FAR * g, total.grads)
+        return QuerySums(total._replace(grads=grads), dropped)
+
+
+class LargeSlots(SlackClipping):
+    """SlaClip whose slots have the capacity of the clip norm, not its K-th root of squares."""
+
+    def filled(self, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
+        return super().filled(norms, clip_norm) * self.slots**0.5
+
+
 class UnclippedEmbedding(GradientEmbedding):
     """GEP with clip norms that no gradient reaches. It still divides by the honest clip norms."""
 
@@ -179,6 +206,7 @@ class UnclippedEmbedding(GradientEmbedding):
 UNCLIPPED: Mapping[type, type] = {
     GradientSum: UnclippedSum,
     QuantileClipping: UnclippedQuantile,
+    SlackClipping: UnclippedSlack,
     GradientEmbedding: UnclippedEmbedding,
 }
 
@@ -270,7 +298,7 @@ def steps(
 ) -> tuple[Run, dict[str, Run | str]]:
     """Returns the audit of a step of a trainer, and of its twins."""
 
-    def audit(trainer: PrivateTrainer, **options: Any) -> Run:
+    def audit(trainer: PrivateTrainer, of: Source = source, **options: Any) -> Run:
         terms: dict[str, Any] = {
             "delta": DELTA,
             "step": step,
@@ -278,7 +306,7 @@ def steps(
             "confidence": case.CONFIDENCE,
         }
         return lambda trials, seed: audit_step(
-            trainer, PARAMS, source, trials=trials, seed=seed, **terms, **options
+            trainer, PARAMS, of, trials=trials, seed=seed, **terms, **options
         )
 
     honest = make(SIGMA)
@@ -299,6 +327,9 @@ def steps(
     if honest.query.gradient.patterns is not None:
         least = max(honest.query.gradient.clip_norms) / honest.query.gradient.sensitivity()
         twins["noise for the largest part"] = held(audit(make(SIGMA * least)))
+    if isinstance(honest.query, SlackClipping):
+        large = dataclasses.replace(honest, query=LargeSlots(**_fields(honest.query)))
+        twins["slots of the clip norm each"] = held(audit(large, of=SHORT))
     if honest.group:
         broken = dataclasses.replace(honest, query=ClippedPerRecord(gradient=honest.query.gradient))
         twins["a clip per record, sold as per patient"] = held(audit(broken))
@@ -397,6 +428,12 @@ def _cases() -> Iterator[Case]:
             1,
             "gradient and count are one Gaussian (Andrew et al. 2021, Theorem 1); "
             "`jaxdp.finetune.adp_clip`",
+        ),
+        "SlaClip": (
+            sla_clip,
+            1,
+            "a clipped gradient and its slots have norm at most C_t (Zou et al. 2026); "
+            "`jaxdp.finetune.sla_clip`",
         ),
         "GEP": (
             gep,
