@@ -83,7 +83,7 @@ def specs(
     *roles: str,
     needs: Sequence[str] = (),
     grouped: bool = False,
-    shared: bool = False,
+    several: bool = False,
     tables: bool = False,
     unit: str = "example",
     source: str = "",
@@ -98,7 +98,7 @@ def specs(
       roles: The roles. A role without a part is left out.
       needs: Those that must have a part.
       grouped: Whether the study can protect the owners of several records.
-      shared: Whether it can also protect the owners of records that have several.
+      several: Whether it can also protect the owners of records that have several.
       tables: Whether the study works on the features of tables.
       unit, source: The defaults of config.unit and config.source.
 
@@ -113,7 +113,7 @@ def specs(
     format_of(source, where="config.data")  # raises if the source is unknown
     if not tables:
         _refuse_table(source, "config.data")
-    check_group(config, grouped=grouped, shared=shared)
+    check_group(config, grouped=grouped, several=several)
     part_by_role = _parts(config)
     for role in needs:
         if role not in part_by_role:
@@ -227,13 +227,13 @@ def only_adjacency(config: Any, adjacency: str) -> None:
 
 
 def check_group(
-    config: Any, *, grouped: bool = False, shared: bool = False, where: str = "config.data"
+    config: Any, *, grouped: bool = False, several: bool = False, where: str = "config.data"
 ) -> None:
     """Raises ValueError for a group of a study that protects single records, or one that lacks a
     unit or a limit. So it does for records of several owners that the study cannot protect.
     """
     separator = config.get("separator", "")
-    if separator and not shared:
+    if separator and not several:
         raise ValueError(
             f"{where}.separator must be '' for this study, whose records have one owner each, got "
             f"{separator!r}. launch.finetune takes records of several owners."

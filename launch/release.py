@@ -56,7 +56,9 @@ def write(
         )
     config = ml_collections.ConfigDict(bound["config"])
     result = read_json(workdir / "result.json", keys=("private", "tested", "dataset"))
-    specs = data.specs(config.data, "test", needs=("test",), grouped=True, shared=True, tables=True)
+    specs = data.specs(
+        config.data, "test", needs=("test",), grouped=True, several=True, tables=True
+    )
     sources = open_parts(specs, images=bool(config.model.preprocessing))
     network = _network(workdir, config, sources)
     inputs = _probe(network)

@@ -113,7 +113,7 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
     images = bool(config.model.preprocessing)
     roles = ("public", "private", "test")
     specs = data.specs(
-        config.data, *roles, needs=roles[1:], grouped=True, shared=True, tables=not images
+        config.data, *roles, needs=roles[1:], grouped=True, several=True, tables=not images
     )
     sources = open_parts(specs, images=images)
     spec = specs["private"]
