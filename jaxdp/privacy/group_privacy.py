@@ -45,7 +45,7 @@ from jaxdp.privacy.events import (
 from jaxdp.privacy.explanations import compositions_of
 from jaxdp.privacy.relations import LABELS, Adjacency
 from jaxdp.privacy.report_text import aligned
-from jaxdp.privacy.rules import leaf_pure_epsilon, leaf_rules, pure_epsilon
+from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, leaf_rules, pure_epsilon
 from jaxdp.privacy.spent_epsilon import cached_epsilon, deltas_of, epsilon_of
 from jaxdp.privacy.terms import Dataset
 from jaxdp.privacy.units import unit_words
@@ -251,11 +251,11 @@ class _Conversion:
 def of_account(account: Mapping[str, Any]) -> GroupPrivacy | None:
     """Returns the table of one dataset of `Ledger.report`, for the sizes in `SIZES`.
 
-    It returns None if the report leaves out rows, if nothing was spent, or if an event has no rule
-    for several units. A conversion would take seconds.
+    It returns None if the report leaves out rows, if nothing was spent, if a release is unproven or
+    not private, or if an event has no rule for several units. A conversion would take seconds.
     """
     compositions = compositions_of(account)
-    if not any(compositions):
+    if not any(compositions) or any(map(is_boundless, compositions)):
         return None
     dataset = Dataset(
         id=0,

@@ -235,6 +235,22 @@ def test_the_trade_off_curve_is_the_ledgers_and_on_the_safe_side(path):
     assert len(rows) == 23 and "What an attacker must miss on pilot" not in page.text
 
 
+def test_what_a_family_loses_is_the_ledgers(path):
+    page = Page(ledger_page(path)[0])
+    (rows,) = (table for name, table in page.tables.items() if "several images together" in name)
+    with Ledger(path, read_only=True) as ledger:
+        groups = ledger.group_privacy("train").groups
+    exact = [(str(row.size), [row.epsilon]) for row in groups]
+    assert [(row["images"][0], row["epsilon"][1]) for row in rows] == exact
+    # A broken twin: the epsilon of one unit times their number.
+    assert exact[0][1][0] > 2 * ledger_epsilon(path)
+
+
+def ledger_epsilon(path):
+    with Ledger(path, read_only=True) as ledger:
+        return ledger.epsilon("train")
+
+
 def test_the_growth_ends_at_epsilon(path, monkeypatch):
     """Every row counts what was spent until its end. A row of several spends stands for the last of
     them."""
