@@ -41,6 +41,7 @@ from benchmarks import (
     evidence_tta,
     finetune_methods,
     membership,
+    owners,
     recalibration_sweeps,
     split_appendix,
     split_backends,
@@ -104,6 +105,7 @@ EVIDENCE = [
         lambda found: {"methods": finetune_methods.table(found["rows"])},
     ),
     Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
+    Evidence("results/owners.md", ("owners.json",), owners.tables),
     Evidence(
         "results/membership.md",
         ("membership.json",),
