@@ -86,7 +86,8 @@ class PoissonSampler:
         default_factory=lambda: secrets.token_bytes(_SEED_BYTES), repr=False
     )
     truncated_batch_size: int | None = None
-    records_per_owner: int | None = None
+    # Not in the text of a sampler, which is a fact of releases of earlier versions.
+    records_per_owner: int | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("num_examples", self.num_examples, 1)

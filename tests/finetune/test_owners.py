@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from jaxdp import data, finetune
-from jaxdp.privacy import Ledger, OwnedGaussianDpEvent, SelfComposedDpEvent
+from jaxdp.privacy import GaussianDpEvent, Ledger, OwnedGaussianDpEvent, SelfComposedDpEvent
 
 CLIP, Q, K, N = 0.5, 0.3, 3, 40
 _random = np.random.default_rng(3)
@@ -135,6 +135,22 @@ def test_a_run_pays_for_owners_and_says_what_each_of_them_loses(tmp_path):
 def test_sampler_and_source_must_agree(source, sampler, error):
     with pytest.raises(ValueError, match=error):
         trainer_of(sampler=sampler).check(source)
+
+
+def test_the_accuracy_on_shared_records_pays_for_all_of_an_owner():
+    source = data.from_arrays(features=X.astype(np.float32), label=np.arange(N) % 2, num_classes=2)
+    shared = data.by_owners(source, OWNERS, max_records=K)
+    with Ledger.in_memory() as ledger:
+        ledger.register("mails", adjacency="zero_out", unit="person")
+        account = ledger.account("mails")
+
+        def predict(params, x):
+            return x[:, :2] * params["w"][None, :2]
+
+        finetune.charged_accuracy(
+            predict, {"w": jnp.ones(3)}, shared, account=account, noise_multiplier=30.0
+        )
+        assert ledger.events("mails") == {None: GaussianDpEvent(30.0 / K)}
 
 
 def test_wrong_units_and_options_are_refused():
