@@ -252,8 +252,11 @@ def of_account(account: Mapping[str, Any]) -> GroupPrivacy | None:
     """Returns the table of one dataset of `Ledger.report`, for the sizes in `SIZES`.
 
     It returns None if the report leaves out rows, if nothing was spent, if a release is unproven or
-    not private, or if an event has no rule for several units. A conversion would take seconds.
+    not private, or if an event has no rule for several units. A conversion would take seconds. It
+    returns None for disjoint parts too, because units may be in several of them.
     """
+    if account.get("partitions"):
+        return None
     compositions = compositions_of(account)
     if not any(compositions) or any(map(is_boundless, compositions)):
         return None

@@ -319,8 +319,8 @@ class LedgerReader:
             name: A registered dataset.
             sizes: The numbers of units, from 1 to 1000.
             delta: The delta, by default the registered one. One of them is needed.
-            partition: A part in which all of them are. The default is the worst of all parts. Units
-                in several parts lose no more than as many in the worst one.
+            partition: The part in which all of them are. The default is the worst of all parts. No
+                bound is given for units in several parts.
 
         Returns:
             A `GroupPrivacy` of upper bounds. They are those of the accounting for a sum of which

@@ -128,6 +128,8 @@ def test_the_table_for_people_and_programs():
         ledger.spend("data", SelfComposedDpEvent(STEP, 3))
         of_report = of_account(ledger.report()["datasets"][0])
         assert of_report == ledger.group_privacy("data")
+        ledger.spend("data", STEP, partition="a")
+        assert of_account(ledger.report()["datasets"][0]) is None  # members may be in two parts
         for sizes in ((), (0,), (1.5,), (2000,)):
             with pytest.raises(ValueError, match="sizes must be whole numbers from 1 to 1000"):
                 ledger.group_privacy("data", sizes)
