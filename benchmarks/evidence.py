@@ -43,6 +43,7 @@ from benchmarks import (
     membership,
     owners,
     recalibration_sweeps,
+    sla_clip,
     split_appendix,
     split_backends,
     split_costs,
@@ -105,6 +106,7 @@ EVIDENCE = [
         lambda found: {"methods": finetune_methods.table(found["rows"])},
     ),
     Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
+    Evidence("results/sla_clip.md", ("sla_clip.json",), sla_clip.tables),
     Evidence("results/owners.md", ("owners.json",), owners.tables),
     Evidence(
         "results/membership.md",
