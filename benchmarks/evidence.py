@@ -42,7 +42,9 @@ from benchmarks import (
     finetune_methods,
     label_dp,
     membership,
+    owners,
     recalibration_sweeps,
+    sla_clip,
     split_appendix,
     split_backends,
     split_costs,
@@ -106,6 +108,8 @@ EVIDENCE = [
     ),
     Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
     Evidence("results/label_dp.md", ("label_dp.json",), label_dp.tables),
+    Evidence("results/sla_clip.md", ("sla_clip.json",), sla_clip.tables),
+    Evidence("results/owners.md", ("owners.json",), owners.tables),
     Evidence(
         "results/membership.md",
         ("membership.json",),

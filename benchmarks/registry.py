@@ -88,6 +88,8 @@ BENCHMARKS = {
         "finetune_methods", "private training on features of a public network", "finetune_methods"
     ),
     "label_dp": _page("label_dp", "noisy labels beside DP-SGD at equal epsilon", "label_dp"),
+    "owners": _page("owners", "records with several owners, by the bound on each", "owners"),
+    "sla_clip": _page("sla_clip", "clip norms that adapt, from good and bad starts", "sla_clip"),
     "membership": _page("membership", "utility beside attacks on membership", "membership"),
     "tuning": _page(
         "tuning", "what a choice of the learning rate costs", "tuning", "3 CPU minutes"

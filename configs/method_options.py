@@ -18,6 +18,12 @@ METHOD_OPTIONS = {  # beyond DP-SGD. The values are the papers'.
         "clip_learning_rate": 0.2,
         "unit_norm": True,
     },
+    # Zou et al. 2026
+    "sla_clip": {
+        "clip_learning_rate": 0.5,
+        "clip_range": (0.1, 50.0),
+        "unit_norm": True,
+    },
     "gep": {  # Yu et al. 2021 take 2000 anchors, 1000 directions and C_0, C_1 = 5, 2
         "anchors": 256,
         "basis_size": 60,

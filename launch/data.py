@@ -66,7 +66,7 @@ ROLES = ("upstream", "public", "private", "sources", "stream", "client", "test",
 # Fields that a config and a spec share, by name and meaning.
 _SHARED = (
     *("name", "path", "label", "data_dir", "num_classes", "in_memory", "prepare", "split_seed"),
-    *("group", "max_records", "crop_padding", "flip"),
+    *("group", "max_records", "separator", "crop_padding", "flip"),
 )
 _NOT_OWNERS = ("example", "image", "record")
 _FOR_TABLES = (
@@ -83,6 +83,7 @@ def specs(
     *roles: str,
     needs: Sequence[str] = (),
     grouped: bool = False,
+    several: bool = False,
     tables: bool = False,
     unit: str = "example",
     source: str = "",
@@ -97,6 +98,7 @@ def specs(
       roles: The roles. A role without a part is left out.
       needs: Those that must have a part.
       grouped: Whether the study can protect the owners of several records.
+      several: Whether it can also protect the owners of records that have several.
       tables: Whether the study works on the features of tables.
       unit, source: The defaults of config.unit and config.source.
 
@@ -111,7 +113,7 @@ def specs(
     format_of(source, where="config.data")  # raises if the source is unknown
     if not tables:
         _refuse_table(source, "config.data")
-    check_group(config, grouped=grouped)
+    check_group(config, grouped=grouped, several=several)
     part_by_role = _parts(config)
     for role in needs:
         if role not in part_by_role:
@@ -224,10 +226,24 @@ def only_adjacency(config: Any, adjacency: str) -> None:
         )
 
 
-def check_group(config: Any, *, grouped: bool = False, where: str = "config.data") -> None:
+def check_group(
+    config: Any, *, grouped: bool = False, several: bool = False, where: str = "config.data"
+) -> None:
     """Raises ValueError for a group of a study that protects single records, or one that lacks a
-    unit or a limit.
+    unit or a limit. So it does for records of several owners that the study cannot protect.
     """
+    separator = config.get("separator", "")
+    if separator and not several:
+        raise ValueError(
+            f"{where}.separator must be '' for this study, whose records have one owner each, got "
+            f"{separator!r}. launch.finetune takes records of several owners."
+        )
+    adjacency = config.get("adjacency", "add_remove")
+    if separator and (adjacency != "zero_out" or not config.get("group", "")):
+        raise ValueError(
+            f"{where}.adjacency must be 'zero_out' with {separator=}, and {where}.group a column, "
+            f"got {adjacency!r}. Who owns which record is public, and what it contains is hidden."
+        )
     group = config.get("group", "")
     if not group:
         return

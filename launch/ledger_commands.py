@@ -11,14 +11,24 @@ import math
 import pathlib
 import sys
 import zoneinfo
+from collections.abc import Sequence
 from typing import Any
 
 from jaxdp.files import check_folder, shown, write_durably
-from jaxdp.privacy import BudgetExceeded, Ledger, Registry, RenyiStatement, TradeOff, report_text
+from jaxdp.privacy import (
+    BudgetExceeded,
+    GroupPrivacy,
+    Ledger,
+    Registry,
+    RenyiStatement,
+    TradeOff,
+    report_text,
+)
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.database import check_new, existing
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.explanations import GROUPINGS
+from jaxdp.privacy.group_privacy import SIZES, of_account
 from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.reports import finite
 from jaxdp.privacy.store import accept, anchor_of
@@ -26,6 +36,7 @@ from jaxdp.privacy.times import local
 
 from . import ledger_metrics
 
+_FAMILIES = 6  # accounts with a table of groups, of about 0.5 s each
 _ALERT = 3  # the exit status of --alert. A mistake has 2.
 _VERDICTS = {
     True: "the budget allows it",
@@ -55,7 +66,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Adds the commands to the parser of `jaxdp ledger`."""
     commands = parser.add_subparsers(
         required=True,
-        metavar="show | explain | curve | renyi | history | describe | verify | backup | accept",
+        metavar=(
+            "show | explain | curve | renyi | group | history | describe | verify | backup | accept"
+        ),
     )
     show = _command(commands, "show", _show)
     show.add_argument(
@@ -96,7 +109,16 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--slack", type=float, help="the probability that mu may leave out, by default delta"
     )
     renyi = _command(commands, "renyi", _renyi)
-    for command in (curve, renyi):
+    group = _command(commands, "group", _group)
+    group.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=SIZES,
+        help="the numbers of members, by default 2 3 5 10",
+    )
+    group.add_argument("--delta", type=float, help="by default the registered one, or 1e-5")
+    for command in (curve, renyi, group):
         command.add_argument("dataset", help="the dataset")
         form = command.add_mutually_exclusive_group()
         form.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -174,8 +196,18 @@ def _print(ledger: Ledger, report: dict[str, Any], options: argparse.Namespace) 
         write_durably(pathlib.Path(options.metrics), content.encode())
     else:
         print(report_text.text(report, options.timezone))
+        _print_groups(report)
         for answer in answers:
             print(f"\n{_sentence(answer)}")
+
+
+def _print_groups(report: dict[str, Any]) -> None:
+    """Prints what a family of several units loses, for the first accounts that spent."""
+    accounts = [group[0] for group in report_text.grouped(report)]
+    for account in accounts[:_FAMILIES]:
+        table = of_account(account)
+        if table is not None:
+            print(f"\n{table.text()}")
 
 
 def _alert(report: dict[str, Any], share: float) -> None:
@@ -275,8 +307,18 @@ def _renyi(options: argparse.Namespace) -> None:
     _print_statement(statement, ("order", "rdp"), options)
 
 
+def _group(options: argparse.Namespace) -> None:
+    """Shows epsilon for several units together, such as the members of a family."""
+    with Ledger(options.path, read_only=True) as ledger:
+        delta = _delta_of(ledger, options.dataset, options.delta)
+        table = ledger.group_privacy(options.dataset, options.sizes, delta=delta)
+    _print_statement(table, ("size", "epsilon", "delta"), options)
+
+
 def _print_statement(
-    statement: TradeOff | RenyiStatement, columns: tuple[str, str], options: argparse.Namespace
+    statement: TradeOff | RenyiStatement | GroupPrivacy,
+    columns: Sequence[str],
+    options: argparse.Namespace,
 ) -> None:
     """Prints a statement as text, as JSON, or as CSV with all digits."""
     if options.json:

@@ -101,7 +101,9 @@ def _share(run: Run, name: str) -> dict[str, Any]:
 
 def _finetune(run: Run) -> Published:
     config, result = run.config, run.result
-    specs = data.specs(config.data, "test", needs=("test",), grouped=True, tables=True)
+    specs = data.specs(
+        config.data, "test", needs=("test",), grouped=True, several=True, tables=True
+    )
     sources = open_parts(specs, images=bool(config.model.preprocessing))
     network = network_of(config, sources, sources["test"].num_classes)
     if (run.root / SCALER).exists():

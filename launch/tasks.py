@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data import DataSpec, Examples, Groups, augmentation, by_group, from_arrays
+from jaxdp.data import DataSpec, Examples, Groups, Owners, augmentation, by_group, from_arrays
 from jaxdp.data.protocol import check_source
 from jaxdp.data.selection import units
 from jaxdp.data.spec import open_parts
@@ -72,7 +72,10 @@ class Task:
         part of a config.
         """
         budget = {"epsilon": private.epsilon, "delta": private.delta}
-        return self.spec.terms | {"records": len(self.units)} | budget
+        records = len(self.units)
+        if isinstance(self.units, Owners):
+            records = self.units.owners
+        return self.spec.terms | {"records": records} | budget
 
     def scaled(self, scaler: Any) -> "Task":
         """Returns the task with a network that scales its features."""
@@ -93,6 +96,9 @@ class Task:
             num_classes=self.private.num_classes,
             name=self.private.name,
         )
+        if isinstance(self.units, Owners):
+            blank = np.zeros(len(self.units), np.int64)
+            return records, dataclasses.replace(self.units, source=records, rows=blank, without="")
         if not isinstance(self.units, Groups):
             return records, records
         return records, by_group(records, label, max_records=self.units.rows.shape[1])
@@ -106,12 +112,20 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
     """Reads the data and the network of a config, and refuses what cannot work."""
     images = bool(config.model.preprocessing)
     roles = ("public", "private", "test")
-    specs = data.specs(config.data, *roles, needs=roles[1:], grouped=True, tables=not images)
+    specs = data.specs(
+        config.data, *roles, needs=roles[1:], grouped=True, several=True, tables=not images
+    )
     sources = open_parts(specs, images=images)
     spec = specs["private"]
     frozen.check(config.model, config.private, spec)
     network = network_of(config, sources, sources["private"].num_classes)
     if trainers.scaler_event(config.private):
+        if spec.separator:
+            raise ValueError(
+                "config.private.scaler_noise_multiplier must be 0 with config.data.separator, got "
+                f"{config.private.scaler_noise_multiplier}: the scaler's proof is for rows of one "
+                "owner each."
+            )
         columns_of(sources["private"], scaler_ranges(spec))
     sources = {role: models.resize(network, source) for role, source in sources.items()}
     _check_start(config, sources)
@@ -128,7 +142,7 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
             public=public,
             private=features,
             # Features have no column of owners. The images say whose they are.
-            units=units(private, spec.group, max_records=spec.max_records, computed=features),
+            units=_units(private, spec, computed=features),
             test=head.source("test", test),
             network=head.head(),
             chosen=None,
@@ -140,11 +154,22 @@ def open_task(config: Any, root: pathlib.Path) -> Task:
         records=private,
         public=public,
         private=private,
-        units=units(private, spec.group, max_records=spec.max_records),
+        units=_units(private, spec),
         test=test,
         network=network,
         chosen=chosen,
         head=None,
+    )
+
+
+def _units(private: Examples, spec: DataSpec, computed: Any = None) -> Any:
+    """Returns the private records by unit of privacy."""
+    return units(
+        private,
+        spec.group,
+        max_records=spec.max_records,
+        separator=spec.separator,
+        computed=computed,
     )
 
 

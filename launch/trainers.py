@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp import finetune, split_clip_norm
-from jaxdp.data import Groups, PoissonSampler, augmentation
+from jaxdp.data import Groups, Owners, PoissonSampler, augmentation
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
 from jaxdp.report import Callback, read_metrics
@@ -60,7 +60,7 @@ def make(
         scaler_noise_multiplier      of tables: above 0, the target also pays a `charged_scaler` of
                                      the columns with public ranges; 0 or no field has none
       network: The network to train.
-      private: The private images, or `Groups` of them.
+      private: The private images, or `Groups` or `Owners` of them.
       public: PUBLIC images, from which GEP takes its anchors.
       images: The `DataSpec` of the private images, for the augmentation and the adjacency. A
         lifecycle gives its part `augmentation`. It proves its training for "add_remove" only.
@@ -139,6 +139,7 @@ def sampler_of(config: Any, private: Any, part: str) -> PoissonSampler:
         len(private),
         config.batch_size / len(private),
         truncated_batch_size=config.get("truncated_batch_size") or None,
+        records_per_owner=private.max_records if isinstance(private, Owners) else None,
     )
 
 

@@ -99,6 +99,18 @@ def test_the_trade_off_curve_is_printed(path, capsys):
     assert answer["slack"] == 1e-4 and answer["mu_up_to_slack"] < answer["mu"] == curve.mu
 
 
+def test_what_a_family_loses_is_printed(path, capsys):
+    with Ledger(path, read_only=True) as ledger:
+        table = ledger.group_privacy("train", (2, 4))
+    words = ("group", path, "train", "--sizes", "4", "2")
+    assert said(capsys, *words).startswith("train: several")
+    rows = list(csv.DictReader(io.StringIO(said(capsys, *words, "--csv"))))
+    assert [float(row["epsilon"]) for row in rows] == [row.epsilon for row in table.groups]
+    answer = json.loads(said(capsys, *words, "--json"))
+    assert [row["size"] for row in answer["groups"]] == [2, 4]
+    assert "train: several" in said(capsys, "show", path)
+
+
 def test_renyi_dp_is_printed_for_other_accountants(path, capsys):
     with Ledger(path, read_only=True) as ledger:
         statement = ledger.renyi("train")
@@ -315,6 +327,8 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         (["explain", "{path}", "nobody"], "not registered"),
         (["curve", "{path}", "nobody"], "not registered"),
         (["curve", "{path}", "train", "--slack", "2"], r"slack must be in \[0, 1\), got 2.0"),
+        (["group", "{path}", "nobody"], "not registered"),
+        (["group", "{path}", "train", "--sizes", "0"], "sizes must be whole numbers from 1"),
         (["explain", "{path}", "--by", "day"], "invalid choice: 'day'"),
         (["explain", "{path}", "--delta", "2"], r"delta must be in \[0, 1\), got 2.0"),
         (["show", "{path}", "--alert", "1.5"], r"--alert must be in \(0, 1\]"),

@@ -34,6 +34,9 @@ def get_config(columns: str = "") -> ConfigDict:
                 "parts": {"public": "", "private": 0.8, "test": 0.2},
                 "group": "",  # the column with the patient
                 "max_records": 1,
+                # between the owners of a row that has several, such as ";"; with it, adjacency
+                # must be "zero_out"
+                "separator": "",
                 "unit": "example",  # of privacy, for the ledger
                 **PEOPLE,
                 "adjacency": "add_remove",

@@ -49,7 +49,7 @@ def audit_step(
     params: Any,
     source: Source,
     *,
-    rows: Sequence[int] | np.ndarray | None = None,
+    rows: Sequence[int] | Sequence[Sequence[int]] | np.ndarray | None = None,
     others: Sequence[int] | np.ndarray = (),
     step: int = 1,
     **terms: Unpack[NoiseTerms],
@@ -66,7 +66,8 @@ def audit_step(
       source: Examples for the trainer, public or synthetic, since the audit charges nothing. For a
         trainer with `group=True` they are of `by_group`, and the canary is a user with its records.
       rows: The examples of `source` that may be the canary, by default all. At least 2 for
-          "replace_one".
+        "replace_one". With `sampler.records_per_owner` each is a list of the examples of one owner,
+        all of which are in the batch. A sampler for k examples claims k times the norm.
       others: The examples that are in every batch, before the canary. The place in a batch names
         the key of its views only. Keys are independent, so the law of the views of the others does
         not depend on the canary.
@@ -93,6 +94,9 @@ def audit_step(
         raise ValueError(f"step must be at least 1, got {step}.")
     privatizer = trainer.privatizer
     event = privatizer.event_at(step)
+    if trainer.sampler.records_per_owner is not None:
+        # All records of the owner are in the batch, which is the worst one.
+        event = GaussianDpEvent(event.noise_multiplier / trainer.sampler.records_per_owner)
     runs = Trials(charge=event, allowed=("add_remove", "replace_one"), **terms)
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "examples")

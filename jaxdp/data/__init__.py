@@ -22,6 +22,7 @@ from jaxdp.data.groups import Groups, Records, by_group
 from jaxdp.data.ids import identifiers
 from jaxdp.data.images import resize_images
 from jaxdp.data.numbers import check_batch
+from jaxdp.data.owners import Owners, by_owners
 from jaxdp.data.physical import PhysicalSizes, pad_to_physical
 from jaxdp.data.protocol import Source, check_source
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler
@@ -40,6 +41,7 @@ __all__ = [
     "FixedBatchSampler",
     "Groups",
     "NotFinite",
+    "Owners",
     "PhysicalSizes",
     "PoissonSampler",
     "Records",
@@ -48,6 +50,7 @@ __all__ = [
     "augmentation",
     "bundled",
     "by_group",
+    "by_owners",
     "check_batch",
     "check_disjoint",
     "check_source",

@@ -272,7 +272,8 @@ def from_folder(
     """Wraps a folder of images with a CSV file.
 
     Images are read on demand, the other columns are in memory. Every column but "path" is kept as
-    text, cell by cell, so that `by_group(source, "patient", ...)` tells "007" from "7". A column of
+    text, cell by cell, so that `by_group(source, "patient", ...)` tells "007" from "7", and
+    `by_owners(source, "people", ...)` reads "anna;ben" as two people. A column of
     numbers is also a column of the examples. A column without any number is text alone.
 
     Args:

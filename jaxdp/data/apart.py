@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jaxdp.data.owners import split_owners
 from jaxdp.data.protocol import check_source
 from jaxdp.data.sources import Examples, read_ids
 from jaxdp.data.tables import read_table
@@ -76,7 +77,10 @@ def check_owners_apart(specs: Mapping[str, "DataSpec"], sources: Mapping[str, Ex
         kind = spec.role.partition(" ")[0]  # "sources" of "sources 0"
         if kind in _PUBLIC_ROLES and spec.group not in _columns(sources[role]):
             continue
-        for owner in set(read_ids(sources[role], spec.group)):
+        owners = set(read_ids(sources[role], spec.group))
+        if spec.separator:
+            owners = split_owners(sources[role], spec.group, spec.separator)
+        for owner in owners:
             first = first_with.setdefault(owner, spec)
             if first is not spec:
                 raise ValueError(

@@ -57,6 +57,9 @@ class PoissonSampler:
       - With `truncated_batch_size=m`, a batch larger than m is cut to a uniformly random subset of
         size m. That is NOT Poisson sampling. Its event is `TruncatedSubsampledGaussianDpEvent`
         (arXiv:2508.15089).
+      - With `records_per_owner=k`, examples are records with several owners, of whom each has at
+        most k (`jaxdp.data.by_owners`). The event is then `OwnedGaussianDpEvent(q, sigma, k)`, for
+        all records of one owner, with the adjacency "zero_out".
       - Amplification holds only while the batches stay secret. The seed and the index arrays with
         their length are private values. The seed is not in `repr`, and neither may appear in logs
         or metrics.
@@ -69,6 +72,8 @@ class PoissonSampler:
       seed: 16 secret bytes. The default is OS entropy. A resumed run passes its own seed. Two runs
         that share a seed draw the same batches.
       truncated_batch_size: The largest batch size, or None.
+      records_per_owner: The most examples of one owner, at least 1. None, the default, is for
+        examples that are the units of privacy.
 
     Raises:
       TypeError, ValueError: A value is not as above.
@@ -81,6 +86,8 @@ class PoissonSampler:
         default_factory=lambda: secrets.token_bytes(_SEED_BYTES), repr=False
     )
     truncated_batch_size: int | None = None
+    # Not in the text of a sampler, which is a fact of releases of earlier versions.
+    records_per_owner: int | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("num_examples", self.num_examples, 1)
@@ -92,6 +99,14 @@ class PoissonSampler:
         _check_seed(self.seed)
         if self.truncated_batch_size is not None:
             check_count("truncated_batch_size", self.truncated_batch_size, 1)
+        if self.records_per_owner is None:
+            return
+        check_count("records_per_owner", self.records_per_owner, 1)
+        if self.truncated_batch_size is not None:
+            raise ValueError(
+                "truncated_batch_size must be None with records_per_owner, got "
+                f"{self.truncated_batch_size}. No accounting is known for both."
+            )
 
     @property
     def expected_batch_size(self) -> float:
@@ -121,25 +136,35 @@ class PoissonSampler:
 
         `inner_event` is that of the mechanism on the sampled batch. The result is
         `PoissonSampledDpEvent(q, inner_event)`, or with truncation a
-        `TruncatedSubsampledGaussianDpEvent`.
+        `TruncatedSubsampledGaussianDpEvent`. With `records_per_owner` it is an
+        `OwnedGaussianDpEvent`.
 
         Raises:
           TypeError: inner_event is not a DpEvent.
-          ValueError: The sampler truncates and inner_event is not a GaussianDpEvent. No accounting
-              is known.
+          ValueError: The sampler truncates or has several records of an owner, and inner_event is
+              not a GaussianDpEvent. No accounting is known.
         """
         from dp_accounting import dp_event
+
+        from jaxdp.privacy.events import OwnedGaussianDpEvent
 
         if not isinstance(inner_event, dp_event.DpEvent):
             raise TypeError(
                 f"inner_event must be a dp_accounting DpEvent, got {type(inner_event).__name__}."
             )
-        if self.truncated_batch_size is None:
+        option = "truncated_batch_size"
+        if self.records_per_owner is not None:
+            option = "records_per_owner"
+        elif self.truncated_batch_size is None:
             return dp_event.PoissonSampledDpEvent(self.sampling_probability, inner_event)
         if not isinstance(inner_event, dp_event.GaussianDpEvent):
             raise ValueError(
-                "inner_event must be a GaussianDpEvent with truncated Poisson sampling, got "
-                f"{type(inner_event).__name__}. Set truncated_batch_size=None."
+                f"inner_event must be a GaussianDpEvent with {option}, got "
+                f"{type(inner_event).__name__}. Set {option}=None."
+            )
+        if self.records_per_owner is not None:
+            return OwnedGaussianDpEvent(
+                self.sampling_probability, inner_event.noise_multiplier, self.records_per_owner
             )
         return dp_event.TruncatedSubsampledGaussianDpEvent(
             dataset_size=self.num_examples,

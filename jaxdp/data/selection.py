@@ -16,6 +16,7 @@ from jaxdp.data.arrays import from_arrays
 from jaxdp.data.groups import Groups, by_group
 from jaxdp.data.ids import owners_of
 from jaxdp.data.order import shuffled
+from jaxdp.data.owners import by_owners
 from jaxdp.data.protocol import check_source
 from jaxdp.data.sources import Examples, read_column, read_ids
 
@@ -74,6 +75,7 @@ def units(
     group: str,
     *,
     max_records: int,
+    separator: str = "",
     computed: Any = None,
 ) -> Any:
     """Returns private records by unit of privacy.
@@ -82,16 +84,19 @@ def units(
       records: The private records.
       group: The column with the owner of each record. "" makes each record a unit.
       max_records: The largest number of records of one owner that count, see `by_group`.
+      separator: The text between the owners of one record, see `by_owners`. "" has one owner each.
       computed: Another source in the order of `records`, such as their features, which lacks the
         column of the owners. The units then hold its examples. None takes `records`.
 
     Returns:
-      `Groups`, or the records themselves without a group.
+      `Groups`, `Owners` with a separator, or the records themselves without a group.
     """
     source: Any = records if computed is None else computed
     if not group:
         return source
     owners: Any = group if computed is None else read_ids(records, group)
+    if separator:
+        return by_owners(source, owners, max_records=max_records, separator=separator)
     return by_group(source, owners, max_records=max_records)
 
 

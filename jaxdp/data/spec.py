@@ -23,6 +23,7 @@ from jaxdp.data.arrays import from_arrays
 from jaxdp.data.bundled_sets import bundled
 from jaxdp.data.ids import owners_of
 from jaxdp.data.order import shuffled
+from jaxdp.data.owners import families
 from jaxdp.data.selection import image_shape
 from jaxdp.data.sources import Examples, read_ids
 from jaxdp.data.tables import read_table
@@ -62,7 +63,8 @@ class DataSpec:
         `split_seed`. None takes the whole set as it is.
       split_seed: bundled, csv: The seed of the order.
       share: csv: The part of the file `path`, from and to numbers in [0, 1], in the order of
-        `split_seed`. With a group it is a share of the owners. None takes the whole file.
+        `split_seed`. With a group it is a share of the owners, of
+        whom those who share records stay together. None takes the whole file.
       path: npz: The path of a file as MedMNIST distributes it, with the arrays {part}_images and
         {part}_labels, or of a folder of .npz files. hf: A folder of `save_to_disk`, or "" to load
         `name`. folder: The folder. csv: The file, or a folder of files.
@@ -86,6 +88,8 @@ class DataSpec:
         `jaxdp.data.ids`: "007" and "7" are two owners. "" makes each record a unit.
       max_records: With a group: The largest number of records of one owner that count, see
         `by_group`.
+      separator: With a group: The text between the owners of one record, see `by_owners`. "" for
+        records of one owner each.
       unit: The word for the unit of privacy in the ledger.
       adjacency: The neighbouring relation in the ledger.
       crop_padding, flip: The augmentation of the training images, see `augmentation`.
@@ -113,6 +117,7 @@ class DataSpec:
     pixel_range: tuple[float, float] | None = None
     group: str = ""
     max_records: int = 0
+    separator: str = ""
     unit: str = "example"
     adjacency: str = "add_remove"
     crop_padding: int = 0
@@ -315,11 +320,19 @@ def _open_csv(spec: DataSpec, prepare: Prepare | None) -> Examples:
     if spec.share is None:
         return table
     owners = np.arange(len(table))
-    if spec.group:
+    if spec.group and spec.separator:
+        owners = families(table, spec.group, spec.separator)
+    elif spec.group:
         owners = owners_of(read_ids(table, spec.group), len(table))
     order = shuffled(owners.max(initial=-1) + 1, seed=spec.split_seed)
     first, last = (round(len(order) * end) for end in spec.share)
-    return table.take(np.flatnonzero(np.isin(owners, order[first:last])))
+    rows = np.flatnonzero(np.isin(owners, order[first:last]))
+    if spec.separator and not len(rows):
+        raise ValueError(
+            f"{spec.field} has no row: owners who share records, directly or by others, are in one "
+            f"part, and these are {len(order)} groups. Give a folder of files as {spec.where}.path."
+        )
+    return table.take(rows)
 
 
 def _open_function(spec: DataSpec, prepare: Prepare | None) -> Examples:

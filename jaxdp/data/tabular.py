@@ -104,8 +104,8 @@ def from_csv(
         whole ones as int32, others as float32.
       classes: The texts of the classes, in the order of their numbers. A public declaration.
       num_classes: If the label has the numbers of the classes. A public declaration.
-      group: The column with the owner of each row, such as a patient, for `by_group`. It is text
-        and no feature.
+      group: The column with the owner of each row, such as a patient, for `by_group`, or with its
+        owners, such as "anna;ben", for `by_owners`. It is text and no feature.
       texts: More columns that are text and no features.
       drop: Columns that are not read.
       ranges: {column: (low, high)}, two public numbers that become 0 and 1. Numbers outside are cut

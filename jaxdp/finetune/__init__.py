@@ -23,6 +23,7 @@ from jaxdp.finetune.random_round import random_round
 from jaxdp.finetune.random_runs import RandomRuns
 from jaxdp.finetune.scaler import Scaler, charged_scaler
 from jaxdp.finetune.scores import ChargedScore, PublicScore
+from jaxdp.finetune.sla_clip import sla_clip
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.finetune.tune import Tuned, tune, with_hyperparams
@@ -33,6 +34,7 @@ METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
     "adp_alloc": adp_alloc,
     "adp_clip": adp_clip,
     "gep": gep,
+    "sla_clip": sla_clip,
 }
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "gep",
     "polynomial_noise",
     "random_round",
+    "sla_clip",
     "step_noise",
     "tally",
     "time_based_noise",

@@ -98,7 +98,9 @@ def dp_sgd(
       sampler: The sampler of batches and its event. Its expected batch size q * n is the divisor.
         Its own seed is not used: every run draws its batches from its own secret
         (`PrivateTrainer.drawn`). With `truncated_batch_size`, the event is that of truncated
-        Poisson sampling, which needs more noise and has no rule in RDP.
+        Poisson sampling, which needs more noise and has no rule in RDP. A sampler of
+        `jaxdp.data.by_owners` has the event of all records of one owner, with the adjacency
+        "zero_out".
       physical_batch_size: The number of examples per compiled call. A sampled batch of any size is
         cut into such calls and the last is padded. No example is left out. None, the default,
         chooses up to three sizes that suit sampler and memory (`PrivateTrainer.physical`). Up to
@@ -146,7 +148,7 @@ def dp_sgd(
       Noise of standard deviation sigma * C is added to every batch, also to the empty one. The
       divisor is public. Steps compose adaptively. The whole state except `noise` and `key` is
       post-processing of the released gradients. With `group`, an example is a user with all of its
-      records.
+      records. With `sampler.records_per_owner` the event is `OwnedGaussianDpEvent`, for one owner.
     """
     return make_trainer(
         lambda gradient: GradientSum(gradient=gradient),

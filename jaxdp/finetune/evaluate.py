@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Source
+from jaxdp.data import Owners, Source
 from jaxdp.data.labels import (
     Counts,
     Judged,
@@ -180,9 +180,10 @@ def charged_accuracy(
         as in `accuracy`. Nothing is spent. No error depends on an example.
 
     Formal guarantees:
-      GaussianDpEvent(noise_multiplier), charged before the count is computed. `count_correct` has
-      the proof that the count has sensitivity 1 for every input. Clipping is post-processing. The
-      number of examples is taken to be public.
+      GaussianDpEvent(noise_multiplier), charged before the count is computed. For a source of
+      `jaxdp.data.by_owners` it is GaussianDpEvent(noise_multiplier / max_records), for one owner.
+      `count_correct` has the proof that the count has sensitivity 1 for every input. Clipping is
+      post-processing. The number of examples is taken to be public.
     """
     if not 0 < noise_multiplier < math.inf:
         raise ValueError(
@@ -201,9 +202,12 @@ def charged_accuracy(
         key = stream(secret, "accuracy")
         return {"accuracy": np.asarray(noisy_fraction(key, exact, len(source), noise_multiplier))}
 
+    # All records of an owner may be right or wrong together.
+    records = source.max_records if isinstance(source, Owners) else 1
+    event = GaussianDpEvent(noise_multiplier / records)
     release = Release(
         label="accuracy",
-        charges=[(account, GaussianDpEvent(noise_multiplier))],
+        charges=[(account, event)],
         facts=lambda: [params, source.fingerprint, noise_multiplier, batch_size],
         programs=lambda: [program(_batch_counts, predict, True, params, *shapes)],
         compute=estimate,

@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from jaxdp import memory
-from jaxdp.data import Source, check_source
+from jaxdp.data import Owners, Source, check_source
 from jaxdp.data.physical import FIRST_STEPS
 from jaxdp.files import check_count, check_function, shown, shows_keywords
 from jaxdp.finetune import run_notes
@@ -134,7 +134,8 @@ def fit(
         and last examples are read for a check before anything is spent. The unit of privacy is
         decided here, because the sampler and the noise are made for its number: give
         `jaxdp.data.by_group(source, group, max_records=)` to protect owners of several records,
-        with a trainer of group=True. All other pairs are refused.
+        with a trainer of group=True. `jaxdp.data.by_owners(source, owners, max_records=)` protects
+        the owners of records that have several, with its own sampler. All other pairs are refused.
       steps: The total number of steps.
       account: The account that is charged, `ledger.account(name)` of the data set, registered with
         the trainer's unit. Where the mesh has several processes, only process 0 gives one, and the
@@ -183,7 +184,7 @@ def fit(
         trainer.check(source)
         _check_options(steps, options)
         if hosts.leads:
-            check_account(trainer, account, options.delta)
+            check_account(trainer, account, options.delta, source)
 
     hosts.each(check)
     trainer = trainer.planned(steps)
@@ -225,8 +226,11 @@ def _check_options(steps: int, options: RunOptions) -> None:
         check_count("evaluate_every", options.evaluate_every, 1)
 
 
-def check_account(trainer: PrivateTrainer, account: Account | None, delta: float | None) -> None:
+def check_account(
+    trainer: PrivateTrainer, account: Account | None, delta: float | None, source: Source
+) -> None:
     """Raises if the account cannot pay for the trainer or has no delta, before it is charged."""
+    units = source.owners if isinstance(source, Owners) else len(source)
     if not isinstance(account, Account):
         raise TypeError(
             "account must be an account of a ledger in process 0, got "
@@ -235,14 +239,14 @@ def check_account(trainer: PrivateTrainer, account: Account | None, delta: float
     _check_unit(trainer, account)
     warn_if_weak(
         delta=account.delta if delta is None else delta,
-        records=trainer.sampler.num_examples,
+        records=units,
         sampling_probability=trainer.sampler.sampling_probability,
         unit=trainer.unit,
     )
     warn_of_another_number(
         account.name,
         registered=account.ledger.records(account.name),
-        present=trainer.sampler.num_examples,
+        present=units,
         unit=trainer.unit,
     )
     account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
@@ -383,7 +387,8 @@ class _Run:
             )
         self.till.settle([self.pays])
         if self.till.workdir is not None:
-            run_notes.write(self.till.workdir, self.trainer, self.steps, self.pays)
+            source = self.source
+            run_notes.write(self.till.workdir, self.trainer, source, self.steps, self.pays)
 
     def _hold(self, first: int, token: str, room: contextlib.ExitStack) -> None:
         """Holds the budget of all steps that are not yet charged, until `room` is closed."""

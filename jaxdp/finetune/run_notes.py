@@ -1,34 +1,49 @@
 """What a workdir says about its run, for the report: the ledger, the method and its settings."""
 
+import dataclasses
 import importlib.metadata
 import os
 import pathlib
 import platform
 from typing import Any
 
-from jaxdp.data import PoissonSampler
+import numpy as np
+
+from jaxdp.data import Owners, PoissonSampler, Source
 from jaxdp.files import read_json, write_json
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.privacy import Account, unit_words
+from jaxdp.privacy import Account, epsilon, unit_words
 from jaxdp.privacy.events import describe
 from jaxdp.report.runs import FILE
 from jaxdp.version import __version__
 
+# Rows of the epsilons of owners, each of which costs a composition.
+_LEVELS = 5
 _LIBRARIES = ("jax", "optax", "numpy")
 _METHODS = {
     "GradientSum": "DP-SGD",
     "QuantileClipping": "AdpClip",
     "GradientEmbedding": "GEP",
+    "SlackClipping": "SlaClip",
 }
 
 
-def write(workdir: pathlib.Path, trainer: PrivateTrainer, steps: int, account: Account) -> None:
+def write(
+    workdir: pathlib.Path,
+    trainer: PrivateTrainer,
+    source: Source,
+    steps: int,
+    account: Account,
+) -> None:
     """Writes run.json. It keeps the words by which ledgers know the earlier calls of the run."""
     path = workdir / FILE
     runs: list[str] = read_json(path)["runs"] if path.exists() else []
     ledger = account.ledger
     runs = list(dict.fromkeys([*runs, ledger.run]))
     is_file = ledger.path != ":memory:"
+    settings = _settings(trainer, steps, account)
+    if isinstance(source, Owners):
+        settings |= _owners(source, trainer, steps, account)
     versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
     content = {
         "kind": "fit",
@@ -36,7 +51,7 @@ def write(workdir: pathlib.Path, trainer: PrivateTrainer, steps: int, account: A
         "ledger": os.path.relpath(ledger.path, workdir) if is_file else None,
         "dataset": account.name,
         "runs": runs,
-        "settings": _settings(trainer, steps, account),
+        "settings": settings,
         "versions": {"jaxdp": __version__, "python": platform.python_version(), **versions},
     }
     write_json(path, content)
@@ -61,11 +76,47 @@ def _settings(trainer: PrivateTrainer, steps: int, account: Account) -> dict[str
 
 
 def _sampling(sampler: PoissonSampler, unit: str) -> str:
+    many = "records" if sampler.records_per_owner else unit_words(unit).many
     text = (
-        f"Poisson: each of {sampler.num_examples} {unit_words(unit).many} is in a step with "
+        f"Poisson: each of {sampler.num_examples} {many} is in a step with "
         f"probability {sampler.sampling_probability:.6g}, {sampler.expected_batch_size:g} on "
         "average"
     )
     if sampler.truncated_batch_size is None:
         return text
     return f"{text}, and at most {sampler.truncated_batch_size}"
+
+
+def _owners(
+    source: Owners, trainer: PrivateTrainer, steps: int, account: Account
+) -> dict[str, str]:
+    """Returns what a run says of the owners of its records. Who owns what is public."""
+    many = unit_words(trainer.unit).many
+    settings = {
+        "owners": (
+            f"{source.owners} {many}, each with at most {source.max_records} records that count, "
+            f"{len(source)} of {len(source.source)} in all. Who owns which is public."
+        )
+    }
+    counts = np.sort(source.records_of)
+    numbers = np.unique(counts)
+    places = np.linspace(0, len(numbers) - 1, min(_LEVELS, len(numbers))).round().astype(int)
+    before = 0
+    for most in numbers[places].tolist():
+        until = int(np.searchsorted(counts, most, side="right"))
+        name = f"{many} with up to {most} records that count"
+        settings[name] = f"{until - before}, {_cost(trainer, most, steps, account)}"
+        before = until
+    return settings
+
+
+def _cost(trainer: PrivateTrainer, records: int, steps: int, account: Account) -> str:
+    """Returns the epsilon of a run for an owner with so many records."""
+    if not records:
+        return "epsilon 0"
+    if not account.delta:
+        return "no delta is registered"
+    sampler = dataclasses.replace(trainer.sampler, records_per_owner=records)
+    event = dataclasses.replace(trainer, sampler=sampler).event(0, steps)
+    cost = epsilon(event, delta=account.delta, adjacency=account.adjacency)
+    return f"epsilon {cost:.4g} at delta {account.delta:g} for each"

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Examples, Groups, Source, check_source
+from jaxdp.data import Examples, Groups, Owners, Source, check_source
 from jaxdp.data.groups import Records
 from jaxdp.data.tabular import indicator_of, is_range
 from jaxdp.files import read_json, write_json
@@ -203,7 +203,7 @@ def charged_scaler(
       BudgetExceeded: The account cannot pay. Only the first and last rows are read, for a check.
       ValueError: noise_multiplier is not positive and finite, or a range is none, or a name is no
         feature, or the account has another unit. Nothing is spent.
-      TypeError: source is no `Source`.
+      TypeError: source is no `Source`, or its rows have several owners (`by_owners`).
 
     Formal guarantees:
       GaussianDpEvent(noise_multiplier), charged before the rows are read. The module has the proof
@@ -214,6 +214,11 @@ def charged_scaler(
         raise ValueError(
             f"noise_multiplier must be positive and finite, got {noise_multiplier}. A scaler of "
             "public rows needs no ledger: compute it with NumPy."
+        )
+    if isinstance(source, Owners):
+        raise TypeError(
+            "source must be rows or jaxdp.data.by_group, got jaxdp.data.Owners. The proof is for "
+            "one owner of a row. Give public ranges to from_csv, and train without a scaler."
         )
     is_owner = isinstance(source, Groups)
     if account.unit != unit or (is_owner and unit == "example"):

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Source
+from jaxdp.data import Groups, Owners, PhysicalSizes, PoissonSampler, Source
 from jaxdp.data.protocol import check_members
 from jaxdp.data.storage import on_device
 from jaxdp.files import check_count, shows_keywords
@@ -81,6 +81,11 @@ class PrivateTrainer(StepFunctions):
             raise ValueError(
                 "unit must name what group=True protects, for example unit='patient', got "
                 "'example'."
+            )
+        if self.sampler.records_per_owner is not None and (self.group or self.unit == "example"):
+            raise ValueError(
+                "unit must name an owner of records with sampler.records_per_owner, for example "
+                f"unit='person', without group, got {self.unit!r} with group={self.group}."
             )
         meshes.check_mesh(self.mesh, self.data_axes, self.param_sharding, processes=True)
         super().__post_init__()
@@ -170,6 +175,13 @@ class PrivateTrainer(StepFunctions):
                 "source is of jaxdp.data.by_group, but the trainer protects one 'example'. Give "
                 "the trainer group=True and unit=..., such as 'patient', or unit=... alone if "
                 "loss_fn takes the `jaxdp.data.Records` of an owner."
+            )
+        most = source.max_records if isinstance(source, Owners) else None
+        if most != self.sampler.records_per_owner:
+            raise ValueError(
+                f"sampler.records_per_owner must be {most} for this source, got "
+                f"{self.sampler.records_per_owner}. It is the max_records of jaxdp.data.by_owners, "
+                "whose source.sampler(q) sets it, and None for other sources."
             )
         if len(source) != self.sampler.num_examples:
             raise ValueError(

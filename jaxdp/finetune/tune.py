@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxdp.data import Source, check_source
+from jaxdp.data import Owners, Source, check_source
 from jaxdp.files import check_count, shows_keywords, unwatched
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.loop import Diverged, check_account, fit
@@ -260,6 +260,12 @@ class Search:
             )
         check_score(self.score)
         check_source(self.source)
+        if isinstance(self.source, Owners):
+            raise ValueError(
+                "source must have one owner for each record, got jaxdp.data.Owners. The bound of a "
+                "search needs the Renyi divergence of a run, and owners of several records have "
+                "none yet. Use jaxdp.data.by_group."
+            )
         check_finite(self.params)
         check_count("checkpoint_every", self.checkpoint_every, 1)
         for name, trainer in self.trainers.items():
@@ -269,7 +275,7 @@ class Search:
     def _check_trainer(self, name: str, trainer: PrivateTrainer) -> None:
         """Raises for a candidate that cannot be trained, scored or paid for."""
         trainer.check(self.source)
-        check_account(trainer, self.account, None)
+        check_account(trainer, self.account, None, self.source)
         if trainer.mesh is not None and trainer.mesh.is_multi_process:
             raise ValueError(f"trainers[{name!r}] must have a mesh of one process.")
         charged = self.score.charges(self.account)

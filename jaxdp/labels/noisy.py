@@ -24,7 +24,7 @@ from typing import Any, Self
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.data import Groups, Source, check_source, read_column
+from jaxdp.data import Groups, Owners, Source, check_source, read_column
 from jaxdp.privacy import Account, LabelDpEvent
 from jaxdp.release import Payment, Release, Till, stream
 from jaxdp.transforms.responses import Response, numbers, with_prior
@@ -166,10 +166,10 @@ def release_labels(
 
 def public_columns(source: Source, num_classes: int, columns: Sequence[str]) -> PublicColumns:
     """Returns the public columns of records with labels. Raises the errors of `release_labels`."""
-    if isinstance(source, Groups):
+    if isinstance(source, Groups | Owners):
         raise TypeError(
-            "source must be records, got jaxdp.data.Groups of several for an owner. The epsilon of "
-            "one label does not cover all labels of an owner. Give one record of each owner."
+            f"source must be records, got jaxdp.data.{type(source).__name__}. The epsilon of one "
+            "label does not cover all labels of an owner. Give one record of each owner."
         )
     example = check_source(source, "label", values=False)
     label = example["label"]

@@ -9,7 +9,7 @@ The modules:
 * The ledger's file: `chain`, `schema`, `integrity`, `database`, `store`, with `damage` and `times`.
 * Its rows: `terms`, `datasets`, `spends`, `holds`, `contacts`.
 * Its decisions: `compositions`, `spent_epsilon`, `budget`, `admission`.
-* What explains them: `explanations`, `trade_offs`, `statements`.
+* What explains them: `explanations`, `trade_offs`, `statements`, `group_privacy`.
 * What users call: `accounts`, `ledger_reader`, `ledger`, and what they read: `reports`,
   `report_text`, in the words of `units`.
 * Which ledger counts which records: `registry`.
@@ -27,6 +27,7 @@ from jaxdp.privacy.events import (
     NonPrivateDpEvent,
     NoOpDpEvent,
     OneOfDpEvent,
+    OwnedGaussianDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
@@ -40,6 +41,7 @@ from jaxdp.privacy.events import (
     unproven,
 )
 from jaxdp.privacy.explanations import Explanation, GroupCost
+from jaxdp.privacy.group_privacy import GroupPrivacy, GroupRow
 from jaxdp.privacy.ledger import (
     Account,
     BudgetExceeded,
@@ -68,6 +70,8 @@ __all__ = [
     "Explanation",
     "GaussianDpEvent",
     "GroupCost",
+    "GroupPrivacy",
+    "GroupRow",
     "Head",
     "Hold",
     "LabelDpEvent",
@@ -77,6 +81,7 @@ __all__ = [
     "NoOpDpEvent",
     "NonPrivateDpEvent",
     "OneOfDpEvent",
+    "OwnedGaussianDpEvent",
     "PoissonSampledDpEvent",
     "PrivacyWarning",
     "PureDpEvent",

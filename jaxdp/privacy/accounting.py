@@ -13,6 +13,9 @@ Gaussian                     N(0, s^2), N(1, s^2)                N(-1, s^2), N(1
 PoissonSampled Gaussian      (1-q) N(0) + q N(1), N(0)           (1-q) N(0) + q N(1),
                                                                  (1-q) N(0) + q N(-1)
 TruncatedSubsampledGaussian  dp_accounting (arXiv 2508.15089)    dp_accounting
+OwnedGaussian                zero_out only: sum_j w_j N(j,      no rule
+                             s^2), N(0, s^2) with the weights
+                             w_j of Binomial(records, q)
 Laplace, DiscreteLaplace     noise at 0 and at the sensitivity   noise at 0 and at twice it
 PoissonSampled Laplace       as PoissonSampled Gaussian          no rule
 RandomizedResponse           zero_out: answer against uniform    answers of two records
@@ -60,6 +63,7 @@ from jaxdp.privacy.events import (
     DpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
+    OwnedGaussianDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     composition,
@@ -402,6 +406,8 @@ def _unsampled(counts: Mapping[DpEvent, int]) -> Mapping[DpEvent, int]:
         match leaf:
             case PoissonSampledDpEvent(event=GaussianDpEvent()):
                 whole[leaf.event] += count
+            case OwnedGaussianDpEvent(noise_multiplier=sigma, records=records):
+                whole[GaussianDpEvent(sigma / records)] += count
             case _:
                 whole[leaf] += count
     return whole

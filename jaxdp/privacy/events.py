@@ -54,6 +54,7 @@ __all__ += [
     "NoOpDpEvent",
     "NonPrivateDpEvent",
     "OneOfDpEvent",
+    "OwnedGaussianDpEvent",
     "PoissonSampledDpEvent",
     "PureDpEvent",
     "RandomizedResponseDpEvent",
@@ -123,6 +124,29 @@ class OneOfDpEvent(DpEvent):
     """
 
     events: tuple[DpEvent, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnedGaussianDpEvent(DpEvent):
+    """A Gaussian on a Poisson sample of records, of which one owner has several.
+
+    Neighbours have the same records with the same owners, and differ in what the records of one
+    owner contain (Ganesh et al. 2025, arXiv 2503.03622, "fixed graph"). So a ledger charges it to
+    datasets with the adjacency "zero_out" only: the records of one owner against zeros.
+
+    The number of an owner's records in the sample is binomial, and each moves the sum by at most
+    one norm. The pair is the mixture of N(j, s^2) with the weights of Binomial(records, q) against
+    N(0, s^2) (Choquette-Choo et al. 2024, arXiv 2310.15526, section 4).
+
+    Attributes:
+        sampling_probability: q, with which each record joins the sample, independently.
+        noise_multiplier: s, the standard deviation over the norm of ONE record's contribution.
+        records: The most records that one owner has among those that are sampled from.
+    """
+
+    sampling_probability: float
+    noise_multiplier: float
+    records: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +252,11 @@ _FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
     LaplaceDpEvent: {"noise_multiplier": _real(0)},
     DiscreteLaplaceDpEvent: {"noise_parameter": _real(0), "sensitivity": _integer(1)},
     RandomizedResponseDpEvent: {"noise_parameter": _real(0, 1), "num_buckets": _integer(1)},
+    OwnedGaussianDpEvent: {
+        "sampling_probability": _real(0, 1),
+        "noise_multiplier": _real(0),
+        "records": _integer(1),
+    },
     PoissonSampledDpEvent: {"sampling_probability": _real(0, 1), "event": _event},
     SampledWithoutReplacementDpEvent: {
         "source_dataset_size": _integer(1),
@@ -341,6 +370,10 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
             return NonPrivateDpEvent() if scale < _NO_NOISE else leaf
         case DiscreteLaplaceDpEvent(noise_parameter=0.0):
             return NonPrivateDpEvent()  # There is no such distribution.
+        case OwnedGaussianDpEvent(sampling_probability=0.0):
+            return NoOpDpEvent()
+        case OwnedGaussianDpEvent(noise_multiplier=scale):
+            return NonPrivateDpEvent() if scale < _NO_NOISE else leaf
         case RandomizedResponseDpEvent():
             if leaf.num_buckets == 1 or leaf.noise_parameter == 1:
                 return NoOpDpEvent()

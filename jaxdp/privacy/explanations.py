@@ -266,21 +266,38 @@ def marginals_of(account: Mapping[str, Any]) -> dict[int, float]:
     the report leaves out rows or if a filter's budget is its epsilon, and the smallest ones of more
     than 50.
     """
-    is_whole = account["rows"] == len(account["spends"])
-    if not is_whole or account.get("accounting") == "renyi_filter":
+    if not _is_whole(account) or account.get("accounting") == "renyi_filter":
         return {}
     method: Method = "rdp" if account.get("accounting") == "rdp" else "auto"
-    parts: dict[str, dict[str, Counts]] = {"": {}}
-    sizes = {}
-    for place, row in enumerate(account["spends"]):
-        single = composition(from_json(json.dumps(row["event"])))
-        counts = Counter({leaf: count * row["spends"] for leaf, count in single.items()})
-        parts.setdefault(row.get("partition") or "", {})[str(place)] = counts
-        sizes[str(place)] = row["spends"]
-    units = _units(parts)
+    units = _units_of(account)
+    sizes = {str(place): row["spends"] for place, row in enumerate(account["spends"])}
 
     def cost(counts: Counts) -> float:
         return cached_epsilon(counts, account["delta"], account["adjacency"], method)
 
     costs, _ = costs_of(units, sizes, cost, lambda compositions: math.inf)
     return {int(row.group): row.marginal for row in costs}
+
+
+def compositions_of(account: Mapping[str, Any]) -> list[Counts]:
+    """Returns the releases on each kind of unit of one dataset of `Ledger.report`.
+
+    It returns none if the report leaves out rows.
+    """
+    if not _is_whole(account):
+        return []
+    return maximal(_sum(groups) for groups in _units_of(account))
+
+
+def _is_whole(account: Mapping[str, Any]) -> bool:
+    return bool(account["rows"] == len(account["spends"]))
+
+
+def _units_of(account: Mapping[str, Any]) -> list[Groups]:
+    """Returns the releases on each kind of unit, by the place of their row in the report."""
+    parts: dict[str, dict[str, Counts]] = {"": {}}
+    for place, row in enumerate(account["spends"]):
+        single = composition(from_json(json.dumps(row["event"])))
+        counts = Counter({leaf: count * row["spends"] for leaf, count in single.items()})
+        parts.setdefault(row.get("partition") or "", {})[str(place)] = counts
+    return _units(parts)

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from jaxdp.files import check_numbers
-from jaxdp.privacy import contacts, explanations, report_text, reports, trade_offs
+from jaxdp.privacy import contacts, explanations, group_privacy, report_text, reports, trade_offs
 from jaxdp.privacy.accounting import Adjacency, check_rules
 from jaxdp.privacy.compositions import proven
 from jaxdp.privacy.datasets import dataset_of, datasets, paid_for
 from jaxdp.privacy.events import Counts, DpEvent, compose, composition
 from jaxdp.privacy.explanations import By, Explanation
+from jaxdp.privacy.group_privacy import GroupPrivacy
 from jaxdp.privacy.spends import Spends
 from jaxdp.privacy.spent_epsilon import epsilon_of, total_epsilon, used_epsilon
 from jaxdp.privacy.statements import RenyiStatement, renyi_statement
@@ -300,6 +301,43 @@ class LedgerReader:
             dataset = dataset_of(db, name)
             compositions = self._spends.compositions(db, dataset, partition)
         return renyi_statement(dataset, compositions)
+
+    def group_privacy(
+        self,
+        name: str,
+        sizes: Sequence[int] = group_privacy.SIZES,
+        *,
+        delta: float | None = None,
+        partition: str | None = None,
+    ) -> GroupPrivacy:
+        """Returns epsilon for several units together, such as the members of a family.
+
+        It bounds what all releases tell about whether all of them are in the data or none is, and
+        under "replace_one" and "zero_out" about what all of them contain.
+
+        Args:
+            name: A registered dataset.
+            sizes: The numbers of units, from 1 to 1000.
+            delta: The delta, by default the registered one. One of them is needed.
+            partition: The part in which all of them are. The default is the worst of all parts. No
+                bound is given for units in several parts.
+
+        Returns:
+            A `GroupPrivacy` of upper bounds. They are those of the accounting for a sum of which
+            the units move as many norms, if every event has such a rule
+            (`jaxdp.privacy.group_privacy`). They are exact for Gaussians. Other compositions and
+            "renyi_filter" datasets are converted from one unit, which is far looser.
+
+        Raises:
+            ValueError: As in `epsilon`, or a size is out of range.
+        """
+        with self._transaction("DEFERRED") as db:
+            dataset = dataset_of(db, name)
+            compositions = self._spends.compositions(db, dataset, partition)
+        delta = _delta_for(dataset, delta)
+        check_numbers(delta=delta)
+        sizes = group_privacy.check_sizes(sizes)
+        return group_privacy.group_privacy_of(dataset, compositions, delta, sizes)
 
     # --- Reports ---------------------------------------------------------------------------------
 

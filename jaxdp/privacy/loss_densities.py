@@ -1,16 +1,20 @@
 """The losses of additive noise: Laplace and Gaussian, sampled or not, as pieces of a density."""
 
+import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 from scipy import stats
 
-from jaxdp.privacy.events import TruncatedSubsampledGaussianDpEvent
+from jaxdp.privacy.events import OwnedGaussianDpEvent, TruncatedSubsampledGaussianDpEvent
 from jaxdp.privacy.loss_distribution import Piece, log_of
 from jaxdp.privacy.relations import Adjacency
 
 Intervals = list[tuple[float, np.ndarray]]
+
+# Newton's steps to an edge of a grid, each of which doubles the digits.
+_NEWTON_STEPS = 12
 
 # Losses of Laplace noise farther than this from both extremes have a probability below exp(-700).
 _LAPLACE_REACH = 1400.0
@@ -237,3 +241,60 @@ def truncated_batches(
     if share > 0:
         return [*pieces, two_sided(cut, sigma / 2, share, depth)]
     return pieces or [whole_batch(1.0, sigma, q, depth)]
+
+
+def owned_records(leaf: OwnedGaussianDpEvent, depth: float) -> Piece:
+    """Returns the losses of the mixture of N(j, sigma^2), j = 0..k, against N(0, sigma^2).
+
+    j has the distribution Binomial(k, q). Offsets are in sigmas.
+    """
+    sigma = leaf.noise_multiplier
+    q = leaf.sampling_probability
+    most = leaf.records
+    if q == 1:
+        return one_sided(1.0, sigma / most, 1.0, depth)
+    numbers = range(1, most + 1)
+    log_none = most * math.log1p(-q)
+    log_weights = stats.binom.logpmf(numbers, most, q)
+
+    def density(offsets: np.ndarray, centre: float) -> tuple[np.ndarray, np.ndarray]:
+        gain = np.zeros(offsets.shape)  # of the likelihood ratio above 1
+        log_ratio = np.full(offsets.shape, log_none)
+        log_density = log_none + _log_normal(offsets + centre / sigma)
+        for j, log_weight in zip(numbers, log_weights, strict=True):
+            loss = j * (offsets / sigma + (centre - j / 2) / sigma / sigma)
+            gain += math.exp(log_weight) * np.expm1(np.minimum(loss, 600.0))
+            log_ratio = np.logaddexp(log_ratio, log_weight + loss)
+            log_normal = _log_normal(offsets + (centre - j) / sigma)
+            log_density = np.logaddexp(log_density, log_weight + log_normal)
+        # Small losses keep their digits by the gain.
+        small = np.log1p(np.maximum(gain, -0.75))
+        return np.where(np.abs(log_ratio) < 0.5, small, log_ratio), log_density
+
+    def inverse(losses: np.ndarray, centre: float) -> np.ndarray:
+        # Without the term of j = 0, the logarithm of the ratio is convex in x / sigma^2 and rises
+        # with a slope from 1 to k. Newton's method from above therefore falls to the root.
+        terms = log_weights - np.square(numbers) / 2 / sigma / sigma
+        with np.errstate(invalid="ignore", divide="ignore"):
+            targets = losses + np.log(-np.expm1(log_none - losses))
+        is_reached = targets > -math.inf
+        target = targets[is_reached]
+        tilt = np.full(target.shape, math.inf)
+        for j, term in zip(numbers, terms, strict=True):
+            tilt = np.minimum(tilt, (target - term) / j)
+        for _ in range(_NEWTON_STEPS):
+            shares = [term + j * tilt for j, term in zip(numbers, terms, strict=True)]
+            total = functools.reduce(np.logaddexp, shares)
+            slope = np.zeros(target.shape)
+            for j, share in zip(numbers, shares, strict=True):
+                slope += j * np.exp(share - total)
+            tilt = tilt - (total - target) / slope
+        offsets = np.full(losses.shape, -math.inf)
+        offsets[is_reached] = sigma * tilt - centre / sigma
+        return offsets
+
+    log_ratios = np.diff(log_weights, prepend=log_none)
+    bends = (np.array(numbers) - 0.5) / sigma - sigma * log_ratios
+    means = [float(j) for j in range(most + 1)]
+    intervals = _intervals(means, bends.tolist(), sigma, depth)
+    return Piece(1.0, intervals, 3 / reach_of(depth), density, inverse)

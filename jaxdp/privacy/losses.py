@@ -15,6 +15,7 @@ from jaxdp.privacy.events import (
     DpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
+    OwnedGaussianDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
@@ -25,6 +26,7 @@ from jaxdp.privacy.events import (
 from jaxdp.privacy.loss_densities import (
     laplace_losses,
     one_sided,
+    owned_records,
     reach_of,
     truncated_batches,
     two_sided,
@@ -39,6 +41,8 @@ DEPTHS = (80.0, 160.0, 320.0, 600.0)
 _MOST_ATOMS = 2**16
 # Below this noise multiplier a sampled release is charged as a whole one.
 _TINY_NOISE = 1e-6
+# With more records of one owner a sampled release is charged as a whole one, too.
+_MOST_RECORDS = 256
 # A smaller loss or probability is charged as this one.
 _LEAST = 1e-100
 # The most noise on samples without replacement, whose rule takes expm1 of a square.
@@ -58,6 +62,8 @@ def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
             return True
         case PoissonSampledDpEvent(event=LaplaceDpEvent()):
             return adjacency != "replace_one"
+        case OwnedGaussianDpEvent():
+            return adjacency == "zero_out"
     return False
 
 
@@ -70,6 +76,8 @@ def is_symmetric(leaf: DpEvent, adjacency: Adjacency) -> bool:
             return adjacency == "replace_one"
         case TruncatedSubsampledGaussianDpEvent():
             return adjacency == "replace_one"
+        case OwnedGaussianDpEvent():
+            return False
     return True
 
 
@@ -87,6 +95,11 @@ def tamed(leaf: DpEvent) -> DpEvent:
         case TruncatedSubsampledGaussianDpEvent(noise_multiplier=sigma) if sigma < _TINY_NOISE:
             # A replaced record under half the noise is the worse part.
             return GaussianDpEvent(sigma / 4)
+        case OwnedGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
+            if sigma < _TINY_NOISE or leaf.records > _MOST_RECORDS:
+                return GaussianDpEvent(min(sigma, MOST_NOISE) / leaf.records)
+            sigma = min(sigma, MOST_NOISE)
+            return OwnedGaussianDpEvent(max(q, _LEAST), sigma, leaf.records)
         case GaussianDpEvent() | LaplaceDpEvent():
             return type(leaf)(min(leaf.noise_multiplier, MOST_NOISE))
         case SingleEpochTreeAggregationDpEvent(noise_multiplier=sigma, step_counts=steps):
@@ -124,6 +137,10 @@ def total_variation(leaf: DpEvent, adjacency: Adjacency) -> float:
             return -math.expm1(-factor / scale / 2)
         case PoissonSampledDpEvent(sampling_probability=q, event=event):
             return float(q * total_variation(event, adjacency))
+        case OwnedGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
+            records = leaf.records
+            whole = math.erf(records / min(sigma, MOST_NOISE) / math.sqrt(8))
+            return whole if q == 1 else -math.expm1(records * math.log1p(-q)) * whole
     return 1.0
 
 
@@ -158,6 +175,8 @@ def distribution(
             pair = two_sided if adjacency == "replace_one" else one_sided
             pieces = [pair(1.0, sigma, leaf.sampling_probability, depth)]
             return LossDistribution(None, pieces, uncovered, reverse)
+        case OwnedGaussianDpEvent():
+            return LossDistribution(None, [owned_records(leaf, depth)], uncovered, reverse)
         case TruncatedSubsampledGaussianDpEvent():
             pieces = truncated_batches(leaf, adjacency, depth)
             return LossDistribution(None, pieces, uncovered, reverse)

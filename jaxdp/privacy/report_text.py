@@ -11,6 +11,7 @@ from jaxdp.privacy.relations import LABELS, PROTECTED
 from jaxdp.privacy.times import local
 from jaxdp.privacy.units import unit_words
 
+OWNERS_PUBLIC = "who owns which record counts as public"
 # The runs and the spends that did not commit, of which the text shows at most so many.
 _MOST_LINES = 20
 
@@ -77,6 +78,8 @@ def _terms(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> lis
             lines.append(f"  {field:<12} {shown(first[field])}")
     if first["adjacency"] == LABELS:
         lines.append(f"  protects     {PROTECTED[LABELS]}: features count as public")
+    if has_public_owners(first):
+        lines.append(f"  protects     what records contain: {OWNERS_PUBLIC}")
     if first["headline"] == "inf (empirical only)":
         proven = "inf" if first["proven_epsilon"] is None else f"{first['proven_epsilon']:.6g}"
         lines.append(f"  proven part  {proven} at delta {first['delta']:g}")
@@ -88,6 +91,11 @@ def _terms(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> lis
         holds = [_hold(hold, timezone) for hold in first["holds"]]
         lines.append(f"  held         {'; '.join(holds)}; not spent")
     return lines
+
+
+def has_public_owners(entry: Mapping[str, Any]) -> bool:
+    """Returns whether a release about a dataset takes it for public who owns which record."""
+    return any("OwnedGaussian(" in row["description"] for row in entry["spends"])
 
 
 def _hold(hold: Mapping[str, Any], timezone: datetime.tzinfo) -> str:

@@ -14,6 +14,7 @@ from jaxdp.privacy.events import (
     LaplaceDpEvent,
     NonPrivateDpEvent,
     OneOfDpEvent,
+    OwnedGaussianDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
@@ -68,7 +69,16 @@ def check_rules(
 
 
 def _check_claim(leaf: DpEvent, adjacency: Adjacency) -> None:
-    """Raises ValueError if a leaf is for labels and the adjacency for examples, or vice versa."""
+    """Raises ValueError if a leaf is for labels and the adjacency for examples, or vice versa.
+
+    So it does if a leaf is for owners of fixed records, and the adjacency says otherwise.
+    """
+    if isinstance(leaf, OwnedGaussianDpEvent) and adjacency != "zero_out":
+        raise ValueError(
+            f"{describe(leaf)} is a claim for what the records of one owner contain: who owns "
+            "which record is public. Its adjacency must be 'zero_out', for data set and trainer, "
+            f"got {adjacency!r}."
+        )
     if _is_of_claim(leaf, adjacency):
         return
     of_leaf = PROTECTED["replace_one" if adjacency == LABELS else LABELS]

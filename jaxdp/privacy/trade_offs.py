@@ -24,6 +24,7 @@ from jaxdp.privacy.events import (
     Counts,
     DpEvent,
     GaussianDpEvent,
+    OwnedGaussianDpEvent,
     PoissonSampledDpEvent,
 )
 from jaxdp.privacy.relations import Adjacency, distance_factor
@@ -217,5 +218,7 @@ def leaf_mu(leaf: DpEvent, adjacency: Adjacency) -> float:
             return distance_factor(adjacency) / float(sigma)
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
             return distance_factor(adjacency) / float(sigma)
+        case OwnedGaussianDpEvent(noise_multiplier=sigma, records=records):
+            return records / float(sigma)
     loss = leaf_pure_epsilon(leaf, adjacency)
     return -2 * float(special.ndtri(special.expit(-loss))) * _UP

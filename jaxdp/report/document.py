@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import sha256_of
+from jaxdp.privacy.group_privacy import SIZES, of_account
 from jaxdp.privacy.units import unit_words
 from jaxdp.report.books import Books, spends_of
-from jaxdp.report.html import Chart, render_page
+from jaxdp.report.html import Chart, render_page, round_up
 from jaxdp.report.intervals import chance, interval
 from jaxdp.report.verdicts import verdict
 
@@ -48,6 +49,7 @@ def page(
             "entry": entry,
             "verdict": verdict(entry),
             "audited": audited(audits, entry["name"]),
+            "families": _families(entry),
         }
         accounts.append(account)
         spends += spends_of(names, group)
@@ -57,6 +59,7 @@ def page(
     facts["accounts"] = accounts
     facts["audits"] = audits
     facts["spends"] = spends
+    facts["sizes"] = SIZES
     facts["unfinished"] = sum(len(entry["open"]) for entry in books.entries)
     facts["words"] = words
     facts["unit"] = words.one
@@ -68,6 +71,12 @@ def page(
     facts["chance"] = chance
     facts["Chart"] = Chart
     return render_page(template, **facts)
+
+
+def _families(entry: Mapping[str, Any]) -> list[str]:
+    """Returns epsilon for several units together, or nothing where it is not computed."""
+    table = of_account(entry)
+    return [] if table is None else [round_up(row.epsilon) for row in table.groups]
 
 
 def audited(audits: Sequence[Mapping[str, Any]], account: str) -> str:

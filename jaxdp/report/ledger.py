@@ -15,6 +15,7 @@ from typing import Any
 from jaxdp.files import DiskFull, write_durably
 from jaxdp.privacy import Ledger, LedgerDamaged, TradeOff, unit_words
 from jaxdp.privacy.contacts import FIELDS
+from jaxdp.privacy.group_privacy import of_account
 from jaxdp.privacy.report_text import grouped
 from jaxdp.privacy.times import local
 from jaxdp.report.html import Chart, render_page
@@ -110,7 +111,8 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
         first one, the `words` for its unit, its `people`, the `share` of its budget that is spent
         (None without a budget), and `growth` as
         `Ledger.growth` returns it, which is empty if there is no figure. `explanation` and
-        `trade_off` are what `Ledger.explain` and `Ledger.trade_off` return, or None. `newest` are
+        `trade_off` are what `Ledger.explain` and `Ledger.trade_off` return, or None. `families` is
+        the table of `Ledger.group_privacy`, or None. `newest` are
         the last spends, the newest first.
 
     Raises:
@@ -130,6 +132,7 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
                 group["growth"] = []
                 group["explanation"] = None
                 group["trade_off"] = None
+                group["families"] = None
                 if account["name"] in drawn:
                     group["explanation"] = copy.explain(account["name"], delta=account["delta"])
                     group["growth"] = copy.growth(
@@ -139,6 +142,7 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
                     )
                 if account["name"] in drawn[:CURVES]:
                     group["trade_off"] = copy.trade_off(account["name"], slack=account["delta"])
+                    group["families"] = of_account(account)
             newest = copy.history()[-NEWEST:][::-1]
         return {"report": report, "has_head": ledger.has_head, "groups": groups, "newest": newest}
 

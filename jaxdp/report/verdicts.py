@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jaxdp.privacy.report_text import OWNERS_PUBLIC, has_public_owners
 from jaxdp.privacy.units import unit_words
 from jaxdp.report.html import round_down, round_up
 
@@ -111,6 +112,8 @@ def verdict(account: Mapping[str, Any]) -> Verdict:
     budget = account["budget"]
     texts = _NEIGHBOURS[account["adjacency"]]
     change, question = (text.format(unit, unit_words(unit).many) for text in texts)
+    if has_public_owners(account):
+        change = f"{change} ({OWNERS_PUBLIC})"
     proven = account["proven_epsilon"]
     unproven = "inf" in account["headline"] or proven is None
     epsilon = math.inf if unproven else proven

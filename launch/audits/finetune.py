@@ -16,12 +16,22 @@ import optax
 
 from jaxdp import finetune
 from jaxdp.audit.finetune import audit_sampling, audit_step
-from jaxdp.data import PoissonSampler, Source, by_group, from_arrays, take
+from jaxdp.data import (
+    Owners,
+    PoissonSampler,
+    Source,
+    by_group,
+    by_owners,
+    from_arrays,
+    take,
+)
 from jaxdp.finetune.adp_clip import QuantileClipping
 from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.finetune.gep import GradientEmbedding
 from jaxdp.finetune.query import QuerySums
+from jaxdp.finetune.sla_clip import SlackClipping
 from jaxdp.finetune.trainer import PrivateTrainer
+from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
@@ -38,6 +48,10 @@ _random = np.random.default_rng(0)
 EXAMPLES = from_arrays(
     features=100 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2
 )
+# Gradients far below the clip norm.
+SHORT = from_arrays(
+    features=1e-3 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2
+)
 # Each of the twelve is a patient with four records, three of them in its own direction. The
 # identifiers are those that numbers would merge, such as "007" and "7", in all their spellings.
 RECORDS = 4
@@ -48,6 +62,12 @@ for _spellings in inputs.PEOPLE[:12]:
 PATIENTS = by_group(
     take(EXAMPLES, np.where(np.arange(48) % RECORDS, _rows, 0)), _owners, max_records=RECORDS
 )
+# Each of the twelve is eight messages to one receiver, each of its own sender. The receiver is
+# named second, and four of the messages count.
+_messages = take(EXAMPLES, np.repeat(np.arange(12), 2 * RECORDS))
+SENDERS = [[f"sender {row}"] for row in range(len(_messages))]
+PAIRS = [[f"sender {row}", f"receiver {row // (2 * RECORDS)}"] for row in range(len(_messages))]
+OF_OWNERS = by_owners(_messages, PAIRS, max_records=RECORDS)
 PARAMS = {"first": jnp.zeros(4), "second": jnp.zeros(8)}
 COMMON: dict[str, Any] = {"sampler": SAMPLER, "clip_norm": CLIP, "physical_batch_size": 4}
 
@@ -84,6 +104,13 @@ def dp_sgd_of_patients(sigma: float) -> PrivateTrainer:
     return dp_sgd(sigma, group=True, unit="patient")
 
 
+def dp_sgd_of_owners(sigma: float) -> PrivateTrainer:
+    options = COMMON | {"sampler": OF_OWNERS.sampler(0.2)}
+    return finetune.dp_sgd(
+        loss, optax.sgd(0.1), noise_multiplier=RECORDS * sigma, unit="person", **options
+    )
+
+
 def dp_sat(sigma: float) -> PrivateTrainer:
     return dp_sgd(sigma, ascent_radius=0.05)
 
@@ -99,6 +126,10 @@ def adp_clip(sigma: float) -> PrivateTrainer:
     return finetune.adp_clip(
         loss, optax.sgd(0.1), noise_multiplier=sigma, count_noise=2.0, **COMMON
     )
+
+
+def sla_clip(sigma: float) -> PrivateTrainer:
+    return finetune.sla_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, slots=4, **COMMON)
 
 
 def gep(sigma: float) -> PrivateTrainer:
@@ -139,6 +170,24 @@ class UnclippedQuantile(QuantileClipping):
         return QuerySums(total._replace(grads=grads), dropped)
 
 
+class UnclippedSlack(SlackClipping):
+    """SlaClip with a clip norm that no gradient reaches. It still divides by the honest one."""
+
+    def sums(
+        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
+    ) -> QuerySums:
+        total, dropped = super().sums(params, FAR * carried, batch, mask, key)
+        grads = jax.tree.map(lambda g: FAR * g, total.grads)
+        return QuerySums(total._replace(grads=grads), dropped)
+
+
+class LargeSlots(SlackClipping):
+    """SlaClip whose slots have the capacity of the clip norm, not its K-th root of squares."""
+
+    def filled(self, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
+        return super().filled(norms, clip_norm) * self.slots**0.5
+
+
 class UnclippedEmbedding(GradientEmbedding):
     """GEP with clip norms that no gradient reaches. It still divides by the honest clip norms."""
 
@@ -157,6 +206,7 @@ class UnclippedEmbedding(GradientEmbedding):
 UNCLIPPED: Mapping[type, type] = {
     GradientSum: UnclippedSum,
     QuantileClipping: UnclippedQuantile,
+    SlackClipping: UnclippedSlack,
     GradientEmbedding: UnclippedEmbedding,
 }
 
@@ -248,7 +298,7 @@ def steps(
 ) -> tuple[Run, dict[str, Run | str]]:
     """Returns the audit of a step of a trainer, and of its twins."""
 
-    def audit(trainer: PrivateTrainer, **options: Any) -> Run:
+    def audit(trainer: PrivateTrainer, of: Source = source, **options: Any) -> Run:
         terms: dict[str, Any] = {
             "delta": DELTA,
             "step": step,
@@ -256,7 +306,7 @@ def steps(
             "confidence": case.CONFIDENCE,
         }
         return lambda trials, seed: audit_step(
-            trainer, PARAMS, source, trials=trials, seed=seed, **terms, **options
+            trainer, PARAMS, of, trials=trials, seed=seed, **terms, **options
         )
 
     honest = make(SIGMA)
@@ -277,10 +327,47 @@ def steps(
     if honest.query.gradient.patterns is not None:
         least = max(honest.query.gradient.clip_norms) / honest.query.gradient.sensitivity()
         twins["noise for the largest part"] = held(audit(make(SIGMA * least)))
+    if isinstance(honest.query, SlackClipping):
+        large = dataclasses.replace(honest, query=LargeSlots(**_fields(honest.query)))
+        twins["slots of the clip norm each"] = held(audit(large, of=SHORT))
     if honest.group:
         broken = dataclasses.replace(honest, query=ClippedPerRecord(gradient=honest.query.gradient))
         twins["a clip per record, sold as per patient"] = held(audit(broken))
     return audit(honest), twins
+
+
+def of_owners() -> tuple[Run, dict[str, Run | str]]:
+    """Returns the audit of a step with all records of an owner, and of its twins."""
+
+    def audit(trainer: PrivateTrainer, source: Owners, **options: Any) -> Run:
+        receivers = source.rows // (2 * RECORDS)
+        rows = [np.flatnonzero(receivers == receiver) for receiver in range(6)]
+        terms: dict[str, Any] = {"delta": DELTA, "rows": rows, "confidence": case.CONFIDENCE}
+        return lambda trials, seed: audit_step(
+            trainer, PARAMS, source, trials=trials, seed=seed, **terms, **options
+        )
+
+    honest = dp_sgd_of_owners(SIGMA)
+    claimed = claim(GaussianDpEvent(SIGMA), adjacency="add_remove", delta=DELTA)
+
+    def held(run: Run) -> Run:
+        """Returns the run under the claim of the honest trainer."""
+        return lambda trials, seed: under(run(trials, seed), claimed)
+
+    # The receiver owns nothing here, so that all eight messages count.
+    first_only = by_owners(_messages, SENDERS, max_records=RECORDS)
+    twins: dict[str, Run | str] = {
+        case.HALF_THE_NOISE: held(audit(dp_sgd_of_owners(SIGMA / 2), OF_OWNERS)),
+        case.NO_CLIPPING: held(audit(unclipped(honest), OF_OWNERS)),
+        case.SENSITIVITY_OFF_BY_TWO: held(audit(doubled(honest), OF_OWNERS)),
+        case.REUSED_KEY: held(audit(with_one_key(honest), OF_OWNERS)),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: held(audit(honest, OF_OWNERS, adjacency="replace_one")),
+        "noise for one record, sold as for four": held(
+            audit(dp_sgd_of_owners(SIGMA / RECORDS), OF_OWNERS)
+        ),
+        "a bound for the first owner only": held(audit(honest, first_only)),
+    }
+    return audit(honest, OF_OWNERS), twins
 
 
 def sampling() -> tuple[Run, dict[str, Run | str]]:
@@ -342,6 +429,12 @@ def _cases() -> Iterator[Case]:
             "gradient and count are one Gaussian (Andrew et al. 2021, Theorem 1); "
             "`jaxdp.finetune.adp_clip`",
         ),
+        "SlaClip": (
+            sla_clip,
+            1,
+            "a clipped gradient and its slots have norm at most C_t (Zou et al. 2026); "
+            "`jaxdp.finetune.sla_clip`",
+        ),
         "GEP": (
             gep,
             1,
@@ -361,6 +454,15 @@ def _cases() -> Iterator[Case]:
         "step 1: a Gaussian of multiplier 1, add/remove of a patient with 4 records in the batch",
         "the gradient of a patient's mean loss is clipped once; `jaxdp.data.groups`, "
         "`jaxdp.finetune.dp_sgd`",
+        run,
+        twins,
+    )
+    run, twins = of_owners()
+    yield Case(
+        "DP-SGD of owners",
+        "step 1: a Gaussian of multiplier 1, zero-out of a receiver with 4 messages in the batch",
+        "four clipped gradients move the sum by at most 4 C (Ganesh et al. 2025); "
+        "`jaxdp.data.owners`, `jaxdp.privacy.OwnedGaussianDpEvent`",
         run,
         twins,
     )

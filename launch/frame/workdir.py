@@ -22,6 +22,10 @@ FORMAT = 3  # The first releases wrote no number.
 _REMEDY = "Restore it from a copy, or use a new workdir."
 # Fields that workdirs of earlier versions lack, with the value that does what these versions did.
 _ADDED = {
+    "data.separator": "",
+    "private.method_options.sla_clip.clip_learning_rate": 0.5,
+    "private.method_options.sla_clip.clip_range": [0.1, 50.0],
+    "private.method_options.sla_clip.unit_norm": True,
     "private.clip_parts": "",
     "private.truncated_batch_size": 0,
     "training.threat": "add_remove",

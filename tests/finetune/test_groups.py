@@ -42,6 +42,7 @@ METHODS = {
     "dp_sgd": (finetune.dp_sgd, {}),
     "adp_alloc": (finetune.adp_alloc, {"schedule": finetune.exponential_noise(0.1)}),
     "adp_clip": (finetune.adp_clip, {"count_noise": 1.5}),
+    "sla_clip": (finetune.sla_clip, {"slots": 3}),
     "gep": (
         finetune.gep,
         {"anchors": ANCHORS, "basis_size": 2, "groups": 1, "residual_clip_norm": 0.5},
@@ -92,6 +93,10 @@ def expected64(trainer, state):
         below = np.linalg.norm(g, axis=1) <= CLIP
         grads = query.gradient_weight / CLIP * clipped64(g, CLIP).sum(0)
         return [grads, 2 * query.count_weight * (below - 0.5).sum()]
+    if hasattr(query, "slots"):
+        slack = 3 * np.maximum(1 - np.linalg.norm(g, axis=1) / CLIP, 0)
+        slots = np.clip(slack[:, None] - np.arange(3), 0, 1) / np.sqrt(3)
+        return [clipped64(g, CLIP).sum(0) / CLIP, slots.sum(0)]
     if hasattr(query, "residual_clip_norm"):
         (basis,), (a, b) = state.carried, query.weights
         basis = np.asarray(basis, np.float64)

@@ -67,6 +67,7 @@ METHODS = {
         finetune.adp_clip,
         {"count_noise": 1.5, "unit_norm": False, "ascent_radius": 0.1},
     ),
+    "sla_clip": (finetune.sla_clip, {"slots": 3}),
     "gep, basis kept": (finetune.gep, {**SUBSPACE, "basis_every": 3}),
     "gep without residual": (
         finetune.gep,

@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxdp.privacy import GaussianDpEvent, Ledger, NonPrivateDpEvent, PureDpEvent, store, unproven
-from jaxdp.report import html
+from jaxdp.report import html, write
 from jaxdp.report.ledger import CHARTS, NEWEST, ROWS, ledger_facts, ledger_page
 
 
@@ -233,6 +233,34 @@ def test_the_trade_off_curve_is_the_ledgers_and_on_the_safe_side(path):
             shown = float(proven.removesuffix(" %")) / 100
             assert shown - 1e-12 <= exact <= shown + 1e-3
     assert len(rows) == 23 and "What an attacker must miss on pilot" not in page.text
+
+
+def test_what_a_family_loses_is_the_ledgers(path):
+    page = Page(ledger_page(path)[0])
+    (rows,) = (table for name, table in page.tables.items() if "several images together" in name)
+    with Ledger(path, read_only=True) as ledger:
+        groups = ledger.group_privacy("train").groups
+    exact = [(str(row.size), [row.epsilon]) for row in groups]
+    assert [(row["images"][0], row["epsilon"][1]) for row in rows] == exact
+    # A broken twin: the epsilon of one unit times their number.
+    assert exact[0][1][0] > 2 * ledger_epsilon(path)
+
+
+def test_a_report_says_what_a_family_loses(path, tmp_path):
+    page = Page(write(path, tmp_path / "report.html").read_bytes())
+    (rows,) = (table for name, table in page.tables.items() if name.startswith("Epsilon for sev"))
+    (row,) = (row for row in rows if row["data set"][0] == "train")
+    with Ledger(path, read_only=True) as ledger:
+        groups = ledger.group_privacy("train").groups
+    assert [row[f"{of.size} records"][0] for of in groups] == [
+        html.round_up(of.epsilon) for of in groups
+    ]
+    assert "pilot" not in {row["data set"][0] for row in rows}  # without a proof
+
+
+def ledger_epsilon(path):
+    with Ledger(path, read_only=True) as ledger:
+        return ledger.epsilon("train")
 
 
 def test_the_growth_ends_at_epsilon(path, monkeypatch):
