@@ -6,6 +6,7 @@ is the upper half of its counter. The streams of different steps are therefore d
 """
 
 import dataclasses
+import math
 import secrets
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ _SEED_BYTES = 16
 _POISSON, _SHUFFLE = 1, 2
 
 
-def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
+def generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
+    """Returns the generator of a step for one purpose, which no other step and purpose share."""
     check_count("step", step, 0)
     if step >= 2**64:
         raise ValueError(f"step must be below 2**64, got {step}.")
@@ -35,7 +37,8 @@ def _new_seed() -> bytes:
     return secrets.token_bytes(_SEED_BYTES)
 
 
-def _check_seed(seed: bytes) -> None:
+def check_seed(seed: bytes) -> None:
+    """Raises TypeError or ValueError for what is not 16 bytes."""
     rule = f"seed must be {_SEED_BYTES} bytes such as secrets.token_bytes(16)"
     if not isinstance(seed, bytes):
         raise TypeError(f"{rule}, got {type(seed).__name__}.")
@@ -89,7 +92,7 @@ class PoissonSampler:
             raise ValueError(
                 f"sampling_probability must be in (0, 1], got {self.sampling_probability}."
             )
-        _check_seed(self.seed)
+        check_seed(self.seed)
         if self.truncated_batch_size is not None:
             check_count("truncated_batch_size", self.truncated_batch_size, 1)
 
@@ -97,6 +100,20 @@ class PoissonSampler:
     def expected_batch_size(self) -> float:
         """The public number q * n, the divisor of the clipped sum, with or without truncation."""
         return self.sampling_probability * self.num_examples
+
+    @property
+    def batch_size_std(self) -> float:
+        """The standard deviation of the size of a batch, without truncation."""
+        return math.sqrt(self.expected_batch_size * (1 - self.sampling_probability))
+
+    @property
+    def largest_batch(self) -> int:
+        """The size that no batch exceeds."""
+        return min(self.num_examples, self.truncated_batch_size or self.num_examples)
+
+    def of_run(self, seed: bytes) -> "PoissonSampler":
+        """Returns the sampler of a run with its own secret seed, 16 bytes."""
+        return dataclasses.replace(self, seed=seed)
 
     def batch(self, step: int) -> np.ndarray:
         """Returns the example indices of a step, int64 [B], ascending. B is random and may be 0.
@@ -112,8 +129,8 @@ class PoissonSampler:
             iterations=1,
             truncated_batch_size=self.truncated_batch_size,
         )
-        generator = _generator(self.seed, step, _POISSON)
-        indices = next(iter(strategy.batch_iterator(self.num_examples, rng=generator)))
+        rng = generator(self.seed, step, _POISSON)
+        indices = next(iter(strategy.batch_iterator(self.num_examples, rng=rng)))
         return np.sort(indices.astype(np.int64))
 
     def event(self, inner_event: "dp_event.DpEvent") -> "dp_event.DpEvent":
@@ -181,7 +198,7 @@ class FixedBatchSampler:
                 f"batch_size must be at most num_examples={self.num_examples}, got "
                 f"{self.batch_size}."
             )
-        _check_seed(self.seed)
+        check_seed(self.seed)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -192,6 +209,6 @@ class FixedBatchSampler:
         """Returns the example indices of a step, int64 [batch_size], no repeats within an epoch."""
         check_count("step", step, 0)
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = _generator(self.seed, epoch, _SHUFFLE).permutation(self.num_examples)
+        order = generator(self.seed, epoch, _SHUFFLE).permutation(self.num_examples)
         start = position * self.batch_size
         return order[start : start + self.batch_size].astype(np.int64)

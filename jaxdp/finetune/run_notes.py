@@ -6,12 +6,14 @@ import pathlib
 import platform
 from typing import Any
 
-from jaxdp.data import PoissonSampler
+from jaxdp.data import FixedOrderSampler
+from jaxdp.data.physical import Sampler
 from jaxdp.files import read_json, write_json
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, unit_words
 from jaxdp.privacy.events import describe
 from jaxdp.report.runs import FILE
+from jaxdp.transforms.noise import CorrelatedNoise
 from jaxdp.version import __version__
 
 _LIBRARIES = ("jax", "optax", "numpy")
@@ -54,13 +56,34 @@ def _settings(trainer: PrivateTrainer, steps: int, account: Account) -> dict[str
         "noise multiplier": noise if isinstance(noise, int | float) else "a schedule",
         "sampling": _sampling(trainer.sampler, trainer.unit),
         "event": describe(trainer.event(0, steps)),
+        **_correlation(trainer.privatizer.noise),
         "unit": trainer.unit,
         "adjacency": account.adjacency,
         "delta": account.delta,
     }
 
 
-def _sampling(sampler: PoissonSampler, unit: str) -> str:
+def _correlation(noise: CorrelatedNoise | None) -> dict[str, str]:
+    """Returns the setting of correlated noise, if there is any."""
+    if noise is None:
+        return {}
+    pattern = "each in one step at most"
+    if noise.participations > 1:
+        pattern = (
+            f"each in {noise.participations} steps at most, {noise.min_separation} or more apart"
+        )
+    return {
+        "correlated noise": f"{noise.steps} steps are one release, {pattern}, sensitivity "
+        f"{noise.sensitivity:.6g} clip norms, {noise.buffers} buffers"
+    }
+
+
+def _sampling(sampler: Sampler, unit: str) -> str:
+    if isinstance(sampler, FixedOrderSampler):
+        return (
+            f"fixed order: each of {sampler.num_examples} {unit_words(unit).many} is in one of "
+            f"{sampler.steps_per_epoch} steps, the same in every epoch"
+        )
     text = (
         f"Poisson: each of {sampler.num_examples} {unit_words(unit).many} is in a step with "
         f"probability {sampler.sampling_probability:.6g}, {sampler.expected_batch_size:g} on "
