@@ -10,10 +10,10 @@ from typing import NoReturn
 
 import numpy as np
 
-from jaxdp.data.sampling import check_seed, generator
+from jaxdp.data.sampling import _check_seed, _generator
 from jaxdp.files import check_count
 
-_FIXED_ORDER = 3  # the upper-most counter word, beside those of `jaxdp.data.sampling`
+_FIXED_ORDER = 8  # the upper-most counter word, beside those of `jaxdp.data.sampling`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class FixedOrderSampler:
                 f"batch_size must be at most num_examples={self.num_examples}, got "
                 f"{self.batch_size}."
             )
-        check_seed(self.seed)
+        _check_seed(self.seed)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -113,4 +113,4 @@ class FixedOrderSampler:
 @functools.lru_cache(maxsize=8)
 def _order(num_examples: int, seed: bytes) -> np.ndarray:
     """Returns the examples by slot, [num_examples], which every step of a run reads."""
-    return generator(seed, 0, _FIXED_ORDER).permutation(num_examples)
+    return _generator(seed, 0, _FIXED_ORDER).permutation(num_examples)

@@ -22,8 +22,7 @@ _SEED_BYTES = 16
 _POISSON, _SHUFFLE = 1, 2
 
 
-def generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
-    """Returns the generator of a step for one purpose, which no other step and purpose share."""
+def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
     check_count("step", step, 0)
     if step >= 2**64:
         raise ValueError(f"step must be below 2**64, got {step}.")
@@ -37,8 +36,7 @@ def _new_seed() -> bytes:
     return secrets.token_bytes(_SEED_BYTES)
 
 
-def check_seed(seed: bytes) -> None:
-    """Raises TypeError or ValueError for what is not 16 bytes."""
+def _check_seed(seed: bytes) -> None:
     rule = f"seed must be {_SEED_BYTES} bytes such as secrets.token_bytes(16)"
     if not isinstance(seed, bytes):
         raise TypeError(f"{rule}, got {type(seed).__name__}.")
@@ -92,7 +90,7 @@ class PoissonSampler:
             raise ValueError(
                 f"sampling_probability must be in (0, 1], got {self.sampling_probability}."
             )
-        check_seed(self.seed)
+        _check_seed(self.seed)
         if self.truncated_batch_size is not None:
             check_count("truncated_batch_size", self.truncated_batch_size, 1)
 
@@ -129,8 +127,8 @@ class PoissonSampler:
             iterations=1,
             truncated_batch_size=self.truncated_batch_size,
         )
-        rng = generator(self.seed, step, _POISSON)
-        indices = next(iter(strategy.batch_iterator(self.num_examples, rng=rng)))
+        generator = _generator(self.seed, step, _POISSON)
+        indices = next(iter(strategy.batch_iterator(self.num_examples, rng=generator)))
         return np.sort(indices.astype(np.int64))
 
     def event(self, inner_event: "dp_event.DpEvent") -> "dp_event.DpEvent":
@@ -198,7 +196,7 @@ class FixedBatchSampler:
                 f"batch_size must be at most num_examples={self.num_examples}, got "
                 f"{self.batch_size}."
             )
-        check_seed(self.seed)
+        _check_seed(self.seed)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -209,6 +207,6 @@ class FixedBatchSampler:
         """Returns the example indices of a step, int64 [batch_size], no repeats within an epoch."""
         check_count("step", step, 0)
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = generator(self.seed, epoch, _SHUFFLE).permutation(self.num_examples)
+        order = _generator(self.seed, epoch, _SHUFFLE).permutation(self.num_examples)
         start = position * self.batch_size
         return order[start : start + self.batch_size].astype(np.int64)
