@@ -79,11 +79,13 @@ def training(
       what, terms, **where: As in `Item`.
     """
     sampler = trainer.sampler
-    first = trainer.privatizer.event_at(0)
-    last = trainer.privatizer.event_at(steps - 1)
-    noise = f"{first.noise_multiplier:.6g}"
+    first = trainer.privatizer.multiplier_at(0)
+    last = trainer.privatizer.multiplier_at(steps - 1)
+    noise = f"{first:.6g}"
     if first != last:
-        noise += f" to {last.noise_multiplier:.6g}"
+        noise += f" to {last:.6g}"
+    if trainer.privatizer.noise is not None:
+        noise += f" over a sensitivity of {trainer.privatizer.noise.sensitivity:.6g}, correlated"
     rows = facts(
         trainer.event,
         records=sampler.num_examples,

@@ -22,6 +22,7 @@ from jaxdp.finetune.options import event
 from jaxdp.finetune.random_round import random_round
 from jaxdp.finetune.scaler import Scaler, charged_scaler
 from jaxdp.finetune.step import TrainState
+from jaxdp.finetune.strategies import STRATEGIES, CorrelatedPlan, optimal_noise, plan_correlated
 from jaxdp.finetune.trainer import PrivateTrainer
 
 # The methods by name. Each takes the arguments of `dp_sgd` and its own options.
@@ -35,6 +36,8 @@ METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
 __all__ = [
     "METHODS",
     "SCHEDULES",
+    "STRATEGIES",
+    "CorrelatedPlan",
     "PrivateTrainer",
     "RunOptions",
     "Scaler",
@@ -53,6 +56,8 @@ __all__ = [
     "exponential_noise",
     "fit",
     "gep",
+    "optimal_noise",
+    "plan_correlated",
     "polynomial_noise",
     "random_round",
     "step_noise",

@@ -116,7 +116,7 @@ class _Buffered(_Strategy):
         row = fresh - _weighted(jnp.asarray(self.scales, fresh.dtype), kept)
         decays = jnp.asarray(self.decays, fresh.dtype)
         decays = decays.reshape(-1, *[1] * fresh.ndim)
-        return row, decays * kept + row
+        return row, decays * kept + row[None]
 
 
 def _weighted(weights: jax.Array, kept: jax.Array) -> jax.Array:

@@ -84,9 +84,16 @@ class Privatizer(optax.GradientTransformationExtraArgs):
             )
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}. Updates are numbered from 0.")
-        multiplier = self.noise_multiplier
-        value = multiplier(step) if isinstance(multiplier, NoiseSchedule) else multiplier
+        value = self.multiplier_at(step)
         return dp_event.GaussianDpEvent(value) if value else dp_event.NonPrivateDpEvent()
+
+    def multiplier_at(self, step: int) -> float:
+        """Returns the noise multiplier of update number `step` (from 0).
+
+        Raises ValueError for one that `privatize` would refuse.
+        """
+        multiplier = self.noise_multiplier
+        return multiplier(step) if isinstance(multiplier, NoiseSchedule) else multiplier
 
     def planned(self, steps: int) -> "Privatizer":
         """Returns the privatizer of a plan of `steps` updates, as `privatize(..., steps=steps)`."""
@@ -165,8 +172,9 @@ def privatize(
             `jax.jit` knows the planned updates only, and its noise is NaN after them.
         noise: `jaxdp.correlated(...)`. Update t then adds noise_multiplier * clip_norm times row t
             of C^-1 Z, and `init` takes a pytree like the sums. All updates together are one
-            release, `noise.event(noise_multiplier)`, and none has an event of its own. Noise is NaN
-            after `noise.steps` updates. None, the default, is independent noise.
+            release, `noise.event(noise_multiplier)`, and none has an event of its own. After
+            `noise.steps` updates it raises ValueError, and under `jax.jit` the noise is NaN. None,
+            the default, is independent noise.
 
     Returns:
         A `Privatizer`. `update(updates, state, shardings=...)` takes the `shardings` of `gaussian`.
@@ -258,7 +266,7 @@ def privatize(
                 check_shards(state.key, leaf, shared=True)
             std = _std_at(multiplier, clip_norm, state.step)
             if noise is not None:
-                std = jnp.where(state.step < noise.steps, std, math.nan)
+                std = _std_of_run(noise, std, state.step)
             added = trees.gaussian(state.key, total, std, number=state.step, shardings=shardings)
             if noise is not None:
                 added, buffers = noise.next(state.step, buffers, added)
@@ -337,6 +345,17 @@ def _multiplier_of(
     if steps is not None:
         schedule.check()
     return schedule
+
+
+def _std_of_run(noise: CorrelatedNoise, std: float, step: jax.Array) -> Any:
+    """Returns the standard deviation of a step, NaN for a traced step after the run.
+
+    Raises ValueError for one that is not traced.
+    """
+    if isinstance(step, jax.core.Tracer):
+        return jnp.where(step < noise.steps, std, math.nan)
+    noise.check_step(int(jax.device_get(step)))
+    return std
 
 
 def _std_at(
