@@ -152,8 +152,8 @@ def _sampler(config: Any, private: Any, part: str) -> Sampler:
     if _strategy(config):
         if config.get("truncated_batch_size"):
             raise ValueError(
-                f"config.{part}.truncated_batch_size must be 0 with correlated noise, whose batches "
-                f"have a fixed order, got {config.truncated_batch_size}."
+                f"config.{part}.truncated_batch_size must be 0 with correlated noise, whose "
+                f"batches have a fixed order, got {config.truncated_batch_size}."
             )
         return FixedOrderSampler(len(private), config.batch_size)
     return PoissonSampler(

@@ -1,4 +1,4 @@
-"""DP-SGD with correlated noise on scikit-learn's 1797 digits: batches in a fixed order, four epochs.
+"""DP-SGD with correlated noise on scikit-learn's 1797 digits: fixed batches, four epochs.
 
     python -m launch.finetune --config configs/finetune/correlated.py --workdir workdir/correlated
 
