@@ -84,8 +84,9 @@ def training(
     noise = f"{first:.6g}"
     if first != last:
         noise += f" to {last:.6g}"
-    if trainer.privatizer.noise is not None:
-        noise += f" over a sensitivity of {trainer.privatizer.noise.sensitivity:.6g}, correlated"
+    correlated = trainer.privatizer.noise
+    if correlated is not None:
+        noise += f" over a sensitivity of {correlated.sensitivity:.6g}, correlated"
     rows = facts(
         trainer.event,
         records=sampler.num_examples,
@@ -96,6 +97,9 @@ def training(
         terms={"unit": "example", **terms},
     )
 
+    if correlated is not None:
+        order = f"{sampler.expected_batch_size:g} on average, in a fixed order"
+        rows = [(name, order if name == "batch size" else value) for name, value in rows]
     programs = programs_of(trainer, source, params, steps)
     event = trainer.event(0, steps)
     return Item(what, source.name, event, terms, rows, programs=programs, steps=steps, **where)

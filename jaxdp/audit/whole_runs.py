@@ -21,7 +21,7 @@ from jaxdp.release import stream
 from jaxdp.transforms.noise import PrivatizeState
 
 # Runs whose noise shows its covariance over the steps.
-_DRAWS = 512
+_DRAWS = 256
 # Of the mean variance. Noise of less variance in some direction hides nothing there.
 _LEAST_VARIANCE = 1e-8
 
