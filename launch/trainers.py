@@ -130,7 +130,7 @@ def _strategy(config: Any) -> str:
     return config.noise.strategy if "noise" in config else ""
 
 
-def _noise(config: Any, sampler: FixedOrderSampler, part: str) -> Any:
+def _noise(config: Any, sampler: Any, part: str) -> Any:
     """Returns the correlated noise of a config."""
     if config.method != "dp_sgd":
         raise ValueError(

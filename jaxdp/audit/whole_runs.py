@@ -18,10 +18,8 @@ from jaxdp.data import Source
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.release import stream
-from jaxdp.transforms.noise import PrivatizeState
+from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
-# Runs whose noise shows its covariance over the steps.
-_DRAWS = 256
 # Of the mean variance. Noise of less variance in some direction hides nothing there.
 _LEAST_VARIANCE = 1e-8
 
@@ -76,19 +74,19 @@ def audit_whole_run(
     with_canary = jax.tree.map(lambda *x: jnp.stack(x), *present)
     neighbour = -1.0 if runs.adjacency == "replace_one" else 0.0
     without = jax.tree.map(lambda x: neighbour * x, with_canary)
-    observe = jax.jit(functools.partial(_runs, trainer))
 
-    def released(sums: Any, purpose: str, count: int) -> np.ndarray:
-        keys = jax.random.split(stream(runs.seed, purpose), count)
-        return np.asarray(jax.device_get(observe(sums, keys)), np.float64)
+    def released(sums: Any, purpose: str) -> np.ndarray:
+        keys = jax.random.split(stream(runs.seed, purpose), runs.trials)
+        noisy = _runs(trainer.privatizer, sums, keys)
+        return np.asarray(jax.device_get(noisy), np.float64)
 
     nothing = jax.tree.map(jnp.zeros_like, with_canary)
-    draws = released(nothing, "what the noise is like", _DRAWS)
+    draws = released(nothing, "what the noise is like")
     moved = _flat(with_canary) - _flat(without)
     weights = _weights(draws, moved)
 
     def scores(sums: Any, purpose: str) -> np.ndarray:
-        seen = released(sums, purpose, runs.trials)
+        seen = released(sums, purpose)
         # The likelihood ratio of noisy sums, [runs, steps, values].
         of_runs: np.ndarray = np.tensordot(seen, weights, axes=2)
         return of_runs
@@ -96,9 +94,9 @@ def audit_whole_run(
     return runs.judge(scores, with_canary, without)
 
 
-def _runs(trainer: PrivateTrainer, sums: Any, keys: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0)
+def _runs(privatizer: Privatizer, sums: Any, keys: jax.Array) -> jax.Array:
     """Returns the noisy sums of runs under their keys, [runs, steps, values]."""
-    privatizer = trainer.privatizer
     first = jax.tree.map(lambda x: x[0], sums)
 
     def step(state: PrivatizeState, own: Any) -> tuple[PrivatizeState, jax.Array]:

@@ -313,7 +313,7 @@ class _Run:
         )
         with bar as self.bar, contextlib.ExitStack() as room:
             token = ""
-            charges: Requests = []
+            charges: Any = []
             if steps:
                 self.hosts.each(lambda: self.programs.start(state, steps))
                 chunk = self._chunk(state, first)

@@ -376,7 +376,7 @@ class PrivateTrainer(StepFunctions):
                 f"first must be 0 with correlated noise, got {first}. All {noise.steps} steps are "
                 "one release, which is charged before the first step: event(0, steps)."
             )
-        return noise.event(self.privatizer.noise_multiplier)
+        return noise.event(self.privatizer.multiplier_at(0))
 
     def programs(
         self,

@@ -11,6 +11,8 @@ from dp_accounting import dp_event
 
 import jaxdp
 from jaxdp import data, finetune
+from jaxdp.audit.finetune import audit_sampling, audit_step
+from jaxdp.audit.whole_runs import audit_whole_run
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.privacy.events import composition
 from jaxdp.release import notes, stream
@@ -117,6 +119,18 @@ def test_a_run_of_more_steps_is_refused():
     with pytest.raises(ValueError, match="is one mechanism of that many steps"):
         fit(shared_trainer(), ledger, steps=STEPS + 1)
     assert not charged(ledger)
+
+
+def test_audits_of_single_steps_refuse_correlated_noise():
+    terms = {"trials": 2, "delta": 1e-5}
+    for audit in (
+        lambda: audit_step(shared_trainer(), PARAMS, BLOBS, **terms),
+        lambda: audit_sampling(shared_trainer(), trials=2),
+    ):
+        with pytest.raises(ValueError, match="trainer must have independent noise"):
+            audit()
+    with pytest.raises(ValueError, match="trainer must have noise="):
+        audit_whole_run(trainer_of(noise=None, sampler=POISSON), PARAMS, BLOBS, **terms)
 
 
 # --- Runs ---------------------------------------------------------------------------------------

@@ -39,8 +39,6 @@ import jax.numpy as jnp
 import numpy as np
 from dp_accounting import dp_event
 
-from jaxdp.files import check_count
-
 # It exceeds the rounding of a sensitivity in float64.
 _ROUNDED_UP = 1 + 2.0**-40
 # jax_privacy bounds the sensitivity of a general strategy in O(steps^2) memory.
@@ -94,7 +92,8 @@ class _Banded(_Strategy):
         ages = (step - places - 1) % self.buffers
         weights = jnp.asarray(self.bands[1:], fresh.dtype)[ages]
         row = (fresh - _weighted(weights, kept)) / first
-        return row, kept.at[step % self.buffers].set(row)
+        place = step % self.buffers
+        return row, jax.lax.dynamic_update_index_in_dim(kept, row, place, axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,15 +275,22 @@ def correlated(
       2024, "A hassle-free algorithm"), and otherwise the upper bound of algorithm 4 of
       Choquette-Choo et al. 2023.
     """
-    check_count("steps", steps, 1)
-    check_count("participations", participations, 1)
+    _check_count("steps", steps)
+    _check_count("participations", participations)
     if min_separation is None:
         min_separation = steps if participations == 1 else 1
-    check_count("min_separation", min_separation, 1)
+    _check_count("min_separation", min_separation)
     noise = CorrelatedNoise(_strategy(strategy), steps, participations, min_separation)
     # A strategy without a bound must not reach a trainer.
     _ = noise.sensitivity
     return noise
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {value!r}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
 def _strategy(strategy: Any) -> _Strategy:
