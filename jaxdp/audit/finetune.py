@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxdp.audit import bounds
 from jaxdp.audit.trials import NoiseTerms, Trials
-from jaxdp.data import Source, from_arrays, take
+from jaxdp.data import PoissonSampler, Source, from_arrays, take
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import GaussianDpEvent
