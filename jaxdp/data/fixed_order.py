@@ -101,6 +101,16 @@ class FixedOrderSampler:
         # Batch i has slots i, i + b, ... of the order.
         return np.sort(order[place :: self.steps_per_epoch].astype(np.int64))
 
+    def words(self, units: str) -> str:
+        """Returns the sampling in words for a report."""
+        return (
+            f"fixed order: each of {self.num_examples} {units} is in one of "
+            f"{self.steps_per_epoch} steps, the same in every epoch"
+        )
+
+    def check_chunks(self, steps: int, every: int) -> None:
+        """Does nothing. A run with correlated noise pays for all its chunks at its start."""
+
     def event(self, inner_event: object) -> NoReturn:
         """Raises ValueError: a step has no event of its own."""
         raise ValueError(

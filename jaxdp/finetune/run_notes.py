@@ -80,10 +80,7 @@ def _correlation(noise: CorrelatedNoise | None) -> dict[str, str]:
 
 def _sampling(sampler: Sampler, unit: str) -> str:
     if isinstance(sampler, FixedOrderSampler):
-        return (
-            f"fixed order: each of {sampler.num_examples} {unit_words(unit).many} is in one of "
-            f"{sampler.steps_per_epoch} steps, the same in every epoch"
-        )
+        return sampler.words(unit_words(unit).many)
     text = (
         f"Poisson: each of {sampler.num_examples} {unit_words(unit).many} is in a step with "
         f"probability {sampler.sampling_probability:.6g}, {sampler.expected_batch_size:g} on "

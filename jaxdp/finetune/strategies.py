@@ -43,9 +43,9 @@ def optimal_noise(
       strategy: "banded", a banded Toeplitz matrix by `toeplitz.optimize_banded_toeplitz`, or "blt",
         a buffered linear Toeplitz matrix by `buffered_toeplitz.optimize`, both of
         `jax_privacy.matrix_factorization`. Coefficients are rounded to five decimal digits.
-      bands: The number of bands, or of buffers of "blt". None, the default, takes the power of two
-        with the least error, of at most the separation of participations. For "blt" the optimiser
-        chooses.
+      bands: The number of bands, or of buffers of "blt". None, the default, takes the best of the
+        powers of two up to the separation of participations, and of that, up to 64. For "blt" the
+        optimiser chooses.
 
     Raises:
       ValueError: strategy is unknown, or bands is out of range.
@@ -79,8 +79,8 @@ def _banded(pattern: Mapping[str, int], bands: int | None) -> CorrelatedNoise:
     most = min(steps, _MOST_BANDS)
     if pattern["participations"] > 1:
         most = min(most, pattern["min_separation"])
-    counts = [2**power for power in range(int(math.log2(most)) + 1)]
-    return min(map(of, counts), key=_mean_error)
+    counts = {2**power for power in range(int(math.log2(most)) + 1)} | {most}
+    return min(map(of, sorted(counts)), key=_mean_error)
 
 
 def _buffered(pattern: Mapping[str, int], buffers: int | None) -> CorrelatedNoise:
