@@ -60,7 +60,13 @@ def brute_force(matrix, most, separation):
     return np.sqrt(largest)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+# Its bound takes jax_privacy's dynamic programs.
+PATTERNED = [
+    pytest.param(name, marks=pytest.mark.slow if name == "signs" else ()) for name in STRATEGIES
+]
+
+
+@pytest.mark.parametrize("name", PATTERNED)
 @pytest.mark.parametrize("most, separation", [(1, STEPS), (2, 3), (3, 2), (4, 1)])
 def test_the_sensitivity_is_that_of_the_worst_pattern(name, most, separation):
     strategy = STRATEGIES[name]
@@ -99,6 +105,7 @@ def flat(tree):
     return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_noise_solves_the_strategy(name):
     rows, fresh = released(name)
@@ -116,6 +123,7 @@ def is_noise_of(rows, matrix, std):
     return np.abs(z_scores).max() < 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["banded", "blt"])
 def test_the_noise_has_the_covariance_of_the_strategy(name):
     rows, fresh = released(name)
@@ -127,6 +135,7 @@ def test_the_noise_has_the_covariance_of_the_strategy(name):
     assert not is_noise_of(rows, np.eye(STEPS), 3.0)
 
 
+@pytest.mark.slow
 def test_the_error_is_that_of_jax_privacy():
     noise = correlated(BANDED, steps=STEPS, participations=2, min_separation=4)
     inverse = np.linalg.inv(matrix_of(BANDED))
@@ -139,6 +148,7 @@ def test_the_error_is_that_of_jax_privacy():
     np.testing.assert_allclose(single.error().mean(), float(theirs), rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_an_update_after_the_last_step_has_no_value():
     noise = correlated(BANDED, steps=1)
     privatizer = jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY, noise=noise)
@@ -153,6 +163,7 @@ def test_an_update_after_the_last_step_has_no_value():
         privatizer.check_step(1)
 
 
+@pytest.mark.slow
 def test_the_buffers_are_updated_in_place():
     noise = correlated(BANDED, steps=STEPS)
     privatizer = jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY, noise=noise)
