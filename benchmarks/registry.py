@@ -77,6 +77,9 @@ BENCHMARKS = {
     "clip_parts": _page(
         "clip_parts", "clipping per part beside flat clipping: time and accuracy", "clip_parts"
     ),
+    "correlated": _page(
+        "correlated", "correlated noise beside DP-SGD at equal epsilon", "correlated"
+    ),
     "demo_ranges": _page("demo_ranges", "ranges of the demo's results", "demo_ranges"),
     "dpadapter_theory": _page(
         "dpadapter_theory",

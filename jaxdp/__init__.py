@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from jaxdp.transforms.clipping import clipped_grad, split_clip_norm
     from jaxdp.transforms.intervals import Interval, interval
     from jaxdp.transforms.model_check import ModelCheck, check
-    from jaxdp.transforms.noise import privatize
+    from jaxdp.transforms.noise import correlated, privatize
 
 # Names load on first use, so that `import jaxdp` stays fast and pulls in only what is called.
 _ATTRIBUTES = {
@@ -43,6 +43,7 @@ _ATTRIBUTES = {
     "interval": "jaxdp.transforms.intervals",
     "Interval": "jaxdp.transforms.intervals",
     "split_clip_norm": "jaxdp.transforms.clipping",
+    "correlated": "jaxdp.transforms.noise",
     "privatize": "jaxdp.transforms.noise",
     "Ledger": "jaxdp.privacy.ledger",
     "BudgetExceeded": "jaxdp.privacy.ledger",
@@ -65,6 +66,7 @@ __all__ = [
     "__version__",
     "check",
     "clipped_grad",
+    "correlated",
     "interval",
     "losses",
     "privatize",

@@ -190,6 +190,11 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--every", type=int, help="steps of a chunk, whose epsilons are listed; by default a tenth"
     )
+    plan.add_argument(
+        "--correlated",
+        action="store_true",
+        help="choose bands of correlated noise, and say what they gain over DP-SGD",
+    )
     plan.add_argument("--ledger", help="a ledger, to say what the run would leave of it")
     plan.add_argument("--dataset", help="the dataset in the ledger, if it has several")
     # `_run` hands a plan with a config to the config's launcher.
@@ -241,6 +246,8 @@ def _planned(options: argparse.Namespace, account: "Account | None") -> list[tup
         raise ValueError(f"{' and '.join(missing)} must be given, since no --ledger declares them.")
     from jaxdp.privacy.planning import facts, left_after, plan_training
 
+    if options.correlated:
+        return _correlated(options, account)
     plan = plan_training(
         records=options.records,
         delta=options.delta,
@@ -262,6 +269,35 @@ def _planned(options: argparse.Namespace, account: "Account | None") -> list[tup
     )
     if account is not None:
         left = left_after(account, plan.event(0, plan.steps))
+        rows.append(("ledger", f"{shown(options.ledger)}, dataset {shown(account.name)}: {left}"))
+    return rows
+
+
+def _correlated(options: argparse.Namespace, account: "Account | None") -> list[tuple[str, str]]:
+    """Returns the facts of a plan with correlated noise."""
+    needed = ("batch_size", "steps", "epsilon")
+    missing = [name.replace("_", "-") for name in needed if getattr(options, name) is None]
+    if missing or options.noise_multiplier is not None:
+        raise ValueError(
+            "--correlated plans the noise of --batch-size, --steps and --epsilon. Missing: "
+            f"{missing or 'none'}. Leave out --noise-multiplier."
+        )
+    from jaxdp.finetune import plan_correlated
+    from jaxdp.privacy.planning import left_after
+
+    if options.batch_size % 1:
+        raise ValueError(f"--batch-size must be an integer, got {options.batch_size}.")
+    plan = plan_correlated(
+        records=options.records,
+        batch_size=int(options.batch_size),
+        steps=options.steps,
+        epsilon=options.epsilon,
+        delta=options.delta,
+        adjacency=options.adjacency,
+    )
+    rows = plan.facts()
+    if account is not None:
+        left = left_after(account, plan.noise.event(plan.noise_multiplier))
         rows.append(("ledger", f"{shown(options.ledger)}, dataset {shown(account.name)}: {left}"))
     return rows
 

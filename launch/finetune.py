@@ -189,7 +189,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "epsilon": private["epsilon"],
         "delta": work.config.private.delta,
         "method": work.config.private.method,
-        "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
+        "noise_multiplier": float(trainer.privatizer.multiplier_at(0)),
         "steps": trainers.steps(work.config.private),
         **task.spec.terms,
         "dataset": task.private.name,

@@ -79,11 +79,14 @@ def training(
       what, terms, **where: As in `Item`.
     """
     sampler = trainer.sampler
-    first = trainer.privatizer.event_at(0)
-    last = trainer.privatizer.event_at(steps - 1)
-    noise = f"{first.noise_multiplier:.6g}"
+    first = trainer.privatizer.multiplier_at(0)
+    last = trainer.privatizer.multiplier_at(steps - 1)
+    noise = f"{first:.6g}"
     if first != last:
-        noise += f" to {last.noise_multiplier:.6g}"
+        noise += f" to {last:.6g}"
+    correlated = trainer.privatizer.noise
+    if correlated is not None:
+        noise += f" over a sensitivity of {correlated.sensitivity:.6g}, correlated"
     rows = facts(
         trainer.event,
         records=sampler.num_examples,
@@ -94,6 +97,9 @@ def training(
         terms={"unit": "example", **terms},
     )
 
+    if correlated is not None:
+        order = f"{sampler.expected_batch_size:g} on average, in a fixed order"
+        rows = [(name, order if name == "batch size" else value) for name, value in rows]
     programs = programs_of(trainer, source, params, steps)
     event = trainer.event(0, steps)
     return Item(what, source.name, event, terms, rows, programs=programs, steps=steps, **where)

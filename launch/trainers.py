@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from jaxdp import finetune, split_clip_norm
-from jaxdp.data import Groups, Owners, PoissonSampler, augmentation
+from jaxdp.data import FixedOrderSampler, Groups, Owners, PoissonSampler, augmentation
+from jaxdp.data.physical import Sampler
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
 from jaxdp.report import Callback, read_metrics
@@ -57,6 +58,9 @@ def make(
         ema_decay, ascent_radius     0 for none
         allow_nonfinite              True starts although more than a tenth of the first examples
                                      have no finite gradient; no field is False
+        noise                        {"strategy": "banded" or "blt", "bands": N} correlates the
+                                     noise of dp_sgd on batches in a fixed order; 0 bands are
+                                     chosen; no field, or "" as strategy, is independent noise
         scaler_noise_multiplier      of tables: above 0, the target also pays a `charged_scaler` of
                                      the columns with public ranges; 0 or no field has none
       network: The network to train.
@@ -73,6 +77,9 @@ def make(
     """
     frame.known(f"{part}.method", [config.method], finetune.METHODS)
     method_options = _method_options(config, private, public, part)
+    sampler = sampler_of(config, private, part)
+    if _strategy(config):
+        method_options["noise"] = _noise(config, sampler, part)
     with (
         settings.named(f"{part}.method_options.{config.method}", method_options),
         settings.named(part, config, method=f"{part}.accountant"),
@@ -80,7 +87,7 @@ def make(
         return finetune.METHODS[config.method](
             models.loss(network),
             optimizer(config, part, steps=steps(config)),
-            sampler=sampler_of(config, private, part),
+            sampler=sampler,
             clip_norm=_clip_norm(config, network.params, options.get("trainable"), part),
             clip_rule=config.get("clip_rule", "global"),
             physical_batch_size=config.physical_batch_size or None,
@@ -129,12 +136,37 @@ def steps(config: Any) -> int:
     return finetune.random_round(config.steps, seed=seed)
 
 
-def sampler_of(config: Any, private: Any, part: str) -> PoissonSampler:
+def _strategy(config: Any) -> str:
+    """Returns the strategy of correlated noise, or "" for independent noise."""
+    return config.noise.strategy if "noise" in config else ""
+
+
+def _noise(config: Any, sampler: Any, part: str) -> Any:
+    """Returns the correlated noise of a config."""
+    if config.method != "dp_sgd":
+        raise ValueError(
+            f"config.{part}.noise correlates the noise of method 'dp_sgd' only, got "
+            f"{config.method!r}. Set config.{part}.noise.strategy=''."
+        )
+    strategy = _strategy(config)
+    frame.known(f"{part}.noise.strategy", [strategy], finetune.STRATEGIES)
+    bands = config.noise.bands or None
+    return finetune.optimal_noise(sampler, steps=steps(config), strategy=strategy, bands=bands)
+
+
+def sampler_of(config: Any, private: Any, part: str) -> Sampler:
     if config.batch_size > len(private):
         raise ValueError(
             f"config.{part}.batch_size must be at most {len(private)}, the number of private "
             f"examples, got {config.batch_size}."
         )
+    if _strategy(config):
+        if config.get("truncated_batch_size"):
+            raise ValueError(
+                f"config.{part}.truncated_batch_size must be 0 with correlated noise, whose "
+                f"batches have a fixed order, got {config.truncated_batch_size}."
+            )
+        return FixedOrderSampler(len(private), config.batch_size)
     return PoissonSampler(
         len(private),
         config.batch_size / len(private),
@@ -228,7 +260,7 @@ def fit(
     )
     return released(state), {
         "epsilon_spent": account.epsilon(delta=private.delta),
-        "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
+        "noise_multiplier": float(trainer.privatizer.multiplier_at(0)),
         "steps": steps(private),
     }
 

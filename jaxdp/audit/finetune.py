@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxdp.audit import bounds
 from jaxdp.audit.trials import NoiseTerms, Trials
-from jaxdp.data import Source, from_arrays, take
+from jaxdp.data import PoissonSampler, Source, from_arrays, take
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.trainer import PrivateTrainer, TrainState
 from jaxdp.privacy import GaussianDpEvent
@@ -92,6 +92,7 @@ def audit_step(
     """
     if step < 1:
         raise ValueError(f"step must be at least 1, got {step}.")
+    _check_independent(trainer)
     privatizer = trainer.privatizer
     event = privatizer.event_at(step)
     if trainer.sampler.records_per_owner is not None:
@@ -131,6 +132,22 @@ def audit_step(
         return of_runs
 
     return runs.judge(scores, present, absent)
+
+
+def _sampling_probability(trainer: PrivateTrainer) -> float:
+    """Returns the sampling probability of a trainer with independent noise."""
+    sampler = trainer.sampler
+    assert isinstance(sampler, PoissonSampler), "other samplers need correlated noise"
+    return sampler.sampling_probability
+
+
+def _check_independent(trainer: PrivateTrainer) -> None:
+    """Raises ValueError for correlated noise, whose steps have no events of their own."""
+    if trainer.privatizer.noise is not None:
+        raise ValueError(
+            "trainer must have independent noise. Audit a run with correlated noise by "
+            "jaxdp.audit.whole_runs.audit_whole_run."
+        )
 
 
 def _weights(
@@ -181,7 +198,8 @@ def audit_sampling(
     Raises:
       ValueError: An argument is out of range.
     """
-    delta = trainer.sampler.sampling_probability
+    _check_independent(trainer)
+    delta = _sampling_probability(trainer)
     if delta == 1:
         raise ValueError(
             "trainer must have a sampling probability below 1, got 1. Such a trainer does not "
@@ -266,6 +284,7 @@ def audit_run(
     Raises:
       ValueError: An argument is out of range.
     """
+    _check_independent(trainer)
     if trainer.stochastic:
         raise ValueError(
             "trainer must not be stochastic. The score of a canary needs a loss without a key."

@@ -18,6 +18,7 @@ from jaxdp.data.corruptions import (
 )
 from jaxdp.data.digests import record_digests
 from jaxdp.data.finite import NotFinite, count_not_finite
+from jaxdp.data.fixed_order import FixedOrderSampler
 from jaxdp.data.groups import Groups, Records, by_group
 from jaxdp.data.ids import identifiers
 from jaxdp.data.images import resize_images
@@ -39,6 +40,7 @@ __all__ = [
     "ExampleReader",
     "Examples",
     "FixedBatchSampler",
+    "FixedOrderSampler",
     "Groups",
     "NotFinite",
     "Owners",

@@ -6,6 +6,7 @@ is the upper half of its counter. The streams of different steps are therefore d
 """
 
 import dataclasses
+import math
 import secrets
 from typing import TYPE_CHECKING
 
@@ -112,6 +113,20 @@ class PoissonSampler:
     def expected_batch_size(self) -> float:
         """The public number q * n, the divisor of the clipped sum, with or without truncation."""
         return self.sampling_probability * self.num_examples
+
+    @property
+    def batch_size_std(self) -> float:
+        """The standard deviation of the size of a batch, without truncation."""
+        return math.sqrt(self.expected_batch_size * (1 - self.sampling_probability))
+
+    @property
+    def largest_batch(self) -> int:
+        """The size that no batch exceeds."""
+        return min(self.num_examples, self.truncated_batch_size or self.num_examples)
+
+    def of_run(self, seed: bytes) -> "PoissonSampler":
+        """Returns the sampler of a run with its own secret seed, 16 bytes."""
+        return dataclasses.replace(self, seed=seed)
 
     def batch(self, step: int) -> np.ndarray:
         """Returns the example indices of a step, int64 [B], ascending. B is random and may be 0.

@@ -25,6 +25,7 @@ from jaxdp.finetune.scaler import Scaler, charged_scaler
 from jaxdp.finetune.scores import ChargedScore, PublicScore
 from jaxdp.finetune.sla_clip import sla_clip
 from jaxdp.finetune.step import TrainState
+from jaxdp.finetune.strategies import STRATEGIES, CorrelatedPlan, optimal_noise, plan_correlated
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.finetune.tune import Tuned, tune, with_hyperparams
 
@@ -40,7 +41,9 @@ METHODS: Mapping[str, Callable[..., PrivateTrainer]] = {
 __all__ = [
     "METHODS",
     "SCHEDULES",
+    "STRATEGIES",
     "ChargedScore",
+    "CorrelatedPlan",
     "PrivateTrainer",
     "PublicScore",
     "RandomRuns",
@@ -62,6 +65,8 @@ __all__ = [
     "exponential_noise",
     "fit",
     "gep",
+    "optimal_noise",
+    "plan_correlated",
     "polynomial_noise",
     "random_round",
     "sla_clip",

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdp.data import PoissonSampler
+from jaxdp.data.physical import Sampler
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.options import OPTION_DEFAULTS, Options
 from jaxdp.finetune.query import Query, QuerySums, moving_params
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
+from jaxdp.transforms.noise import CorrelatedNoise
 
 
 class GradientSum(Query):
@@ -59,10 +60,11 @@ def dp_sgd(
     *,
     clip_norm: float | Mapping[str, float],
     noise_multiplier: float | Callable[[Any], Any] | None = None,
-    sampler: PoissonSampler,
+    sampler: Sampler,
+    noise: CorrelatedNoise | None = None,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
-    """Returns a trainer for DP-SGD with a per-example loss, any optimizer and any Poisson sampler.
+    """Returns a trainer for DP-SGD with a per-example loss, any optimizer and any sampler.
 
         sampler = jaxdp.data.PoissonSampler(len(source), 256 / len(source))
         trainer = jaxdp.finetune.dp_sgd(
@@ -100,7 +102,11 @@ def dp_sgd(
         (`PrivateTrainer.drawn`). With `truncated_batch_size`, the event is that of truncated
         Poisson sampling, which needs more noise and has no rule in RDP. A sampler of
         `jaxdp.data.by_owners` has the event of all records of one owner, with the adjacency
-        "zero_out".
+        "zero_out". A `jaxdp.data.FixedOrderSampler` needs `noise`.
+      noise: `jaxdp.correlated(strategy, steps=...)`, noise whose rows cancel over the steps of a
+        run. The whole run is one event, `trainer.event(0, steps)`, which is paid before the first
+        step. `noise_multiplier` is then the standard deviation of its independent rows over C. The
+        target needs the steps of the noise. None, the default, is independent noise.
       physical_batch_size: The number of examples per compiled call. A sampled batch of any size is
         cut into such calls and the last is padded. No example is left out. None, the default,
         chooses up to three sizes that suit sampler and memory (`PrivateTrainer.physical`). Up to
@@ -149,6 +155,8 @@ def dp_sgd(
       divisor is public. Steps compose adaptively. The whole state except `noise` and `key` is
       post-processing of the released gradients. With `group`, an example is a user with all of its
       records. With `sampler.records_per_owner` the event is `OwnedGaussianDpEvent`, for one owner.
+      With `noise`, all steps together satisfy `trainer.event(0, steps)`, the Gaussian mechanism of
+      `jaxdp.correlated`, and no step has an event of its own.
     """
     return make_trainer(
         lambda gradient: GradientSum(gradient=gradient),
@@ -157,5 +165,6 @@ def dp_sgd(
         clip_norm=clip_norm,
         noise_multiplier=noise_multiplier,
         sampler=sampler,
+        noise=noise,
         **options,
     )

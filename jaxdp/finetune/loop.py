@@ -9,6 +9,10 @@ own secret. Therefore:
   twice.
 * If anything differs, noise and batches are fresh, and the ledger charges again.
 
+A run with correlated noise is one release. Its first chunk pays for all steps, and the others pay
+nothing. A later chunk that runs again and differs pays for the whole run once more
+(`jaxdp.finetune.whole_runs` says why that is enough).
+
 The ledger holds the whole rest of the run before the first chunk, so that a run that does not fit
 spends nothing.
 """
@@ -19,6 +23,7 @@ import functools
 import os
 import pathlib
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, cast
 
@@ -29,18 +34,20 @@ from jaxdp import memory
 from jaxdp.data import Owners, Source, check_source
 from jaxdp.data.physical import FIRST_STEPS
 from jaxdp.files import check_count, check_function, shown, shows_keywords
-from jaxdp.finetune import run_notes
+from jaxdp.finetune import run_notes, whole_runs
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.programs import Programs
 from jaxdp.finetune.step import TrainState
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.privacy import Account
+from jaxdp.privacy import Account, DpEvent
+from jaxdp.privacy.events import compose
 from jaxdp.privacy.privacy_warnings import warn_if_weak, warn_of_another_number
 from jaxdp.release import Checkpoints, Hosts, Release, Till, digest, stream
 from jaxdp.report import Callback, MetricsWriter, progress_bar
 from jaxdp.transforms.noise import PrivatizeState
 from jaxdp.transforms.parameters import check_finite
 
+Requests = Sequence[tuple[Account, DpEvent]]
 # The hold of a dead run lapses after this many seconds. Each chunk renews it.
 _HELD_SECONDS = 3600.0
 _DIVERGED = (
@@ -168,11 +175,14 @@ def fit(
 
     Formal guarantees:
       At any instant the ledger has reserved the budget for everything that the process has computed
-      on private data. On one device, a run that is killed and resumed repeats the interrupted chunk
-      bit for bit. With a given `seed` it ends bit-identical to a run that is not killed. A loss
-      that calls back to Python is not repeated: its interrupted chunk is charged again. No secret
-      is left when the call returns, or when it fails between two chunks. Whether a run starts may
-      depend on the first examples, before anything is released. It is no part of the guarantee.
+      on private data. With correlated noise that is the whole run from its first step on, also if
+      the run stops early. On one device, a run that is killed and resumed repeats the interrupted
+      chunk bit for bit. With a given `seed` it ends bit-identical to a run that is not killed. A
+      loss that calls back to Python is not repeated: its interrupted chunk is charged again. No
+      secret is left when the call returns, or when it fails between two chunks. Only a run with
+      correlated noise that may go on leaves one: its checkpoints hold earlier noise until its last
+      step. Whether a run starts may depend on the first examples, before anything is released. It
+      is no part of the guarantee.
       Nothing later depends on more than released values. The times in the metrics
       are not protected: the time of a step tells about the size of its sampled batch.
     """
@@ -240,7 +250,7 @@ def check_account(
     warn_if_weak(
         delta=account.delta if delta is None else delta,
         records=units,
-        sampling_probability=trainer.sampler.sampling_probability,
+        sampling_probability=getattr(trainer.sampler, "sampling_probability", None),
         unit=trainer.unit,
     )
     warn_of_another_number(
@@ -296,6 +306,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.trainer = self.programs.trainer
         self.source = self.programs.source
+        self.noise = self.trainer.privatizer.noise
         self.shown: dict[str, float] = {}
 
     def train(self, params: Any) -> TrainState:
@@ -313,11 +324,14 @@ class _Run:
         )
         with bar as self.bar, contextlib.ExitStack() as room:
             token = ""
+            charges: Any = []
             if steps:
                 self.hosts.each(lambda: self.programs.start(state, steps))
-                token = self.till.token(self._chunk(state, first))
+                chunk = self._chunk(state, first)
+                token = self.till.token(chunk)
+                charges = chunk.charges
             # The whole rest is held at once, so that a run that does not fit spends nothing.
-            self.hosts.first(lambda: self._hold(first, token, room))
+            self.hosts.first(lambda: self._hold(first, token, charges, room))
             if steps:
                 self.hosts.each(lambda: self.programs.wait(first))
             if steps and not first:
@@ -346,6 +360,11 @@ class _Run:
 
     def _restored(self, params: Any) -> tuple[TrainState, int]:
         """Returns the state to start from, on the devices, and the number of finished steps."""
+        if self.noise is not None:
+            self.files.whole_run = (
+                self.noise.steps,
+                whole_runs.identity(self.trainer, self.source),
+            )
         state, first = self.files.restore(self.trainer.init(params))
         if first < self.steps:
             # The parameters of an earlier chunk are released, so an error may depend on them.
@@ -390,13 +409,18 @@ class _Run:
             source = self.source
             run_notes.write(self.till.workdir, self.trainer, source, self.steps, self.pays)
 
-    def _hold(self, first: int, token: str, room: contextlib.ExitStack) -> None:
-        """Holds the budget of all steps that are not yet charged, until `room` is closed."""
-        unpaid = first
-        if first < self.steps and self.pays.paid(token):
-            # A chunk that was interrupted has been charged and needs no room.
-            unpaid = self._end(first)
-        rest = self.trainer.event(unpaid, self.steps)
+    def _hold(self, first: int, token: str, charges: Requests, room: contextlib.ExitStack) -> None:
+        """Holds the budget of all steps that are not yet charged, until `room` is closed.
+
+        `token` and `charges` are those of the chunk that begins at `first`.
+        """
+        # A chunk that was interrupted has been charged and needs no room.
+        is_paid = first < self.steps and self.pays.paid(token)
+        if self.noise is None:
+            unpaid = self._end(first) if is_paid else first
+            rest = self.trainer.event(unpaid, self.steps)
+        else:
+            rest = compose(Counter(event for _, event in charges if not is_paid))
         held = self.pays.hold(rest, key=self.till.name, seconds=_HELD_SECONDS)
         self.pays = room.enter_context(held).account(self.pays)
 
@@ -407,9 +431,43 @@ class _Run:
     def _chunk(self, start: TrainState, first: int) -> Release[TrainState]:
         """Returns the release of the chunk that begins at step `first` in the state `start`."""
         last = self._end(first)
+        label = f"training, steps {first}..{last - 1}"
+        if self.noise is None:
+            event = self.trainer.event(first, last)
+            return self._release(start, range(first, last), [(self.pays, event)], label=label)
+        note = {"first_step": first}
+        free = self._release(start, range(first, last), [], label=label, note=note)
+        if first and not self._pays_again(free, first):
+            return free
+        whole = self.trainer.event(0, last)
+        label += f" of {self.noise.steps} with correlated noise, which are one release"
+        pays = [(self.pays, whole)]
+        return self._release(start, range(first, last), pays, label=label, note=note)
+
+    def _pays_again(self, chunk: Release[TrainState], first: int) -> bool:
+        """Returns whether a later chunk of a run with correlated noise pays for a whole run."""
+        if self.till.workdir is None:
+            return False
+        rows = self.hosts.first(self.till.notes)
+        if not whole_runs.is_paid(rows):
+            return True
+        tokens = whole_runs.earlier(rows, first)
+        if not tokens:
+            return False
+        # Only process 0 has a token.
+        token = self.till.token(chunk)
+        is_new: bool = self.hosts.first(lambda: token not in tokens)
+        return is_new
+
+    def _release(
+        self, start: TrainState, steps: range, charges: Requests, **words: Any
+    ) -> Release[TrainState]:
+        """Returns the release of numbered steps from the state `start`.
+
+        `words` are the label and the note.
+        """
         return Release(
-            label=f"training, steps {first}..{last - 1}",
-            charges=[(self.pays, self.trainer.event(first, last))],
+            charges=charges,
             facts=lambda: [
                 self.source.fingerprint,
                 repr(self.trainer.sampler),
@@ -419,8 +477,9 @@ class _Run:
             # The text also holds how a batch is cut into physical batches (`jaxdp.data.physical`).
             programs=lambda: [self.programs.text],
             deterministic=True,  # The trainer compiles its steps with `repeatable`.
-            compute=lambda secret: self._steps(start, secret, range(first, last)),
+            compute=lambda secret: self._steps(start, secret, steps),
             keep=self.files.save,
+            **words,
         )
 
     def _steps(self, state: TrainState, secret: bytes, steps: range) -> TrainState:
@@ -498,6 +557,8 @@ class _Files:
     """The checkpoints and metrics of a run in its workdir."""
 
     def __init__(self, workdir: pathlib.Path | None, hosts: Hosts):
+        # The last step of a run with correlated noise, and its identity.
+        self.whole_run: tuple[int, np.ndarray] | None = None
         self._checkpoints: Checkpoints | None = None
         self._hosts = hosts
         self._opened = contextlib.ExitStack()
@@ -521,7 +582,14 @@ class _Files:
         """Returns the newest checkpoint, or `state`, and the number of finished steps."""
         if self._checkpoints is None:
             return state, 0
-        saved, step = self._checkpoints.restore(_resumable(state))
+        saved, step = self._checkpoints.restore(self._checkpoint(state))
+        if self.whole_run is not None:
+            end, own = self.whole_run
+            identity = saved.pop("identity")
+            if step < end:
+                whole_runs.check_identity(identity, own)
+            else:
+                self._forget()
         # The run repeats the steps after the checkpoint.
         self._hosts.first(lambda: self._metrics.truncate_after(step))
         return state._replace(**saved) if step else state, step
@@ -533,11 +601,34 @@ class _Files:
 
     def save(self, state: TrainState) -> None:
         """Makes the state after a chunk durable. The keys are derived again and never stored."""
-        if self._checkpoints is not None:
-            self._checkpoints.save(int(state.step), _resumable(state))
+        if self._checkpoints is None:
+            return
+        step = int(state.step)
+        is_end = self.whole_run is not None and step == self.whole_run[0]
+        if is_end:
+            state = whole_runs.without_secrets(state)
+        self._checkpoints.save(step, self._checkpoint(state))
+        if is_end:
+            self._forget()
+
+    def _checkpoint(self, state: TrainState) -> dict[str, Any]:
+        """Returns what a checkpoint holds of a state, and the identity of a run as a whole."""
+        content = _resumable(state)
+        if self.whole_run is not None:
+            end, identity = self.whole_run
+            is_end = int(state.step) == end
+            content["identity"] = np.zeros_like(identity) if is_end else identity
+        return content
+
+    def _forget(self) -> None:
+        """Deletes the earlier checkpoints, which hold secrets of a run that has ended."""
+        assert self._checkpoints is not None
+        self._checkpoints.delete_older()
 
 
 def _resumable(state: TrainState) -> dict[str, Any]:
     """Returns what a checkpoint holds of a state: all of it but the keys and the layout."""
-    names = ("step", "params", "opt_state", "ema", "carried", "released")
+    names = ["step", "params", "opt_state", "ema", "carried", "released"]
+    if state.buffers is not None:
+        names.append("buffers")
     return {name: getattr(state, name) for name in names}

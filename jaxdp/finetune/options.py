@@ -7,7 +7,7 @@ from typing import Any, TypedDict
 import jax
 import optax
 
-from jaxdp.data import PoissonSampler
+from jaxdp.data.physical import Sampler
 from jaxdp.files import check_numbers
 from jaxdp.privacy import (
     ComposedDpEvent,
@@ -21,6 +21,7 @@ from jaxdp.privacy.privacy_warnings import warn_if_weak
 from jaxdp.report import counting
 from jaxdp.transforms.clipping import Engine
 from jaxdp.transforms.meshes import ParamSharding
+from jaxdp.transforms.noise import CorrelatedNoise
 
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
 
@@ -82,7 +83,7 @@ OPTION_DEFAULTS: Mapping[str, Any] = {
 def noise_and_options(
     noise_multiplier: Any,
     options: Mapping[str, Any],
-    sampler: PoissonSampler,
+    sampler: Sampler,
     calibrate: Callable[..., float] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the noise multiplier, and the options without the target of the noise.
@@ -125,7 +126,7 @@ def noise_and_options(
 
 
 def _constant_noise(
-    sampler: PoissonSampler, *, steps: int, besides: DpEvent | None = None, **target: Any
+    sampler: Sampler, *, steps: int, besides: DpEvent | None = None, **target: Any
 ) -> float:
     """Returns the smallest noise multiplier with which steps and `besides` meet a target."""
 
@@ -136,12 +137,37 @@ def _constant_noise(
         return calibrate_noise(tried, **target)
 
 
+def calibrated(
+    noise: CorrelatedNoise,
+    sampler: Sampler,
+    *,
+    steps: int,
+    besides: DpEvent | None = None,
+    **target: Any,
+) -> float:
+    """Returns the smallest noise multiplier with which a run with correlated noise meets a target.
+
+    Raises:
+      ValueError: `steps` are not the steps of the noise.
+    """
+    if steps != noise.steps:
+        raise ValueError(
+            f"steps must be {noise.steps}, as in correlated(..., steps={noise.steps}), got {steps}."
+        )
+
+    def whole(noise_multiplier: float) -> DpEvent:
+        return beside(noise.event(noise_multiplier), besides)
+
+    with counting(whole, label="noise", unit="trial") as tried:
+        return calibrate_noise(tried, **target)
+
+
 def beside(steps: DpEvent, besides: DpEvent | None) -> DpEvent:
     """Returns the event of steps and of what the same target pays besides."""
     return steps if besides is None else ComposedDpEvent([besides, steps])
 
 
-def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEvent:
+def event(noise_multiplier: float, sampler: Sampler, steps: int) -> DpEvent:
     """Returns the event of `steps` steps of any method, before there is a trainer.
 
     A schedule of noise needs `PrivateTrainer.event` or `calibrate_schedule`.
@@ -174,13 +200,22 @@ def check_optimizer(optimizer: Any) -> None:
         raise ValueError(_ACCUMULATES)
 
 
-def check_sampler(sampler: Any) -> None:
-    """Raises TypeError for what samples no batches, such as the size of a batch."""
+def check_sampler(sampler: Any, noise: CorrelatedNoise | None = None) -> None:
+    """Raises TypeError for what samples no batches, such as the size of a batch.
+
+    Raises ValueError for a sampler that does not fit the noise: in which a unit takes part more
+    often than correlated noise assumes, or which needs correlated noise.
+    """
     if not hasattr(sampler, "expected_batch_size"):
         raise TypeError(
             "sampler must be a jaxdp.data.PoissonSampler(len(source), batch_size / len(source)), "
             f"got {sampler!r}."
         )
+    if noise is not None:
+        noise.check_sampler(sampler)
+    elif hasattr(sampler, "participation"):
+        # It raises: no step has an event of its own.
+        sampler.event(GaussianDpEvent(1.0))
 
 
 def check_optimizer_state(state: Any) -> None:

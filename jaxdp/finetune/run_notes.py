@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data import Owners, PoissonSampler, Source
+from jaxdp.data import FixedOrderSampler, Owners, PoissonSampler, Source
+from jaxdp.data.physical import Sampler
 from jaxdp.files import read_json, write_json
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, epsilon, unit_words
 from jaxdp.privacy.events import describe
 from jaxdp.report.runs import FILE
+from jaxdp.transforms.noise import CorrelatedNoise
 from jaxdp.version import __version__
 
 # Rows of the epsilons of owners, each of which costs a composition.
@@ -69,13 +71,31 @@ def _settings(trainer: PrivateTrainer, steps: int, account: Account) -> dict[str
         "noise multiplier": noise if isinstance(noise, int | float) else "a schedule",
         "sampling": _sampling(trainer.sampler, trainer.unit),
         "event": describe(trainer.event(0, steps)),
+        **_correlation(trainer.privatizer.noise),
         "unit": trainer.unit,
         "adjacency": account.adjacency,
         "delta": account.delta,
     }
 
 
-def _sampling(sampler: PoissonSampler, unit: str) -> str:
+def _correlation(noise: CorrelatedNoise | None) -> dict[str, str]:
+    """Returns the setting of correlated noise, if there is any."""
+    if noise is None:
+        return {}
+    pattern = "each in one step at most"
+    if noise.participations > 1:
+        pattern = (
+            f"each in {noise.participations} steps at most, {noise.min_separation} or more apart"
+        )
+    return {
+        "correlated noise": f"{noise.steps} steps are one release, {pattern}, sensitivity "
+        f"{noise.sensitivity:.6g} clip norms, {noise.buffers} buffers"
+    }
+
+
+def _sampling(sampler: Sampler, unit: str) -> str:
+    if isinstance(sampler, FixedOrderSampler):
+        return sampler.words(unit_words(unit).many)
     many = "records" if sampler.records_per_owner else unit_words(unit).many
     text = (
         f"Poisson: each of {sampler.num_examples} {many} is in a step with "
@@ -116,6 +136,7 @@ def _cost(trainer: PrivateTrainer, records: int, steps: int, account: Account) -
         return "epsilon 0"
     if not account.delta:
         return "no delta is registered"
+    assert isinstance(trainer.sampler, PoissonSampler)  # the only one with owners
     sampler = dataclasses.replace(trainer.sampler, records_per_owner=records)
     event = dataclasses.replace(trainer, sampler=sampler).event(0, steps)
     cost = epsilon(event, delta=account.delta, adjacency=account.adjacency)

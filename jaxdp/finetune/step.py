@@ -42,6 +42,8 @@ class TrainState(NamedTuple):
           subtract the noise.
       key: The key of augmentation and stochastic losses.
       layout: Where the arrays lie on the trainer's mesh, static, or None without a mesh.
+      buffers: What correlated noise keeps of earlier steps, or None. Secret, as the key of `noise`
+          is.
     """
 
     step: jax.Array
@@ -53,6 +55,7 @@ class TrainState(NamedTuple):
     noise: PrivatizeState
     key: jax.Array
     layout: Layout | None = None
+    buffers: Any = None
 
 
 class Large(NamedTuple):
@@ -65,12 +68,13 @@ class Large(NamedTuple):
     params: Any
     opt_state: Any
     ema: Any
+    buffers: Any
 
 
 def apart(state: TrainState) -> tuple[Large, TrainState]:
     """Returns the large arrays of a state, and the state without them."""
-    large = Large(state.params, state.opt_state, state.ema)
-    return large, state._replace(params=None, opt_state=None, ema=None)
+    large = Large(state.params, state.opt_state, state.ema, state.buffers)
+    return large, state._replace(params=None, opt_state=None, ema=None, buffers=None)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -208,7 +212,8 @@ class StepFunctions:
 
     def _update(self, state: TrainState, sums: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         sum_shardings = self.shardings(state.params, state.layout, sums)
-        noisy_mean, noise = self.privatizer.update(sums, state.noise, shardings=sum_shardings)
+        before = state.noise._replace(buffers=state.buffers)
+        noisy_mean, noise = self.privatizer.update(sums, before, shardings=sum_shardings)
         gradient, carried, metrics = self.query.read(state.params, state.carried, noisy_mean)
         # Everything below is post-processing of the noisy mean.
         moving = moving_params(self.query.gradient, state.params)
@@ -235,9 +240,10 @@ class StepFunctions:
             ema=ema,
             carried=carried,
             released=gradient if self.ascent_radius else None,
-            noise=noise,
+            noise=noise._replace(buffers=None),
             key=state.key,
             layout=state.layout,
+            buffers=noise.buffers,
         )
         return self._laid_out(params, state.layout, after), metrics
 

@@ -28,7 +28,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import Groups, Owners, PhysicalSizes, PoissonSampler, Source
+from jaxdp.data import Groups, Owners, PhysicalSizes, Source
+from jaxdp.data.physical import Sampler
 from jaxdp.data.protocol import check_members
 from jaxdp.data.storage import on_device
 from jaxdp.files import check_count, shows_keywords
@@ -36,6 +37,7 @@ from jaxdp.finetune.batches import PhysicalBatch, put, read_ahead, row_bytes
 from jaxdp.finetune.options import (
     OPTION_DEFAULTS,
     Options,
+    calibrated,
     check_clip_norm,
     check_optimizer,
     check_optimizer_state,
@@ -46,13 +48,13 @@ from jaxdp.finetune.options import (
 from jaxdp.finetune.programs import Programs, step_programs
 from jaxdp.finetune.query import Query, moving_params, wide
 from jaxdp.finetune.step import StepFunctions, TrainState, apart
-from jaxdp.privacy import DpEvent, SelfComposedDpEvent
+from jaxdp.privacy import DpEvent, NoOpDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.events import compose
 from jaxdp.release import Hosts, derive, digest, new_seed, stream
 from jaxdp.transforms import meshes
 from jaxdp.transforms.clipping import ClippedGrad, check_params, clipped_grad, paths_of
 from jaxdp.transforms.meshes import Layout, ParamSharding
-from jaxdp.transforms.noise import NoiseSchedule, PrivatizeState, privatize
+from jaxdp.transforms.noise import CorrelatedNoise, NoiseSchedule, PrivatizeState, privatize
 
 __all__ = ["PrivateTrainer", "Query", "TrainState", "event", "make_trainer"]
 
@@ -64,7 +66,7 @@ class PrivateTrainer(StepFunctions):
     `dp_sgd` documents the fields, `StepFunctions` the compiled functions.
     """
 
-    sampler: PoissonSampler
+    sampler: Sampler
     physical_batch_size: int | None = None
     unit: str = "example"
     data_axes: Sequence[str] = ("data",)
@@ -128,8 +130,20 @@ class PrivateTrainer(StepFunctions):
             noise=PrivatizeState(noise_key, jnp.zeros((), jnp.int32)),
             key=stream(seed, "augmentation", impl="threefry2x32"),
             layout=layout,
+            buffers=self._first_buffers(params, layout),
         )
         return self.placed(state, copy=True)
+
+    def _first_buffers(self, params: Any, layout: Layout | None) -> Any:
+        """Returns the buffers of correlated noise before the first step, or None."""
+        sums = jax.eval_shape(self.query.zeros, params)
+
+        def zeros() -> Any:
+            return self.privatizer.init_buffers(sums)
+
+        shardings = self.shardings(params, layout, jax.eval_shape(zeros))
+        # Each device makes its own part.
+        return jax.jit(zeros, out_shardings=shardings)()
 
     def placed(self, state: TrainState, *, copy: bool = False) -> TrainState:
         """Returns a state whose arrays, or NumPy arrays, all lie as its layout says.
@@ -158,8 +172,10 @@ class PrivateTrainer(StepFunctions):
 
         Raises:
           ValueError: The noise of one of the steps is not positive or not finite. The message
-              names the step.
+              names the step. Or correlated noise is of a run of fewer steps.
         """
+        if steps and self.privatizer.noise is not None:
+            self.privatizer.noise.check_step(steps - 1)
         if not steps or not isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
             return self
         if steps not in self._plans:  # Each has programs of its own, to be compiled once.
@@ -202,11 +218,11 @@ class PrivateTrainer(StepFunctions):
         step, sampler = self._sampler_of(state)
         return sampler.batch(step)
 
-    def _sampler_of(self, state: TrainState) -> tuple[int, PoissonSampler]:
+    def _sampler_of(self, state: TrainState) -> tuple[int, Sampler]:
         """Returns the step of a state, and the sampler with the secret seed of its run."""
         step, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
         seed = derive(words.tobytes(), "jaxdp sampling")
-        return int(step), dataclasses.replace(self.sampler, seed=seed)
+        return int(step), self.sampler.of_run(seed)
 
     def step(
         self,
@@ -341,15 +357,38 @@ class PrivateTrainer(StepFunctions):
     # --- Events and programs --------------------------------------------------------------------
 
     def event(self, first: int, last: int) -> DpEvent:
-        """Returns the privacy event of steps first, ..., last - 1."""
+        """Returns the privacy event of steps first, ..., last - 1.
+
+        With correlated noise that is the event of the whole run, whatever `last` is, and later
+        steps have none of their own.
+
+        Raises:
+          ValueError: `first` exceeds `last`. Or with correlated noise, `first` is not 0, or `last`
+              exceeds the steps of the run.
+        """
         if not 0 <= first <= last:
             raise ValueError(
                 f"first and last must satisfy 0 <= first <= last, got first={first}, last={last}."
             )
+        noise = self.privatizer.noise
+        if noise is not None:
+            return self._whole_run(noise, first, last)
         if not isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
             return SelfComposedDpEvent(self.sampler.event(self.privatizer.event), last - first)
         counts = collections.Counter(map(self.privatizer.event_at, range(first, last)))
         return compose({self.sampler.event(event): count for event, count in counts.items()})
+
+    def _whole_run(self, noise: CorrelatedNoise, first: int, last: int) -> DpEvent:
+        """Returns the event of a run with correlated noise, of which steps 0, ..., last - 1 are."""
+        if not last:
+            return NoOpDpEvent()
+        noise.check_step(last - 1)
+        if first:
+            raise ValueError(
+                f"first must be 0 with correlated noise, got {first}. All {noise.steps} steps are "
+                "one release, which is charged before the first step: event(0, steps)."
+            )
+        return noise.event(self.privatizer.multiplier_at(0))
 
     def programs(
         self,
@@ -408,7 +447,8 @@ def make_trainer(
     *,
     clip_norm: float | Mapping[str, float],
     noise_multiplier: float | Callable[[Any], Any] | None,
-    sampler: PoissonSampler,
+    sampler: Sampler,
+    noise: CorrelatedNoise | None = None,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """Returns a trainer for the query that a method makes from a clipped gradient.
@@ -417,8 +457,13 @@ def make_trainer(
     """
     check_clip_norm("clip_norm", clip_norm)
     check_optimizer(optimizer)
-    check_sampler(sampler)
-    noise_multiplier, fields = noise_and_options(noise_multiplier, options, sampler)
+    check_sampler(sampler, noise)
+    calibrate = None
+    if noise is not None:
+        calibrate = functools.partial(calibrated, noise)
+        if options.get("epsilon") is not None:
+            options.setdefault("steps", noise.steps)
+    noise_multiplier, fields = noise_and_options(noise_multiplier, options, sampler, calibrate)
     size = fields.get("physical_batch_size")
     if size is not None:
         check_count("physical_batch_size", size, 1)
@@ -430,7 +475,10 @@ def make_trainer(
     gradient = clipped_grad(loss_fn, clip_norm=clip_norm, group=grouped, **clipping)
     query = make_query(gradient)
     privatizer = privatize(
-        query, noise_multiplier=noise_multiplier, divisor=sampler.expected_batch_size
+        query,
+        noise_multiplier=noise_multiplier,
+        divisor=sampler.expected_batch_size,
+        noise=noise,
     )
     return PrivateTrainer(
         query=query, privatizer=privatizer, optimizer=optimizer, sampler=sampler, **fields

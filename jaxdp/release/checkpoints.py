@@ -113,6 +113,19 @@ class Checkpoints:
         # The list names the checkpoint when all processes have written their parts.
         self._hosts.first(lambda: self._name(step, state))
 
+    def delete_older(self) -> None:
+        """Deletes all checkpoints but the newest, durably."""
+        newest = max(self._digests, default=0)
+        for step in self._manager.all_steps():
+            if step < newest:
+                self._manager.delete(step)
+        self._hosts.first(lambda: self._keep_only(newest))
+
+    def _keep_only(self, step: int) -> None:
+        sync_tree(self._folder)
+        self._digests = {number: both for number, both in self._digests.items() if number >= step}
+        self._write(self._digests)
+
     def _name(self, step: int, state: Any) -> None:
         sync_tree(self._folder)
         digest_of_files = _digest_of_files(self._folder / str(step))

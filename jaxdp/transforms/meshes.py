@@ -195,7 +195,8 @@ class Layout:
                 return of_params
             if _alike(part, moving):
                 return of_moving
-            return None
+            # The buffers of correlated noise are arrays like the gradients, stacked.
+            return jax.tree.map(_stacked, of_moving) if _alike(part, moving, axes=1) else None
 
         return jax.tree.map(
             lambda part: find(part) or self.everywhere,
@@ -286,10 +287,18 @@ def data_devices(mesh: Mesh | None, data_axes: Sequence[str]) -> int:
     return math.prod(mesh.shape[axis] for axis in data_axes)
 
 
-def _alike(tree: Any, like: Any) -> bool:
-    """Returns whether two pytrees have one structure and leaves of equal shapes."""
+def _stacked(sharding: NamedSharding) -> NamedSharding:
+    """Returns the sharding of a stack of arrays that have a sharding."""
+    return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+
+
+def _alike(tree: Any, like: Any, *, axes: int = 0) -> bool:
+    """Returns whether two pytrees have one structure and leaves of equal shapes.
+
+    Those of the first may have further leading axes.
+    """
     structures = jax.tree.structure(tree), jax.tree.structure(like)
     if structures[0] != structures[1]:  # type: ignore[operator]
         return False
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(like), strict=True)
-    return all(x.shape == y.shape for x, y in pairs)
+    return all(x.ndim == y.ndim + axes and x.shape[axes:] == y.shape for x, y in pairs)

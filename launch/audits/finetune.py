@@ -245,7 +245,7 @@ def doubled(trainer: PrivateTrainer) -> PrivateTrainer:
 def with_one_key(trainer: PrivateTrainer) -> PrivateTrainer:
     """Returns a trainer that draws the noise of every run from one key."""
     one = stream(bytes(16), "the only key")
-    return _with_noise(trainer, lambda state: PrivatizeState(one, state.step))
+    return _with_noise(trainer, lambda state: state._replace(key=one))
 
 
 def with_noise_used_twice(trainer: PrivateTrainer) -> PrivateTrainer:

@@ -125,7 +125,7 @@ def audit(job: Job) -> dict[str, Any]:
         confidence=CONFIDENCE,
     )
     audits = [(step, f"one step of fine-tuning, if the {job.data.unit} is in its batch")]
-    if trainer.sampler.sampling_probability < 1:
+    if getattr(trainer.sampler, "sampling_probability", 1) < 1:
         batches = canaries.audit_sampling(trainer, trials=options.trials, confidence=CONFIDENCE)
         audits.append((batches, f"which {job.data.unit}s are in a batch of fine-tuning"))
     return audited(audits, [private.name])

@@ -10,7 +10,7 @@ from dp_accounting import dp_event
 from dp_accounting.pld import PLDAccountant
 from scipy import stats
 
-from jaxdp.data import FixedBatchSampler, PoissonSampler
+from jaxdp.data import FixedBatchSampler, FixedOrderSampler, PoissonSampler
 
 SEED = bytes(range(16))
 NUM_EXAMPLES, Q, STEPS = 64, 0.3, 1500
@@ -257,3 +257,26 @@ def test_fixed_batches_are_shuffled_epochs():
         counts[sampler.batch(step)] += 1
     # Each example misses an epoch with probability 3/23.
     assert np.all(np.abs(counts - 500 * 20 / 23) < 5 * np.sqrt(500 * 20 / 23 * 3 / 23))
+
+
+def test_an_order_is_fixed_and_every_example_takes_part_once_an_epoch():
+    sampler = FixedOrderSampler(23, 5)
+    assert sampler.steps_per_epoch == 5 and sampler.expected_batch_size == 23 / 5
+    batches = [sampler.batch(step) for step in range(10)]
+    assert sorted(np.concatenate(batches[:5]).tolist()) == list(range(23))
+    assert {len(batch) for batch in batches} == {4, 5} and sampler.largest_batch == 5
+    for first, second in zip(batches[:5], batches[5:], strict=True):
+        np.testing.assert_array_equal(first, second)
+    # A run has one order, whatever the secrets of its chunks are.
+    assert sampler.of_run(SEED) is sampler
+    other = FixedOrderSampler(23, 5, seed=SEED)
+    assert any(not np.array_equal(other.batch(step), batches[step]) for step in range(5))
+    assert repr(SEED) in repr(other)
+    # What it states is what it does.
+    for steps in (1, 5, 6, 10):
+        taken = [[step for step in range(steps) if i in batches[step]] for i in range(23)]
+        assert sampler.participation(steps) == (max(map(len, taken)), 5)
+    with pytest.raises(ValueError, match="no event of a single step"):
+        sampler.event(dp_event.GaussianDpEvent(1.0))
+    with pytest.raises(ValueError, match="batch_size must be at most num_examples=4, got 5"):
+        FixedOrderSampler(4, 5)

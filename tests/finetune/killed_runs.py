@@ -25,6 +25,7 @@ import numpy as np
 import optax
 import orbax.checkpoint  # noqa: F401  (imported before the forks)
 
+import jaxdp
 from jaxdp import data, finetune
 from jaxdp.finetune import loop
 from jaxdp.privacy import Ledger, NoOpDpEvent
@@ -62,7 +63,7 @@ class Recorded:
 
 
 @functools.cache
-def trainer_of(num_examples, clip_norm=0.5):
+def trainer_of(num_examples, clip_norm=0.5, correlated=False):
     def loss(params, example):
         hidden = jnp.tanh(example["image"].reshape(-1) @ params["hidden"])
         return losses.softmax_cross_entropy(hidden @ params["head"], example["label"])
@@ -70,10 +71,15 @@ def trainer_of(num_examples, clip_norm=0.5):
     def shift(key, example):
         return {**example, "image": data.random_crop(key, example["image"], padding=1)}
 
+    sampler, noise = data.PoissonSampler(num_examples, 0.1), None
+    if correlated:
+        sampler = data.FixedOrderSampler(num_examples, num_examples // 4)
+        noise = jaxdp.correlated([1.0, 0.5, 0.25], steps=STEPS, participations=3, min_separation=4)
     trainer = finetune.dp_sgd(
         loss,
         optax.sgd(0.2, momentum=0.9),
-        sampler=data.PoissonSampler(num_examples, 0.1),
+        sampler=sampler,
+        noise=noise,
         clip_norm=clip_norm,
         noise_multiplier=1.0,
         physical_batch_size=16,
@@ -166,13 +172,13 @@ def forked(work):
         os._exit(status)
 
 
-def attempt(folder, source, kill):
+def attempt(folder, source, kill, **options):
     """Runs until the end or until killed; returns whether it reached the end."""
 
     def work():
         if kill:
             arm(kill)
-        run(folder, source)
+        run(folder, source, **options)
 
     status = os.waitpid(forked(work), 0)[1]
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
@@ -187,7 +193,7 @@ def main(folder, scenarios):
     for scenario in scenarios:
         place, log = folder / scenario["name"], []
         for kill in [*scenario["kills"], None]:
-            finished = attempt(place, source, kill)
+            finished = attempt(place, source, kill, **scenario.get("options", {}))
             log.append({"finished": finished, **accounts(place)})
         (place / "attempts.json").write_text(json.dumps(log))
 

@@ -87,19 +87,47 @@ CHOSEN = [
 ]
 
 
+# The same with correlated noise, which is paid at the first step: killed before the update of a
+# step, and between the checkpoint of a chunk and the end of its release.
+CORRELATED = {
+    "correlated, whole": [],
+    "correlated, killed": [{"at": "step", "time": 5}, {"at": "kept", "time": 1}],
+}
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory):
     """Folders of one run twice: whole, and killed at chosen instants. `tests/faults` kills at every
     operation."""
     folder = tmp_path_factory.mktemp("killed")
     scenarios = {"whole": [], "chosen": [kill for kill, _, _ in CHOSEN]}
-    given = json.dumps([{"name": name, "kills": kills} for name, kills in scenarios.items()])
+    given = [{"name": name, "kills": kills} for name, kills in scenarios.items()]
+    for name, kills in CORRELATED.items():
+        given.append({"name": name, "kills": kills, "options": {"correlated": True}})
+    given = json.dumps(given)
     files = [folder / "stdout", folder / "stderr"]
     process = forked.start(
         PROGRAM, folder, given, modules=("jaxdp.finetune", "orbax.checkpoint"), files=files
     )
     assert process.wait(300) == 0, files[1].read_text()
-    return {name: folder / name for name in scenarios}
+    return {name: folder / name for name in [*scenarios, *CORRELATED]}
+
+
+@pytest.mark.slow
+def test_a_killed_run_with_correlated_noise_repeats_its_rows_and_pays_once(killed):
+    whole, other = killed["correlated, whole"], killed["correlated, killed"]
+    assert final(other) == final(whole)
+    (event,) = charged(whole)
+    assert charged(other) == charged(whole) == {event: 1}
+    assert isinstance(event, dp_event.GaussianDpEvent)
+    records = released(other)
+    assert len(records) > STEPS
+    # One sum, one row of noise and one result per step, over both runs and all repetitions.
+    everything = [*records, *released(whole)]
+    assert len({tuple(record.values()) for record in everything}) == STEPS
+    attempts = json.loads((other / "attempts.json").read_text())
+    assert [attempt["charged"] for attempt in attempts] == [1] * len(attempts)
+    assert not any(attempt["finished"] for attempt in attempts[:-1])
 
 
 @pytest.mark.slow
@@ -134,7 +162,7 @@ def test_runs_died_where_they_were_to_die(killed):
 
 @pytest.mark.slow
 def test_repeated_steps_release_the_same_again(killed):
-    records = [record for folder in killed.values() for record in released(folder)]
+    records = [record for name in ("whole", "chosen") for record in released(killed[name])]
     assert len(records) > 2 * STEPS
     assert len({record["step"] for record in records}) == STEPS
     # One sum, one noise and one result per step, over all runs and repetitions: they share their

@@ -22,7 +22,7 @@ NAMES = [f"{case.mechanism}, {case.claim}" for case in CASES]
 SAME_NOISE = {
     f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")
 }
-SAME_NOISE |= {"DP-SAT", "DP-SGD of patients"}
+SAME_NOISE |= {"DP-SAT", "DP-SGD of patients", "correlated noise of buffers"}
 OF_THE_NOISE = {
     "half the noise",
     "a reused key",
@@ -79,6 +79,8 @@ def test_every_mechanism_has_a_case():
         "GEP",
         "DP-SAT",
         "Poisson sampling",
+        "correlated noise",
+        "correlated noise of buffers",
     }
     adaptation = {
         f"private {name}"

@@ -60,8 +60,10 @@ options that are refused.
 **Modules.** `keys` has seeds and keys, `words` the cipher's words for one draw. `normal`,
 `normal_on_mesh`, `laplace` and `cauchy` draw vectors of each law. `trees` cuts them into the leaves
 of a pytree. `reuse` and `scales` check arguments. `schedule` and `privatizer` are `privatize`.
+`correlation` is the noise of matrix factorisation.
 """
 
+from jaxdp.transforms.noise.correlation import CorrelatedNoise, correlated
 from jaxdp.transforms.noise.keys import check_key, new_seed, stream
 from jaxdp.transforms.noise.privatizer import (
     CPU_OPTIONS,
@@ -83,6 +85,7 @@ from jaxdp.transforms.noise.trees import (
 __all__ = [
     "CPU_OPTIONS",
     "LARGEST_DISCRETE_SCALE",
+    "CorrelatedNoise",
     "HasSensitivity",
     "NoiseSchedule",
     "PrivatizeState",
@@ -90,6 +93,7 @@ __all__ = [
     "cauchy",
     "check_key",
     "check_product",
+    "correlated",
     "discrete_laplace",
     "gaussian",
     "laplace",

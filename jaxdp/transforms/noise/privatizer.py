@@ -10,6 +10,7 @@ import optax
 from dp_accounting import dp_event
 
 from jaxdp.transforms.noise import trees
+from jaxdp.transforms.noise.correlation import CorrelatedNoise
 from jaxdp.transforms.noise.keys import check_key, new_seed, stream
 from jaxdp.transforms.noise.reuse import check_shards
 from jaxdp.transforms.noise.scales import check_number, check_product, check_scale
@@ -30,10 +31,14 @@ class HasSensitivity(Protocol):
 
 
 class PrivatizeState(NamedTuple):
-    """The noise key of a run, and the number of updates made (int32 scalar)."""
+    """The noise key of a run, the number of updates made (int32 scalar), and the buffers.
+
+    The buffers are those of correlated noise, None without. They are secret, as the key is.
+    """
 
     key: jax.Array
     step: jax.Array
+    buffers: Any = None
 
 
 class Privatizer(optax.GradientTransformationExtraArgs):
@@ -43,6 +48,7 @@ class Privatizer(optax.GradientTransformationExtraArgs):
     # Standard deviation over the clip norm, or its public schedule.
     noise_multiplier: "float | NoiseSchedule"
     divisor: float  # public, divides the noisy sum
+    noise: CorrelatedNoise | None  # None is independent noise
     _key: jax.Array | None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -55,7 +61,7 @@ class Privatizer(optax.GradientTransformationExtraArgs):
         Wrap it in `PoissonSampledDpEvent` for sampled batches.
 
         Raises:
-            ValueError: The noise multiplier is a schedule.
+            ValueError: The noise multiplier is a schedule, or the noise is correlated.
         """
         if callable(self.noise_multiplier):
             raise ValueError(
@@ -69,13 +75,25 @@ class Privatizer(optax.GradientTransformationExtraArgs):
 
         Raises:
             ValueError: `step` is negative, or the schedule returns a multiplier that `privatize`
-                would refuse.
+                would refuse. Or the noise is correlated.
         """
+        if self.noise is not None:
+            raise ValueError(
+                "noise is correlated, so an update has no event of its own. Charge the whole run: "
+                "noise.event(noise_multiplier)."
+            )
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}. Updates are numbered from 0.")
-        multiplier = self.noise_multiplier
-        value = multiplier(step) if isinstance(multiplier, NoiseSchedule) else multiplier
+        value = self.multiplier_at(step)
         return dp_event.GaussianDpEvent(value) if value else dp_event.NonPrivateDpEvent()
+
+    def multiplier_at(self, step: int) -> float:
+        """Returns the noise multiplier of update number `step` (from 0).
+
+        Raises ValueError for one that `privatize` would refuse.
+        """
+        multiplier = self.noise_multiplier
+        return multiplier(step) if isinstance(multiplier, NoiseSchedule) else multiplier
 
     def planned(self, steps: int) -> "Privatizer":
         """Returns the privatizer of a plan of `steps` updates, as `privatize(..., steps=steps)`."""
@@ -85,10 +103,22 @@ class Privatizer(optax.GradientTransformationExtraArgs):
             divisor=self.divisor,
             key=self._key,
             steps=steps,
+            noise=self.noise,
         )
+
+    def init_buffers(self, sums: Any) -> Any:
+        """Returns the buffers before the first update for sums of these shapes, or None."""
+        if self.noise is None:
+            return None
+        shapes = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(jnp.shape(leaf), trees.noise_dtype(leaf)), sums
+        )
+        return self.noise.zeros(shapes)
 
     def check_step(self, step: int) -> None:
         """Raises ValueError for an update that a compiled program does not know the noise of."""
+        if self.noise is not None:
+            self.noise.check_step(step)
         if isinstance(self.noise_multiplier, NoiseSchedule) and step >= self.noise_multiplier.steps:
             raise ValueError(
                 f"step must be below {self.noise_multiplier.steps}, got {step}, because the "
@@ -104,6 +134,7 @@ def privatize(
     divisor: float,
     key: jax.Array | None = None,
     steps: int | None = None,
+    noise: CorrelatedNoise | None = None,
 ) -> Privatizer:
     """Builds an optax transformation that adds Gaussian noise to a clipped SUM of gradients.
 
@@ -139,6 +170,11 @@ def privatize(
             them here, and each multiplier must be positive. None, the default, plans 65,536 updates
             (4,096 of a schedule that returns JAX arrays) and does not check them. `update` under
             `jax.jit` knows the planned updates only, and its noise is NaN after them.
+        noise: `jaxdp.correlated(...)`. Update t then adds noise_multiplier * clip_norm times row t
+            of C^-1 Z, and `init` takes a pytree like the sums. All updates together are one
+            release, `noise.event(noise_multiplier)`, and none has an event of its own. After
+            `noise.steps` updates it raises ValueError, and under `jax.jit` the noise is NaN. None,
+            the default, is independent noise.
 
     Returns:
         A `Privatizer`. `update(updates, state, shardings=...)` takes the `shardings` of `gaussian`.
@@ -183,7 +219,8 @@ def privatize(
         ValueError: One of these numbers is negative or NaN, or `divisor` is zero or infinite. Or
             the multiplier is infinite, or the noise is not zero and the clip norm is infinite or
             takes the noise outside of float32. Or `steps` is not positive, or a multiplier of a
-            planned step is one of these or 0: the message has the step.
+            planned step is one of these or 0: the message has the step. Or the noise is correlated
+            and the multiplier a schedule.
     """
     clip_norm = _clip_norm_of(clipped_or_sensitivity)
     if not callable(noise_multiplier):
@@ -199,12 +236,14 @@ def privatize(
             f"steps must be an integer and at least 1, got {steps!r}. Leave it out for a constant."
         )
     multiplier = _multiplier_of(noise_multiplier, clip_norm, steps)
+    _check_noise(noise, multiplier)
     if key is not None:
         check_key(key)
 
     def init(params: Any) -> PrivatizeState:
         noise_key = _new_key(params) if key is None else key
-        return PrivatizeState(noise_key, jnp.zeros((), jnp.int32))
+        buffers = privatizer.init_buffers(params)
+        return PrivatizeState(noise_key, jnp.zeros((), jnp.int32), buffers)
 
     def update(
         updates: Any,
@@ -221,21 +260,45 @@ def privatize(
                 "private values of examples. Give its field: update(out.grads, state)."
             )
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, trees.noise_dtype(leaf)), updates)
+        buffers = state.buffers
         if isinstance(multiplier, NoiseSchedule) or multiplier > 0:
             for leaf in jax.tree.leaves(total):
                 check_shards(state.key, leaf, shared=True)
             std = _std_at(multiplier, clip_norm, state.step)
-            noise = trees.gaussian(state.key, total, std, number=state.step, shardings=shardings)
-            total = jax.tree.map(jnp.add, total, noise)
+            if noise is not None:
+                std = _std_of_run(noise, std, state.step)
+            added = trees.gaussian(state.key, total, std, number=state.step, shardings=shardings)
+            if noise is not None:
+                added, buffers = noise.next(state.step, buffers, added)
+            total = jax.tree.map(jnp.add, total, added)
         mean = jax.tree.map(lambda leaf: leaf / divisor, total)
-        return mean, PrivatizeState(state.key, state.step + 1)
+        return mean, PrivatizeState(state.key, state.step + 1, buffers)
 
     privatizer = Privatizer(init, update)
     # Past __setattr__, which refuses changes.
     privatizer.__dict__.update(
-        clip_norm=clip_norm, noise_multiplier=multiplier, divisor=divisor, _key=key
+        clip_norm=clip_norm,
+        noise_multiplier=multiplier,
+        divisor=divisor,
+        noise=noise,
+        _key=key,
     )
     return privatizer
+
+
+def _check_noise(noise: CorrelatedNoise | None, multiplier: "float | NoiseSchedule") -> None:
+    """Raises TypeError or ValueError for noise that is not correlated, or has a schedule."""
+    if noise is None:
+        return
+    if not isinstance(noise, CorrelatedNoise):
+        raise TypeError(
+            f"noise must be jaxdp.correlated(strategy, steps=...), got {type(noise).__name__}."
+        )
+    if isinstance(multiplier, NoiseSchedule):
+        raise ValueError(
+            "noise_multiplier must be a number with correlated noise, whose event is that of equal "
+            "noise in all steps. Got a schedule."
+        )
 
 
 def _clip_norm_of(clipped_or_sensitivity: HasSensitivity | float) -> float:
@@ -282,6 +345,17 @@ def _multiplier_of(
     if steps is not None:
         schedule.check()
     return schedule
+
+
+def _std_of_run(noise: CorrelatedNoise, std: float, step: jax.Array) -> Any:
+    """Returns the standard deviation of a step, NaN for a traced step after the run.
+
+    Raises ValueError for one that is not traced.
+    """
+    if isinstance(step, jax.core.Tracer):
+        return jnp.where(step < noise.steps, std, math.nan)
+    noise.check_step(int(jax.device_get(step)))
+    return std
 
 
 def _std_at(

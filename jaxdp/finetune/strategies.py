@@ -1,0 +1,202 @@
+"""Strategies of correlated noise by the optimisers of jax_privacy, and the choice of their bands.
+
+    noise = optimal_noise(sampler, steps=400)                        # as many bands as are best
+    noise = optimal_noise(sampler, steps=400, strategy="blt")
+
+The error of a run is the expected squared error of the sum of all noise until a step, averaged over
+the steps (`CorrelatedNoise.error`). It is that of the parameters of SGD with a constant learning
+rate, for fixed gradients.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdp.data import FixedOrderSampler
+from jaxdp.files import check_count
+from jaxdp.privacy import GaussianDpEvent, calibrate_noise, plan_training
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.privacy.events import describe
+from jaxdp.transforms.noise import CorrelatedNoise, correlated
+
+_DIGITS = 5  # so that another machine, whose optimiser ends a little elsewhere, has the same noise
+_MOST_BANDS = 64
+_MOST_BUFFERS = 6
+
+
+def optimal_noise(
+    sampler: FixedOrderSampler,
+    *,
+    steps: int,
+    strategy: str = "banded",
+    bands: int | None = None,
+) -> CorrelatedNoise:
+    """Returns the noise of an optimised strategy for the participations of a sampler.
+
+    Args:
+      sampler: The sampler of the run. With T steps an example takes part `participation(T)` times.
+      steps: T.
+      strategy: "banded", a banded Toeplitz matrix by `toeplitz.optimize_banded_toeplitz`, or "blt",
+        a buffered linear Toeplitz matrix by `buffered_toeplitz.optimize`, both of
+        `jax_privacy.matrix_factorization`. Coefficients are rounded to five decimal digits.
+      bands: The number of bands, or of buffers of "blt". None, the default, takes the best of the
+        powers of two up to the separation of participations, and of that, up to 64. For "blt" the
+        optimiser chooses.
+
+    Raises:
+      ValueError: strategy is unknown, or bands is out of range.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy must be one of {sorted(STRATEGIES)}, got {strategy!r}.")
+    check_count("steps", steps, 1)
+    if bands is not None:
+        check_count("bands", bands, 1)
+    most, separation = sampler.participation(steps)
+    pattern = {"steps": steps, "participations": most, "min_separation": separation}
+    noise: CorrelatedNoise = STRATEGIES[strategy](pattern, bands)
+    return noise
+
+
+def _banded(pattern: Mapping[str, int], bands: int | None) -> CorrelatedNoise:
+    """Returns the noise of banded Toeplitz matrices."""
+    from jax_privacy.matrix_factorization import toeplitz
+
+    steps = pattern["steps"]
+
+    def of(count: int) -> CorrelatedNoise:
+        coefficients = np.ones(1)
+        if count > 1:
+            coefficients = toeplitz.optimize_banded_toeplitz(n=steps, bands=count)
+        return correlated(np.round(np.asarray(coefficients), _DIGITS), **pattern)
+
+    if bands is not None:
+        return of(min(bands, steps))
+    # More bands than the separation would let the participations of a unit overlap.
+    most = min(steps, _MOST_BANDS)
+    if pattern["participations"] > 1:
+        most = min(most, pattern["min_separation"])
+    counts = {2**power for power in range(int(math.log2(most)) + 1)} | {most}
+    return min(map(of, sorted(counts)), key=_mean_error)
+
+
+def _buffered(pattern: Mapping[str, int], buffers: int | None) -> CorrelatedNoise:
+    """Returns the noise of buffered linear Toeplitz matrices."""
+    from jax_privacy.matrix_factorization import buffered_toeplitz
+
+    with jax.enable_x64(True):
+        best = buffered_toeplitz.optimize(
+            n=pattern["steps"],
+            min_sep=pattern["min_separation"],
+            max_participations=pattern["participations"],
+            error="mean",
+            min_buffers=buffers or 1,
+            max_buffers=buffers or _MOST_BUFFERS,
+        )
+        decays = np.round(np.asarray(best.buf_decay), _DIGITS)
+        scales = np.round(np.asarray(best.output_scale), _DIGITS)
+        rounded = buffered_toeplitz.BufferedToeplitz.build(decays, scales)
+        return correlated(rounded, **pattern)
+
+
+STRATEGIES: Mapping[str, Callable[..., Any]] = {"banded": _banded, "blt": _buffered}
+
+
+def _mean_error(noise: CorrelatedNoise) -> float:
+    return float(noise.error().mean())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CorrelatedPlan:
+    """A run with correlated noise that costs a target, beside DP-SGD at the same cost.
+
+    Attributes:
+      noise: The noise of the best banded strategy.
+      noise_multiplier: The standard deviation of its independent rows over the clip norm.
+      error: The root of the mean squared error of the sum of noise until a step, in clip norms.
+      dp_sgd_error: The same of DP-SGD on Poisson samples of the same expected size, with its
+        amplification by sampling.
+      unamplified_error: The same of independent noise in the order of the run.
+    """
+
+    noise: CorrelatedNoise
+    noise_multiplier: float
+    error: float
+    dp_sgd_error: float
+    unamplified_error: float
+
+    @property
+    def bands(self) -> int:
+        """The number of bands."""
+        return self.noise.buffers + 1
+
+    def facts(self) -> list[tuple[str, str]]:
+        """Returns the plan as (name, value) rows for people."""
+        noise = self.noise
+        pattern = f"each record in {noise.participations} of {noise.steps} steps at most"
+        if noise.participations > 1:
+            pattern += f", {noise.min_separation} or more apart"
+        gain = self.dp_sgd_error / self.error
+        verdict = "less error"
+        if gain <= 1:
+            verdict = "no gain: take DP-SGD with Poisson sampling"
+        return [
+            ("order", f"fixed, {pattern}"),
+            ("bands", f"{self.bands}, memory of {noise.buffers} copies of the parameters"),
+            ("sensitivity", f"{noise.sensitivity:.6g} clip norms"),
+            ("noise multiplier", f"{self.noise_multiplier:.6g}"),
+            ("event", describe(noise.event(self.noise_multiplier))),
+            ("error of the sum of noise", f"{self.error:.4g} clip norms, root mean square"),
+            ("of DP-SGD at this epsilon", f"{self.dp_sgd_error:.4g}, with Poisson sampling"),
+            ("of independent noise", f"{self.unamplified_error:.4g}, in this order"),
+            ("gain over DP-SGD", f"{gain:.3g} times, {verdict}"),
+        ]
+
+
+def plan_correlated(
+    *,
+    records: int,
+    batch_size: int,
+    steps: int,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency = "add_remove",
+) -> CorrelatedPlan:
+    """Returns the plan of a run with correlated noise for a target, and what it gains.
+
+        plan = jaxdp.finetune.plan_correlated(
+            records=10_000, batch_size=500, steps=100, epsilon=8.0, delta=1e-6
+        )
+        plan.bands, plan.dp_sgd_error / plan.error
+
+    Args:
+      records, batch_size: Of a `jaxdp.data.FixedOrderSampler`.
+      steps: The number of steps of the run.
+      epsilon, delta, adjacency: The target, as in `jaxdp.privacy.calibrate_noise`.
+
+    Raises:
+      ValueError: An argument is out of range, or no noise meets the target.
+    """
+    sampler = FixedOrderSampler(records, batch_size)
+    target: Any = {"epsilon": epsilon, "delta": delta, "adjacency": adjacency}
+    noise = optimal_noise(sampler, steps=steps)
+    most, separation = sampler.participation(steps)
+    independent = correlated(
+        np.ones(1), steps=steps, participations=most, min_separation=separation
+    )
+    # One Gaussian of this multiplier is all that the target pays.
+    multiplier = calibrate_noise(GaussianDpEvent, **target)
+    sampled = plan_training(
+        records=records, batch_size=sampler.expected_batch_size, steps=steps, **target
+    )
+    return CorrelatedPlan(
+        noise=noise,
+        noise_multiplier=multiplier * noise.sensitivity,
+        error=multiplier * math.sqrt(_mean_error(noise)),
+        # The sum of t independent rows has t times the variance of one.
+        dp_sgd_error=sampled.noise_multiplier * math.sqrt((steps + 1) / 2),
+        unamplified_error=multiplier * math.sqrt(_mean_error(independent)),
+    )

@@ -1,0 +1,106 @@
+"""Audits of whole runs with correlated noise, by a banded and by a buffered strategy.
+
+A run has three epochs of four steps, and the canary is in three of them.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax_privacy.matrix_factorization.buffered_toeplitz import BufferedToeplitz
+
+import jaxdp
+from jaxdp import finetune
+from jaxdp.audit import Audit
+from jaxdp.audit.whole_runs import audit_whole_run
+from jaxdp.data import FixedOrderSampler
+from jaxdp.finetune.trainer import PrivateTrainer
+from jaxdp.privacy import GaussianDpEvent
+from jaxdp.release import claim
+
+from . import case
+from .case import Case, Run, under
+from .finetune import CLIP, DELTA, EXAMPLES, PARAMS, doubled, loss, unclipped, with_one_key
+
+SIGMA = 1.0  # of the one Gaussian that a run is
+SAMPLER = FixedOrderSampler(len(EXAMPLES), 3)
+EPOCHS = 3
+FORGETS = f"the sensitivity of one of {EPOCHS} participations"
+_PATTERN: dict[str, Any] = {
+    "steps": EPOCHS * SAMPLER.steps_per_epoch,
+    "participations": EPOCHS,
+    "min_separation": SAMPLER.steps_per_epoch,
+}
+
+
+def _trainer(strategy: Any, share: float = 1.0) -> PrivateTrainer:
+    """Returns a trainer with a share of the noise that its claim needs."""
+    noise = jaxdp.correlated(strategy, **_PATTERN)
+    return finetune.dp_sgd(
+        loss,
+        optax.sgd(0.1),
+        noise=noise,
+        noise_multiplier=share * SIGMA * noise.sensitivity,
+        sampler=SAMPLER,
+        clip_norm=CLIP,
+        physical_batch_size=3,
+    )
+
+
+def _forgetful(strategy: Any) -> PrivateTrainer:
+    """Returns a trainer whose noise is that of one participation."""
+    single = jaxdp.correlated(strategy, steps=_PATTERN["steps"])
+    needed = jaxdp.correlated(strategy, **_PATTERN)
+    return _trainer(strategy, single.sensitivity / needed.sensitivity)
+
+
+def _case(mechanism: str, words: str, strategy: Any, proof: str) -> Case:
+    @functools.cache  # its twins of other sums share its compiled noise
+    def honest() -> PrivateTrainer:
+        return _trainer(strategy)
+
+    # Trainers are made when an audit runs. The list of all cases needs none.
+    def audit(make: Callable[[], PrivateTrainer], **options: Any) -> Run:
+        terms: dict[str, Any] = {"delta": DELTA, "confidence": case.CONFIDENCE} | options
+
+        def run(trials: int, seed: bytes) -> Audit:
+            claimed = claim(GaussianDpEvent(SIGMA), adjacency="add_remove", delta=DELTA)
+            trainer = make()
+            seen = audit_whole_run(trainer, PARAMS, EXAMPLES, trials=trials, seed=seed, **terms)
+            return under(seen, claimed)
+
+        return run
+
+    twins: dict[str, Run | str] = {
+        case.HALF_THE_NOISE: audit(lambda: _trainer(strategy, 0.5)),
+        case.NO_CLIPPING: audit(lambda: unclipped(honest())),
+        case.SENSITIVITY_OFF_BY_TWO: audit(lambda: doubled(honest())),
+        case.REUSED_KEY: audit(lambda: with_one_key(honest())),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(honest, adjacency="replace_one"),
+        FORGETS: audit(lambda: _forgetful(strategy)),
+    }
+    return Case(mechanism, words, proof, audit(honest), twins, trials=400)
+
+
+def _cases() -> Iterator[Case]:
+    claimed = f"a run of {_PATTERN['steps']} steps, {{}}: one Gaussian of multiplier {SIGMA:g}"
+    yield _case(
+        "correlated noise",
+        claimed.format("four bands"),
+        np.array([1.0, 0.5, 0.375, 0.3125]),
+        "C (G + C^-1 Z) = C G + Z (Denisov et al. 2022, theorem 2.1; Choquette-Choo et al. 2023); "
+        "`jaxdp.transforms.noise.correlation`",
+    )
+    yield _case(
+        "correlated noise of buffers",
+        claimed.format("two buffers"),
+        BufferedToeplitz.build([0.9, 0.4], [0.3, 0.2], dtype=jnp.float32),
+        "the same with a buffered linear Toeplitz C (McMahan et al. 2024, algorithm 3); "
+        "`jaxdp.transforms.noise.correlation`",
+    )
+
+
+CASES = tuple(_cases())

@@ -1,0 +1,232 @@
+"""A run with correlated noise is one release: it pays at its start, and again where it forks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from dp_accounting import dp_event
+
+import jaxdp
+from jaxdp import data, finetune
+from jaxdp.audit.finetune import audit_sampling, audit_step
+from jaxdp.audit.whole_runs import audit_whole_run
+from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.privacy.events import composition
+from jaxdp.release import notes, stream
+
+BLOBS = data.bundled("blobs").take(np.arange(60))
+SAMPLER = data.FixedOrderSampler(60, 20)
+STEPS = 2 * SAMPLER.steps_per_epoch
+PARAMS = {"w": jnp.zeros(2)}
+WHOLE = dp_event.GaussianDpEvent(1.0)
+
+
+def noise_of(steps=STEPS, **pattern):
+    pattern = {"participations": 2, "min_separation": 3, **pattern}
+    return jaxdp.correlated([1.0, 0.5, 0.25], steps=steps, **pattern)
+
+
+def loss(params, example):
+    return ((example["features"] @ params["w"] - example["label"]) ** 2).sum()
+
+
+def trainer_of(make=finetune.dp_sgd, loss_fn=loss, **options):
+    noise = options.get("noise", noise_of())
+    multiplier = noise.sensitivity if noise else 1.0
+    defaults = {
+        "sampler": SAMPLER,
+        "clip_norm": 1.0,
+        "noise": noise,
+        "noise_multiplier": multiplier,
+        "engine": "vmap",
+        "physical_batch_size": 20,
+    }
+    return make(loss_fn, optax.sgd(0.01), **defaults | options)
+
+
+@functools.cache
+def shared_trainer():
+    return trainer_of()
+
+
+def fit(trainer, ledger, **arguments):
+    arguments = {"source": BLOBS, "steps": STEPS, "checkpoint_every": 2, **arguments}
+    source = arguments.pop("source")
+    account = ledger.account("blobs")
+    return finetune.fit(trainer, PARAMS, source, account=account, progress=False, **arguments)
+
+
+def ledger_of(epsilon=None):
+    ledger = Ledger.in_memory()
+    terms = {"adjacency": "add_remove", "unit": "example", "delta": 1e-6}
+    ledger.register("blobs", epsilon=epsilon, **terms)
+    return ledger
+
+
+def charged(ledger):
+    return composition(ledger.events("blobs").get(None, dp_event.NoOpDpEvent()))
+
+
+# --- Events -------------------------------------------------------------------------------------
+
+
+def test_the_whole_run_is_one_event():
+    trainer = shared_trainer()
+    assert trainer.event(0, 0) == dp_event.NoOpDpEvent()
+    for last in (1, STEPS):
+        assert trainer.event(0, last) == WHOLE
+    with pytest.raises(ValueError, match="first must be 0 with correlated noise, got 1"):
+        trainer.event(1, STEPS)
+    with pytest.raises(ValueError, match="step must be below 6, got 6"):
+        trainer.event(0, STEPS + 1)
+
+
+def test_a_target_is_met():
+    trainer = trainer_of(noise_multiplier=None, epsilon=2.0, delta=1e-6)
+    spent = jaxdp.privacy.epsilon(trainer.event(0, STEPS), delta=1e-6)
+    assert 1.999 < spent <= 2.0
+    with pytest.raises(ValueError, match="steps must be 6, as in correlated"):
+        trainer_of(noise_multiplier=None, epsilon=2.0, delta=1e-6, steps=5)
+
+
+POISSON = data.PoissonSampler(60, 0.3)
+REFUSED = [
+    ({"sampler": POISSON}, "sampler must bound how often"),
+    ({"noise": noise_of(participations=1)}, "Give it participations=2, min_separation=3"),
+    ({"noise": noise_of(min_separation=4)}, "again after 3 steps"),
+    ({"noise": None}, "no event of a single step"),
+    ({"noise": None, "make": finetune.adp_clip}, "noise"),
+]
+
+
+@pytest.mark.parametrize("options, text", REFUSED)
+def test_a_sampler_that_does_not_fit_the_noise_is_refused(options, text):
+    if options.get("make") is finetune.adp_clip:
+        with pytest.raises(ValueError, match="no event of a single step"):
+            finetune.adp_clip(
+                loss, optax.sgd(0.1), sampler=SAMPLER, clip_norm=1.0, noise_multiplier=1.0
+            )
+        return
+    with pytest.raises(ValueError, match=text):
+        trainer_of(**options)
+
+
+def test_a_run_of_more_steps_is_refused():
+    ledger = ledger_of()
+    with pytest.raises(ValueError, match="is one mechanism of that many steps"):
+        fit(shared_trainer(), ledger, steps=STEPS + 1)
+    assert not charged(ledger)
+
+
+def test_audits_of_single_steps_refuse_correlated_noise():
+    terms = {"trials": 2, "delta": 1e-5}
+    for audit in (
+        lambda: audit_step(shared_trainer(), PARAMS, BLOBS, **terms),
+        lambda: audit_sampling(shared_trainer(), trials=2),
+    ):
+        with pytest.raises(ValueError, match="trainer must have independent noise"):
+            audit()
+    with pytest.raises(ValueError, match="trainer must have noise="):
+        audit_whole_run(trainer_of(noise=None, sampler=POISSON), PARAMS, BLOBS, **terms)
+
+
+# --- Runs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A ledger and the workdir of a run that stopped after two of its six steps."""
+    ledger, folder = ledger_of(), tmp_path_factory.mktemp("correlated")
+    state = fit(shared_trainer(), ledger, workdir=folder, steps=2)
+    return ledger, folder, state
+
+
+@pytest.mark.slow
+def test_a_run_pays_for_all_its_steps_at_its_start_and_goes_on_for_free(stopped, tmp_path):
+    ledger, folder, state = stopped
+    assert charged(ledger) == {WHOLE: 1}
+    assert any(np.any(x) for x in jax.tree.leaves(state.buffers))
+    with pytest.raises(ValueError, match="Its steps are one release"):
+        fit(shared_trainer(), ledger, workdir=folder, source=BLOBS.take(np.arange(60)[::-1]))
+    other_order = trainer_of(sampler=data.FixedOrderSampler(60, 20, seed=b"1" * 16))
+    with pytest.raises(ValueError, match="Its steps are one release"):
+        fit(other_order, ledger, workdir=folder)
+    fit(shared_trainer(), ledger, workdir=folder)
+    assert charged(ledger) == {WHOLE: 1}
+    assert [row["first_step"] for row in notes(folder)] == [0, 2, 4]
+    # The run has ended, so no checkpoint holds earlier noise.
+    (checkpoint,) = (folder / "checkpoints").iterdir()
+    assert checkpoint.name == str(STEPS)
+    assert not (folder / "secret_seed").exists()
+
+
+class Crash(Exception):
+    pass
+
+
+def crash_at(step):
+    def callback(at, metrics, params):
+        if at == step:
+            raise Crash
+
+    return callback
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", ["nothing", "program"])
+def test_an_interrupted_chunk_pays_for_a_whole_run_only_if_it_differs(tmp_path, change):
+    ledger = ledger_of()
+    whole = fit(shared_trainer(), ledger_of(), seed=bytes(16))
+    with pytest.raises(Crash):
+        fit(
+            shared_trainer(),
+            ledger,
+            workdir=tmp_path,
+            seed=bytes(16),
+            callbacks=[crash_at(3)],
+        )
+    trainer = shared_trainer()
+    if change == "program":
+        trainer = trainer_of(loss_fn=lambda params, example: 0.5 * loss(params, example))
+    for _ in range(2):  # also after the repetition was interrupted
+        with pytest.raises(Crash):
+            fit(trainer, ledger, workdir=tmp_path, seed=bytes(16), callbacks=[crash_at(4)])
+    state = fit(trainer, ledger, workdir=tmp_path, seed=bytes(16))
+    if change == "nothing":
+        assert charged(ledger) == {WHOLE: 1}
+        np.testing.assert_array_equal(state.params["w"], whole.params["w"])
+        np.testing.assert_array_equal(state.buffers["w"], whole.buffers["w"])
+    else:
+        assert charged(ledger) == {WHOLE: 2}
+
+
+@pytest.mark.slow
+def test_a_run_that_does_not_fit_spends_nothing():
+    ledger = ledger_of(epsilon=1.0)
+    with pytest.raises(BudgetExceeded):
+        fit(shared_trainer(), ledger)
+    assert not charged(ledger)
+
+
+@pytest.mark.slow
+def test_devices_that_share_the_buffers_release_what_one_does():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    trainer = trainer_of(
+        mesh=mesh, param_sharding=lambda path, leaf: jax.sharding.PartitionSpec("data")
+    )
+    states = []
+    for own in (shared_trainer(), trainer):
+        state = own.init(PARAMS)
+        noise = state.noise._replace(key=stream(bytes(16), "gradient noise"))
+        state = own.placed(state._replace(noise=noise))
+        for _ in range(3):
+            state, _ = own.step(state, BLOBS)
+        states.append(state)
+    one, two = states
+    spec = two.buffers["w"].sharding.spec
+    assert spec == jax.sharding.PartitionSpec(None, "data")
+    np.testing.assert_allclose(two.params["w"], one.params["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(two.buffers["w"], one.buffers["w"], rtol=1e-5, atol=1e-5)

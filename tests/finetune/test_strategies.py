@@ -1,0 +1,62 @@
+"""Optimised strategies of correlated noise, and what a plan says that they gain."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax_privacy.matrix_factorization import toeplitz
+
+import jaxdp
+from jaxdp.data import FixedOrderSampler
+from jaxdp.finetune import optimal_noise, plan_correlated
+from launch.command import main
+
+SAMPLER = FixedOrderSampler(40, 10)
+STEPS = 8
+TARGET = {"epsilon": 8.0, "delta": 1e-5}
+
+
+@pytest.mark.slow
+def test_the_number_of_bands_is_the_best_that_participations_allow():
+    best = optimal_noise(SAMPLER, steps=STEPS)
+    assert (best.participations, best.min_separation) == (2, 4)
+    errors = {
+        bands: optimal_noise(SAMPLER, steps=STEPS, bands=bands).error().mean()
+        for bands in (1, 2, 4)
+    }
+    assert best.error().mean() == min(errors.values()) < 0.8 * errors[1]
+    assert best.buffers + 1 <= 4
+    # The number of jax_privacy, for a sensitivity of sqrt(2) times the largest column.
+    with jax.enable_x64(True):
+        theirs = float(toeplitz.loss(jnp.asarray(best.strategy.bands), STEPS))
+    assert best.error().mean() == pytest.approx(2 * theirs, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_plan_costs_its_target_and_compares_equal_budgets(capsys):
+    plan = plan_correlated(records=40, batch_size=10, steps=STEPS, **TARGET)
+    event = plan.noise.event(plan.noise_multiplier)
+    assert 7.99 < jaxdp.privacy.epsilon(event, delta=1e-5) <= 8.0
+    multiplier = plan.noise_multiplier / plan.noise.sensitivity
+    assert plan.error == pytest.approx(multiplier * np.sqrt(plan.noise.error().mean()))
+    # k participations of independent rows cost sqrt(k) of one. 1, ..., T have mean (T + 1) / 2.
+    independent = multiplier * np.sqrt(2) * np.sqrt((STEPS + 1) / 2)
+    assert plan.unamplified_error == pytest.approx(independent, rel=1e-6)
+    assert plan.error < plan.unamplified_error
+    words = ["--records", "40", "--batch-size", "10", "--steps", "8", "--epsilon", "8"]
+    main(["plan", *words, "--delta", "1e-5", "--correlated"])
+    printed = capsys.readouterr().out
+    assert f"{plan.noise_multiplier:.6g}" in printed and "gain over DP-SGD" in printed
+
+
+def test_what_a_plan_lacks_is_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--records", "40", "--delta", "1e-5", "--steps", "8", "--correlated"])
+    assert "Missing: ['batch-size', 'epsilon']" in capsys.readouterr().err
+
+
+def test_wrong_strategies():
+    with pytest.raises(ValueError, match=r"strategy must be one of \['banded', 'blt'\]"):
+        optimal_noise(SAMPLER, steps=STEPS, strategy="dense")
+    with pytest.raises(ValueError, match="bands must be at least 1, got 0"):
+        optimal_noise(SAMPLER, steps=STEPS, bands=0)
