@@ -58,9 +58,10 @@ def make(
         ema_decay, ascent_radius     0 for none
         allow_nonfinite              True starts although more than a tenth of the first examples
                                      have no finite gradient; no field is False
-        noise                        {"strategy": "banded" or "blt", "bands": N} correlates the
-                                     noise of dp_sgd on batches in a fixed order; 0 bands are
-                                     chosen; no field, or "" as strategy, is independent noise
+        noise                        {"strategy": a key of `jaxdp.finetune.STRATEGIES`, "bands": N}
+                                     correlates the noise of dp_sgd on batches in a fixed order; 0
+                                     bands are chosen; no field, or "" as strategy, is independent
+                                     noise
         scaler_noise_multiplier      of tables: above 0, the target also pays a `charged_scaler` of
                                      the columns with public ranges; 0 or no field has none
       network: The network to train.

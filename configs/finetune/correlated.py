@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     config = digits_dpsgd.get_config()
     config.references = False
     config.private.noise = {
-        "strategy": "banded",  # or "blt"; "" is independent noise
+        "strategy": "banded",  # "blt" or "bisr"; "" is independent noise
         "bands": 0,  # 0 takes as many as are best
     }
     config.private.update({"epsilon": 8.0, "batch_size": 168, "steps": 28, "schedule": "constant"})

@@ -124,6 +124,10 @@ class FixedOrderSampler:
             "whose event is that of the whole run, or use PoissonSampler."
         )
 
+    def run_event(self, inner_event: object, steps: int) -> NoReturn:
+        """Raises ValueError as `event`: the event of steps is that of their correlated noise."""
+        self.event(inner_event)
+
 
 @functools.lru_cache(maxsize=8)
 def _order(num_examples: int, seed: bytes) -> np.ndarray:

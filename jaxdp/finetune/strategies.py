@@ -40,8 +40,9 @@ def optimal_noise(
     Args:
       sampler: The sampler of the run. With T steps an example takes part `participation(T)` times.
       steps: T.
-      strategy: "banded", a banded Toeplitz matrix by `toeplitz.optimize_banded_toeplitz`, or "blt",
-        a buffered linear Toeplitz matrix by `buffered_toeplitz.optimize`, both of
+      strategy: "banded", a banded Toeplitz matrix by `toeplitz.optimize_banded_toeplitz`, "blt", a
+        buffered linear Toeplitz matrix by `buffered_toeplitz.optimize`, or "bisr", the banded
+        inverse square root by `toeplitz.optimal_max_error_noising_coefs`. They are of
         `jax_privacy.matrix_factorization`. Coefficients are rounded to five decimal digits.
       bands: The number of bands, or of buffers of "blt". None, the default, takes the best of the
         powers of two up to the separation of participations, and of that, up to 64. For "blt" the
@@ -83,6 +84,23 @@ def _banded(pattern: Mapping[str, int], bands: int | None) -> CorrelatedNoise:
     return min(map(of, sorted(counts)), key=_mean_error)
 
 
+def _inverse_root(pattern: Mapping[str, int], bands: int | None) -> CorrelatedNoise:
+    """Returns the noise of the banded inverse square root of the sum over steps."""
+    from jax_privacy.matrix_factorization import toeplitz
+
+    steps = pattern["steps"]
+
+    def of(count: int) -> CorrelatedNoise:
+        coefficients = np.asarray(toeplitz.optimal_max_error_noising_coefs(count))
+        return correlated(np.round(coefficients, _DIGITS), **pattern, inverse=True)
+
+    if bands is not None:
+        return of(min(bands, steps))
+    most = min(steps, _MOST_BANDS)
+    counts = {2**power for power in range(int(math.log2(most)) + 1)}
+    return min(map(of, sorted(counts)), key=_mean_error)
+
+
 def _buffered(pattern: Mapping[str, int], buffers: int | None) -> CorrelatedNoise:
     """Returns the noise of buffered linear Toeplitz matrices."""
     from jax_privacy.matrix_factorization import buffered_toeplitz
@@ -102,7 +120,11 @@ def _buffered(pattern: Mapping[str, int], buffers: int | None) -> CorrelatedNois
         return correlated(rounded, **pattern)
 
 
-STRATEGIES: Mapping[str, Callable[..., Any]] = {"banded": _banded, "blt": _buffered}
+STRATEGIES: Mapping[str, Callable[..., Any]] = {
+    "banded": _banded,
+    "blt": _buffered,
+    "bisr": _inverse_root,
+}
 
 
 def _mean_error(noise: CorrelatedNoise) -> float:

@@ -33,6 +33,17 @@ def test_the_number_of_bands_is_the_best_that_participations_allow():
 
 
 @pytest.mark.slow
+def test_the_inverse_square_root_has_its_bands_in_the_inverse():
+    noise = optimal_noise(SAMPLER, steps=STEPS, strategy="bisr", bands=3)
+    # 1 / sqrt(1 - x) is the generating function of C, sqrt(1 - x) that of its inverse.
+    assert noise.strategy.bands == pytest.approx((1.0, -0.5, -0.125))
+    assert noise.buffers == 2
+    one = optimal_noise(SAMPLER, steps=STEPS, bands=1)
+    best = optimal_noise(SAMPLER, steps=STEPS, strategy="bisr")
+    assert best.error().mean() < 0.8 * one.error().mean()
+
+
+@pytest.mark.slow
 def test_a_plan_costs_its_target_and_compares_equal_budgets(capsys):
     plan = plan_correlated(records=40, batch_size=10, steps=STEPS, **TARGET)
     event = plan.noise.event(plan.noise_multiplier)
@@ -56,7 +67,7 @@ def test_what_a_plan_lacks_is_named(capsys):
 
 
 def test_wrong_strategies():
-    with pytest.raises(ValueError, match=r"strategy must be one of \['banded', 'blt'\]"):
+    with pytest.raises(ValueError, match=r"strategy must be one of \['banded', 'bisr', 'blt'\]"):
         optimal_noise(SAMPLER, steps=STEPS, strategy="dense")
     with pytest.raises(ValueError, match="bands must be at least 1, got 0"):
         optimal_noise(SAMPLER, steps=STEPS, bands=0)

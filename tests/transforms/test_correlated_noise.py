@@ -10,7 +10,7 @@ import pytest
 from jax_privacy.matrix_factorization import buffered_toeplitz, toeplitz
 
 import jaxdp
-from jaxdp.transforms import noise as noise_of
+from jaxdp.transforms import noise as noises
 from jaxdp.transforms.noise import correlated, gaussian, stream
 
 STEPS = 8
@@ -30,11 +30,22 @@ STRATEGIES = {
     "one band": np.array([2.0]),
     "more bands than steps": np.linspace(1, 0.1, 2 * STEPS),
     "signs": np.array([1.0, -0.5, 0.75]),
+    "inverse": np.array([1.0, -0.5, -0.125, -0.0625]),
 }
+
+
+def noise_of(name, **pattern):
+    return correlated(STRATEGIES[name], **{"steps": STEPS, **pattern}, inverse=name == "inverse")
 
 
 def matrix_of(strategy, steps=STEPS):
     """C in float64, from the definition of each strategy."""
+    if strategy is STRATEGIES["inverse"]:
+        return np.linalg.inv(toeplitz_of(strategy, steps))
+    return toeplitz_of(strategy, steps)
+
+
+def toeplitz_of(strategy, steps):
     if isinstance(strategy, buffered_toeplitz.BufferedToeplitz):
         decays, scales = (
             np.asarray(x, np.float64) for x in (strategy.buf_decay, strategy.output_scale)
@@ -70,7 +81,7 @@ PATTERNED = [
 @pytest.mark.parametrize("most, separation", [(1, STEPS), (2, 3), (3, 2), (4, 1)])
 def test_the_sensitivity_is_that_of_the_worst_pattern(name, most, separation):
     strategy = STRATEGIES[name]
-    noise = correlated(strategy, steps=STEPS, participations=most, min_separation=separation)
+    noise = noise_of(name, participations=most, min_separation=separation)
     expected = brute_force(matrix_of(strategy), most, separation)
     assert noise.event(2.0).noise_multiplier == pytest.approx(2.0 / noise.sensitivity)
     if name == "signs":
@@ -81,14 +92,14 @@ def test_the_sensitivity_is_that_of_the_worst_pattern(name, most, separation):
     assert noise.sensitivity == pytest.approx(expected, rel=1e-9)
     # The twin that forgets the k participations.
     if most > 1:
-        forgets = correlated(strategy, steps=STEPS)
+        forgets = noise_of(name)
         assert forgets.sensitivity < expected * 0.9
 
 
 @functools.cache
 def released(name, sigma=1.5):
     """The noise of each step, float64 [steps, values], and the Z of the same key."""
-    noise = correlated(STRATEGIES[name], steps=STEPS)
+    noise = noise_of(name)
     privatizer = jaxdp.privatize(2.0, noise_multiplier=sigma, divisor=1.0, key=KEY, noise=noise)
     update = jax.jit(privatizer.update)
     state = privatizer.init(SUMS)
@@ -124,7 +135,7 @@ def is_noise_of(rows, matrix, std):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["banded", "blt"])
+@pytest.mark.parametrize("name", ["banded", "blt", "inverse"])
 def test_the_noise_has_the_covariance_of_the_strategy(name):
     rows, fresh = released(name)
     matrix = matrix_of(STRATEGIES[name])
@@ -169,7 +180,7 @@ def test_the_buffers_are_updated_in_place():
     privatizer = jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY, noise=noise)
 
     def update(buffers, sums):
-        state = noise_of.PrivatizeState(KEY, jnp.int32(5), buffers)
+        state = noises.PrivatizeState(KEY, jnp.int32(5), buffers)
         mean, state = privatizer.update(sums, state)
         return mean, state.buffers
 

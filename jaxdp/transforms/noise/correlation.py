@@ -25,6 +25,11 @@ Row t of C^-1 Z follows from row t of Z and from what the recurrence keeps, the 
 
       x_t = z_t - sum_i omega_i s_i,    s_i <- theta_i s_i + x_t
 
+* banded C^-1 with coefficients d_0, ..., d_m (Kalinin et al. 2025, "Back to square roots"): the
+  last m rows of Z,
+
+      x_t = sum_j d_j z_{t-j}
+
 Strategies, their optimisers and their sensitivities are those of
 `jax_privacy.matrix_factorization`. Buffers are secret: a row of noise follows from them.
 """
@@ -32,6 +37,7 @@ Strategies, their optimisers and their sensitivities are those of
 import abc
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -87,13 +93,37 @@ class _Banded(_Strategy):
         first = jnp.asarray(self.bands[0], fresh.dtype)
         if not self.buffers:
             return fresh / first, kept
-        # Row x_t lies in buffer t mod m, so that a step writes one buffer and moves none.
-        places = jnp.arange(self.buffers, dtype=step.dtype)
-        ages = (step - places - 1) % self.buffers
-        weights = jnp.asarray(self.bands[1:], fresh.dtype)[ages]
-        row = (fresh - _weighted(weights, kept)) / first
-        place = step % self.buffers
-        return row, jax.lax.dynamic_update_index_in_dim(kept, row, place, axis=0)
+        row = (fresh - _weighted_past(self.bands[1:], step, kept)) / first
+        return row, _with_newest(step, kept, row)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BandedInverse(_Strategy):
+    """A strategy whose inverse is banded Toeplitz with the coefficients d_0, ..., d_m."""
+
+    bands: tuple[float, ...]
+
+    @property
+    def buffers(self) -> int:
+        return len(self.bands) - 1
+
+    def coefficients(self, steps: int) -> np.ndarray:
+        first, *rest = self.bands
+        reversed_rest = np.array(rest[::-1])
+        # Zeros before the first coefficient, for the products with all of the bands.
+        column = np.zeros(self.buffers + steps)
+        column[self.buffers] = 1 / first
+        for i in range(1, steps):
+            past = column[i : i + self.buffers]
+            column[self.buffers + i] = -(reversed_rest @ past) / first
+        return column[self.buffers :]
+
+    def next(self, step: jax.Array, kept: jax.Array, fresh: jax.Array) -> tuple[Any, Any]:
+        row = jnp.asarray(self.bands[0], fresh.dtype) * fresh
+        if not self.buffers:
+            return row, kept
+        row += _weighted_past(self.bands[1:], step, kept)
+        return row, _with_newest(step, kept, fresh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +146,22 @@ class _Buffered(_Strategy):
         decays = jnp.asarray(self.decays, fresh.dtype)
         decays = decays.reshape(-1, *[1] * fresh.ndim)
         return row, decays * kept + row[None]
+
+
+def _weighted_past(coefficients: Sequence[float], step: jax.Array, kept: jax.Array) -> jax.Array:
+    """Returns sum_j c_j y_{t-j} of the last m values y, of which y_t lies in buffer t mod m.
+
+    So a step writes one buffer and moves none.
+    """
+    buffers = len(coefficients)
+    places = jnp.arange(buffers, dtype=step.dtype)
+    ages = (step - places - 1) % buffers
+    return _weighted(jnp.asarray(coefficients, kept.dtype)[ages], kept)
+
+
+def _with_newest(step: jax.Array, kept: jax.Array, value: jax.Array) -> jax.Array:
+    """Returns the buffers with the value of a step in place of the oldest."""
+    return jax.lax.dynamic_update_index_in_dim(kept, value, step % len(kept), axis=0)
 
 
 def _weighted(weights: jax.Array, kept: jax.Array) -> jax.Array:
@@ -233,6 +279,7 @@ def correlated(
     steps: int,
     participations: int = 1,
     min_separation: int | None = None,
+    inverse: bool = False,
 ) -> CorrelatedNoise:
     """Returns correlated noise for a run of `steps` steps, for `jaxdp.finetune.dp_sgd`.
 
@@ -257,6 +304,9 @@ def correlated(
       steps: T, the number of steps of the run. The whole run is charged at its start.
       participations: k, the most steps in which one unit takes part. 1, the default, is a single
         epoch.
+      inverse: Whether `strategy` has the coefficients of C^-1. Those of
+        `toeplitz.optimal_max_error_noising_coefs` of jax_privacy are the banded inverse square root
+        (BISR). The default is False.
       min_separation: b, the least number of steps from one participation to the next. The default
         is 1, or `steps` if `participations` is 1.
 
@@ -280,7 +330,8 @@ def correlated(
     if min_separation is None:
         min_separation = steps if participations == 1 else 1
     _check_count("min_separation", min_separation)
-    noise = CorrelatedNoise(_strategy(strategy), steps, participations, min_separation)
+    matrix = _strategy(strategy, inverse)
+    noise = CorrelatedNoise(matrix, steps, participations, min_separation)
     # A strategy without a bound must not reach a trainer.
     _ = noise.sensitivity
     return noise
@@ -293,9 +344,9 @@ def _check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be at least 1, got {value}.")
 
 
-def _strategy(strategy: Any) -> _Strategy:
+def _strategy(strategy: Any, inverse: bool) -> _Strategy:
     """Returns a strategy of jax_privacy with the numbers of float32."""
-    if hasattr(strategy, "buf_decay") and hasattr(strategy, "output_scale"):
+    if not inverse and hasattr(strategy, "buf_decay") and hasattr(strategy, "output_scale"):
         decays = _float32("strategy.buf_decay", strategy.buf_decay)
         scales = _float32("strategy.output_scale", strategy.output_scale)
         return _Buffered(decays, scales)
@@ -312,7 +363,7 @@ def _strategy(strategy: Any) -> _Strategy:
             f"strategy must begin with a positive coefficient, got {bands[:1]}. Otherwise the "
             "matrix has no inverse, or only one with noise of the other sign."
         )
-    return _Banded(bands)
+    return _BandedInverse(bands) if inverse else _Banded(bands)
 
 
 def _float32(name: str, values: Any) -> tuple[float, ...]:
