@@ -48,6 +48,7 @@ from benchmarks import (
     split_private,
     suites,
     timing,
+    tuning,
 )
 from jaxdp.report import format_table
 from launch import results
@@ -104,6 +105,7 @@ EVIDENCE = [
         lambda found: {"methods": finetune_methods.table(found["rows"])},
     ),
     Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
+    Evidence("results/tuning.md", ("tuning.json",), tuning.tables),
     Evidence(
         "results/membership.md",
         ("membership.json",),
