@@ -51,6 +51,7 @@ from benchmarks import (
     split_private,
     suites,
     timing,
+    tuning,
 )
 from jaxdp.report import format_table
 from launch import results
@@ -110,6 +111,7 @@ EVIDENCE = [
     Evidence("results/label_dp.md", ("label_dp.json",), label_dp.tables),
     Evidence("results/sla_clip.md", ("sla_clip.json",), sla_clip.tables),
     Evidence("results/owners.md", ("owners.json",), owners.tables),
+    Evidence("results/tuning.md", ("tuning.json",), tuning.tables),
     Evidence(
         "results/membership.md",
         ("membership.json",),

@@ -192,10 +192,7 @@ def charged_accuracy(
         )
     noise.check_product("noise_multiplier", noise_multiplier, 1.0)
     check_finite(params)
-    example = check_count(source, batch_size)
-    shapes = _batch_shapes(example, min(batch_size, len(source)))
-    # Logits of another shape must raise before the charge.
-    _batch_counts.eval_shape(predict, True, params, *shapes)
+    shapes = check_predict(predict, params, source, batch_size)
 
     def estimate(secret: bytes) -> dict[str, np.ndarray]:
         exact = count_correct(predict, params, source, batch_size=batch_size)
@@ -214,6 +211,16 @@ def charged_accuracy(
     )
     with Till(workdir, seed=seed) as till:
         return float(till.once(release)["accuracy"])
+
+
+def check_predict(
+    predict: Predict, params: Any, source: Source, batch_size: int
+) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """Raises before a charge for logits of another shape. Returns the structure of a batch."""
+    example = check_count(source, batch_size)
+    shapes = _batch_shapes(example, min(batch_size, len(source)))
+    _batch_counts.eval_shape(predict, True, params, *shapes)
+    return shapes
 
 
 def check_count(source: Source, batch_size: int) -> Any:

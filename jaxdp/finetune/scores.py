@@ -8,8 +8,14 @@ from typing import Any
 import numpy as np
 
 from jaxdp.data import Source
-from jaxdp.files import check_function
-from jaxdp.finetune.evaluate import Predict, check_count, count_correct, noisy_fraction
+from jaxdp.files import check_function, check_numbers
+from jaxdp.finetune.evaluate import (
+    Predict,
+    check_count,
+    check_predict,
+    count_correct,
+    noisy_fraction,
+)
 from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
 from jaxdp.release import stream
 from jaxdp.transforms import noise
@@ -31,6 +37,10 @@ class PublicScore:
 
     def __post_init__(self) -> None:
         check_function("function", self.function, "function(params) -> 0.9")
+
+    def check(self, params: Any) -> None:
+        """Raises before a charge if the function returns no number for the first parameters."""
+        check_numbers(score=self.function(params))
 
     def charges(self, account: Account) -> list[tuple[Account, DpEvent]]:
         """Returns no charge."""
@@ -72,6 +82,10 @@ class ChargedScore:
             )
         noise.check_product("noise_multiplier", self.noise_multiplier, 1.0)
         check_count(self.source, self.batch_size)
+
+    def check(self, params: Any) -> None:
+        """Raises before a charge if `predict` returns logits of another shape."""
+        check_predict(self.predict, params, self.source, self.batch_size)
 
     def charges(self, account: Account) -> list[tuple[Account, DpEvent]]:
         """Returns the account and the event of one score."""

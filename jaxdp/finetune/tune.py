@@ -269,6 +269,11 @@ class Search:
         check_finite(self.params)
         check_count("checkpoint_every", self.checkpoint_every, 1)
         for name, trainer in self.trainers.items():
+            if not isinstance(name, str) or not hasattr(trainer, "privatizer"):
+                raise TypeError(
+                    "trainers must have trainers of jaxdp.finetune.dp_sgd or another method by "
+                    f"their names, got {name!r}: {trainer!r}."
+                )
             check_count(f"steps of {name!r}", self._steps(name), 1)
             self._check_trainer(name, trainer)
 
@@ -293,10 +298,12 @@ class Search:
             )
 
     def check_examples(self, *, allow_nonfinite: bool) -> None:
-        """Raises or warns as `fit` does, if the first examples have no gradient.
+        """Raises or warns as `fit` does, if the first examples have no gradient, or if the first
+        parameters have no score.
 
         One trainer stands for all, because the candidates have one loss as a rule.
         """
+        self.score.check(self.params)
         name = next(iter(self.trainers))
         trainer = self._planned(name)
         state = trainer.init(self.params)
@@ -434,7 +441,11 @@ class Search:
             except Diverged:
                 return None
             paid = self._planned(name).event(0, self._steps(name))
-            assert ledger.events("run") == {None: compose(composition(paid))}
+            if ledger.events("run") != {None: compose(composition(paid))}:
+                raise RuntimeError(
+                    f"a run spent {ledger.events('run')}, but the search was charged for "
+                    f"{describe(paid)}. Nothing is released."
+                )
         params = state.params if state.ema is None else state.ema
         leaves: list[np.ndarray] = jax.device_get(jax.tree.leaves(params))
         return None if not_finite(params) else leaves

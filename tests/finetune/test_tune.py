@@ -174,12 +174,13 @@ def test_a_search_is_one_event_and_its_best_run(account, monkeypatch, five_runs)
     scores = []
 
     def score(params):
-        assert account.ledger.events("blobs")  # paid before the first run
         scores.append(total(params))
+        # Only the score of the first parameters, a check, comes before the payment.
+        assert (len(scores) > 1) == bool(account.ledger.events("blobs"))
         return scores[-1]
 
     best = search(account, PublicScore(score), seed=SEED)
-    assert len(scores) == 5 and best.score == max(scores) == total(best.params)
+    assert len(scores) == 1 + 5 and best.score == max(scores) == total(best.params)
     assert best.name in candidates()
     [event] = account.ledger.events("blobs").values()
     assert event == RUNS.event(compose(composition(trainer().event(0, STEPS))))
@@ -214,6 +215,8 @@ def test_a_killed_search_goes_on_and_pays_once(account, monkeypatch, tmp_path, f
     scored = []
 
     def score(params):
+        if params is PARAMS:  # the check before the payment
+            return 0.0
         scored.append(total(params))
         if len(scored) == die_at:
             raise Killed
@@ -275,6 +278,9 @@ def test_nothing_is_spent_on_a_search_that_is_refused(account, monkeypatch):
         (TypeError, "score must say whether its data is public", {"score": total}),
         (ValueError, "steps must have a number for '0.1'", {"steps": {"0.01": 3}}),
         (TypeError, "trainers must be a dict", {"trainers": {}}),
+        (TypeError, "trainers of jaxdp.finetune.dp_sgd", {"trainers": {"a": loss}}),
+        (TypeError, "trainers of jaxdp.finetune.dp_sgd", {"trainers": {0.1: trainer()}}),
+        (TypeError, "score must be a number", {"score": PublicScore(lambda params: "good")}),
         (TypeError, "no argument 'workdirs'", {"workdirs": "x"}),
         (BudgetExceeded, "budget epsilon 8", {"steps": 100_000}),
     ):
@@ -282,6 +288,7 @@ def test_nothing_is_spent_on_a_search_that_is_refused(account, monkeypatch):
             search(account, **options)
     unproven = types.SimpleNamespace(
         check=lambda source: None,
+        privatizer=None,
         group=True,
         mesh=None,
         unit="example",
