@@ -36,22 +36,22 @@ def write(
       FileExistsError: The folder has files.
     """
     bound = bound_to(workdir)
+    if bound is not None and bound["study"] not in MAKERS:
+        reason = REFUSED.get(bound["study"], "It saves no network")
+        raise ValueError(
+            f"{shown(workdir)} is of the study {bound['study']!r}. {reason}. Any model of your own "
+            "is released by jaxdp.models.write_release. This command releases "
+            f"{', '.join(MAKERS)}."
+        )
     if bound is None or not (workdir / "result.json").exists():
         raise FileNotFoundError(
             f"{shown(workdir)} has no finished run. Give the workdir of a launcher, such as `jaxdp "
             "finetune`."
         )
-    study = bound["study"]
-    if study not in MAKERS:
-        reason = REFUSED.get(study, "It saves no network")
-        raise ValueError(
-            f"{shown(workdir)} is of the study {study!r}. {reason}. Any model of your own is "
-            f"released by jaxdp.models.write_release. This command releases {', '.join(MAKERS)}."
-        )
     result = read_json(workdir / "result.json")
     # A workdir of a lifecycle is bound to no config. Its result has that of the last run.
     config = ml_collections.ConfigDict(bound["config"] or result["config"])
-    published = MAKERS[study](Run(root=workdir, config=config, result=result))
+    published = MAKERS[bound["study"]](Run(root=workdir, config=config, result=result))
     card = ModelCard(
         name=published.name,
         architecture=config.model.name if "name" in config.model else "dense layers",

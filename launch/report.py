@@ -23,6 +23,7 @@ from typing import Any
 from jaxdp.files import read_json, shown
 from jaxdp.models.released import CARD
 from jaxdp.report import runs, signatures, verification
+from jaxdp.report.books import Books
 from jaxdp.report.past import Past
 
 from . import frame, run_report
@@ -70,7 +71,10 @@ def verify(
             content = read_json(card, keys=("measured", "guarantees"))
             said = {"measured": [[*row] for row in content["measured"].items()]}
             names = [row["name"] for row in content["guarantees"]]
-            runs.rewrite(_payer(root), output, past, said, names)
+            if names:
+                runs.rewrite(_payer(root), output, past, said, names)
+            else:
+                runs.write_page(output, root, Books.empty(), {}, said)
         elif _is_of_library(root):
             runs.rewrite(root, output, past)
         else:

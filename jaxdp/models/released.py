@@ -137,7 +137,7 @@ def _accounts(
 ) -> tuple[Books, dict[str, Any]]:
     """Returns what may be published of the accounts, and the facts of a run of `fit`."""
     if workdir is None:
-        return Books({"head": None, "datasets": [], "public": True}), {}
+        return Books.empty(), {}
     if isinstance(workdir, Books):
         return workdir.anonymous(), {}
     books, run = runs.opened(workdir, ledger)

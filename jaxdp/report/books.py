@@ -176,6 +176,11 @@ class Books:
         with understood(copy, remedy):
             return cls(content | {"shared": shared, "runs": list(runs)})
 
+    @classmethod
+    def empty(cls) -> "Books":
+        """Returns the accounts of a model whose data is all public."""
+        return cls({"head": None, "datasets": [], "states": [], "public": True})
+
     def anonymous(self) -> "Books":
         """Returns the same accounts without who spent, when and where, without the approver, and
         without paths.

@@ -103,6 +103,16 @@ def test_it_tells_no_machine_no_user_and_no_time(folder, copied):
     assert private_words(copied).keys() == {"README.md"}
 
 
+def test_a_model_of_public_data_has_a_report_without_accounts(folder, tmp_path):
+    options = {"card": CARD, "probe": PROBE, "metrics": {"test accuracy": (0.96, 114)}}
+    public = write_release(tmp_path / "release", predict, PARAMS, workdir=None, **options)
+    assert "No data set was charged" in (public / "README.md").read_text()
+    page = public / "report.html"
+    assert verify(page, folder.parent / "run").is_true
+    page.write_text(page.read_text().replace("96.0 %", "98.0 %"))
+    assert not verify(page, folder.parent / "run").is_true
+
+
 def test_its_report_is_verified_by_the_workdir(folder, copied):
     run = folder.parent / "run"
     assert verify(folder / "report.html", run).is_true
