@@ -9,8 +9,6 @@ from tests import density
 TOKENS_A_LINE = 9.0
 NODES_A_STATEMENT = 12.0
 ABOVE: dict[str, tuple[float, float]] = {
-    "jaxdp/models": (9.0, 12.9),
-    "jaxdp/transforms": (9.0, 12.2),
     "launch": (9.1, 13.5),
 }
 FOLDERS = dict(density.folders())

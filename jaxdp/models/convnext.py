@@ -28,10 +28,11 @@ class ConvNeXtBlock(GivenShapes):
         common = {"dtype": self.dtype, "kernel_init": _init}
         y = Conv(width, (7, 7), padding=3, feature_group_count=width, name="conv", **common)(x)
         y = LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="norm")(y)
-        y = gelu(Dense(4 * width, name="mlp_0", **common)(y))
-        y = Dense(width, name="mlp_1", **common)(y)
+        hidden = Dense(4 * width, name="mlp_0", **common)(y)
+        y = Dense(width, name="mlp_1", **common)(gelu(hidden))
         scale = self.param("layer_scale", nn.initializers.constant(1e-6), (width,))
-        return x + y * scale.astype(y.dtype).reshape(1, 1, 1, -1)
+        scale = scale.astype(y.dtype)
+        return x + y * scale.reshape(1, 1, 1, -1)
 
 
 class ConvNeXt(nn.Module):
@@ -62,10 +63,10 @@ class ConvNeXt(nn.Module):
                 f"{self.depths}."
             )
         reduction = 4 * 2 ** (len(self.widths) - 1)
-        if min(x.shape[1:3]) < reduction:
+        height, width = x.shape[1:3]
+        if min(height, width) < reduction:
             raise ValueError(
-                f"the image must be at least {reduction}x{reduction}, got "
-                f"{x.shape[1]}x{x.shape[2]}."
+                f"the image must be at least {reduction}x{reduction}, got {height}x{width}."
             )
 
         def norm(name: str, x: jax.Array) -> jax.Array:

@@ -103,10 +103,13 @@ class EfficientNetLite(nn.Module):
         """Returns the residual branch of an inverted residual block."""
         y = x
         if stage.expansion > 1:
-            y = nn.relu6(self._conv(f"{name}_expand", stage.expansion * x.shape[-1], 1, y))
+            expanded = stage.expansion * x.shape[-1]
+            y = self._conv(f"{name}_expand", expanded, 1, y)
+            y = nn.relu6(y)
         channels = y.shape[-1]
         y = self._conv(f"{name}_depthwise", channels, stage.size, y, stride, channels)
-        return self._conv(f"{name}_project", _rounded(stage.width * self.width), 1, nn.relu6(y))
+        width = _rounded(stage.width * self.width)
+        return self._conv(f"{name}_project", width, 1, nn.relu6(y))
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -116,7 +116,8 @@ class LanguageModel(GivenShapes):
         x = embed(jnp.maximum(tokens, 0))
         if self.form == "gpt2":
             positions = self.param("positions", _normal(1), (self.positions, self.width))
-            x = x + positions[None, : tokens.shape[1]].astype(x.dtype)
+            used = positions[None, : tokens.shape[1]]
+            x = x + used.astype(x.dtype)
         # Inside a scan XLA does not merge the two computations of a block.
         block = nn.remat(_Block, prevent_cse=False) if self.remat else _Block
         layers = nn.scan(
@@ -162,7 +163,9 @@ class _Block(nn.Module):
         """Maps tokens [B, T, D] to [B, T, D]."""
         layout = self.layout
         branches = 2 * layout.depth
-        x = x + _Attention(layout, name="attention")(layout.norm("norm_0")(x))
+        attention = _Attention(layout, name="attention")
+        y = layout.norm("norm_0")(x)
+        x = x + attention(y)
         y = layout.norm("norm_1")(x)
         hidden = layout.dense(layout.mlp_width, "mlp_0")(y)
         if layout.form == "gpt2":
@@ -170,7 +173,8 @@ class _Block(nn.Module):
         else:
             gate = layout.dense(layout.mlp_width, "mlp_gate")(y)
             hidden = nn.silu(gate) * hidden
-        return x + layout.dense(x.shape[-1], "mlp_1", branches)(hidden), None
+        y = layout.dense(x.shape[-1], "mlp_1", branches)(hidden)
+        return x + y, None
 
 
 class _Attention(nn.Module):
@@ -210,9 +214,10 @@ class _Attention(nn.Module):
 
 def _repeated(x: jax.Array, kv_heads: int, heads: int) -> jax.Array:
     """Repeats the heads of keys or values, [B, T, kv_heads d] to [B, T, heads d]."""
-    by_head = x.reshape(*x.shape[:2], kv_heads, -1)
+    batch, length, _ = x.shape
+    by_head = x.reshape(batch, length, kv_heads, -1)
     repeated = jnp.repeat(by_head, heads // kv_heads, axis=2)
-    return repeated.reshape(*x.shape[:2], -1)
+    return repeated.reshape(batch, length, -1)
 
 
 def _normal(branches: int) -> Callable[..., jax.Array]:
@@ -224,7 +229,9 @@ def _rotated(x: jax.Array, heads: int, base: float) -> jax.Array:
     """Rotates the halves of every head of [B, T, heads d] by angles that grow with the position."""
     batch, length, width = x.shape
     half = width // heads // 2
-    angles = np.arange(length)[:, None] * base ** (-np.arange(half) / half)
+    frequencies = base ** (-np.arange(half) / half)
+    positions = np.arange(length)
+    angles = positions[:, None] * frequencies
     cos = jnp.asarray(np.cos(angles), jnp.float32)[None, :, None, :]
     sin = jnp.asarray(np.sin(angles), jnp.float32)[None, :, None, :]
     by_head = x.astype(jnp.float32).reshape(batch, length, heads, -1)
@@ -249,7 +256,8 @@ def _continued(
     def add(place: jax.Array, tokens: jax.Array) -> jax.Array:
         logits = predict(params, tokens[None])[0, place - 1]
         tempered = logits / jnp.maximum(temperature, 1e-6)
-        drawn = jax.random.categorical(jax.random.fold_in(key, place), tempered)
+        own_key = jax.random.fold_in(key, place)
+        drawn = jax.random.categorical(own_key, tempered)
         token = jnp.where(temperature > 0, drawn, logits.argmax())
         return tokens.at[place].set(token.astype(tokens.dtype))
 

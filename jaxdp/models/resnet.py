@@ -88,9 +88,10 @@ class ResNet(nn.Module):
                 is_halved = stage > 0 and block == 0
                 stride = 2 if is_halved else 1
                 y = self._conv(f"{name}_conv_0", width, 3, stride, x)
-                y = nn.relu(self._norm(f"{name}_norm_0", y))
-                y = self._conv(f"{name}_conv_1", width, 3, 1, y)
+                y = self._norm(f"{name}_norm_0", y)
+                y = self._conv(f"{name}_conv_1", width, 3, 1, nn.relu(y))
                 y = self._norm(f"{name}_norm_1", y)
-                x = nn.relu(y + self._shortcut(name, width, stride, x))
+                shortcut = self._shortcut(name, width, stride, x)
+                x = nn.relu(y + shortcut)
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
         return Dense(self.num_classes, dtype=jnp.float32, name="head")(x)

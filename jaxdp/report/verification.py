@@ -69,15 +69,15 @@ def verify(
             write(again, past)
         except Differs as error:
             return Answer(False, f"{shown(page)} is NOT the page of this ledger. {error}")
-        made = again.read_bytes()
+        rewritten = again.read_bytes()
     if len(past.later) < len(said["ledgers"]):
         raise ValueError(
             f"cannot tell: {shown(page)} names {len(said['ledgers'])} ledger(s), and the workdir "
             f"leads to {len(past.later)}. Restore the ledger, or name its workdir."
         )
-    if content == made:
+    if content == rewritten:
         return Answer(True, _praise(page, past))
-    lines = list(_differences(content, made))
+    lines = list(_differences(content, rewritten))
     title = f"{shown(page)} is NOT the page that its ledger and workdir make."
     if any(past.later.values()):
         title += " Spends came since then, and the run itself may have gone on."
