@@ -226,7 +226,7 @@ def _student(run: Run) -> Published:
 
 
 def _deployed(run: Run) -> Published:
-    """Returns the model in use. Its output at the predicted class is the recalibrated confidence."""
+    """Returns the model in use, whose output at the predicted class is its confidence."""
     life = document.Life(run.root)
     if not life.is_done("deploy"):
         raise ValueError("the stage 'deploy' is not done. Run the same command of lifecycle again.")
