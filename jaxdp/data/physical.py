@@ -26,8 +26,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxdp.data.participation import BallsInBinsSampler, BMinSepSampler, CyclicPoissonSampler
 from jaxdp.data.sampling import PoissonSampler
 from jaxdp.files import check_count
+
+Sampler = PoissonSampler | CyclicPoissonSampler | BallsInBinsSampler | BMinSepSampler
+"""A sampler of private training."""
 
 # The first steps of a run take the largest size alone, so that the run starts before the programs
 # of the other sizes are compiled.
@@ -60,9 +64,7 @@ class PhysicalSizes:
             check_count("physical_batch_size", size, 1)
 
     @classmethod
-    def choose(
-        cls, sampler: PoissonSampler, *, largest: int, overhead: float = 0.0
-    ) -> "PhysicalSizes":
+    def choose(cls, sampler: Sampler, *, largest: int, overhead: float = 0.0) -> "PhysicalSizes":
         """Returns up to three sizes with a small expected cost for the sampler's batches.
 
         None is above `largest`. `overhead` is at least 1 and a 64th of the expected batch size.
@@ -99,7 +101,7 @@ class PhysicalSizes:
     @classmethod
     def for_memory(
         cls,
-        sampler: PoissonSampler,
+        sampler: Sampler,
         *,
         memory: int | None,
         row_bytes: "RowBytes",
@@ -199,24 +201,23 @@ class RowBytes:
         return 4 * self.gradient / max(1, 6 * self.forward)
 
 
-def _batch_sizes(sampler: PoissonSampler) -> tuple[np.ndarray, np.ndarray]:
+def _batch_sizes(sampler: Sampler) -> tuple[np.ndarray, np.ndarray]:
     """Returns the sizes of batches within five standard deviations, and their probabilities."""
     mean = sampler.expected_batch_size
-    std = math.sqrt(mean * (1 - sampler.sampling_probability))
+    std = sampler.batch_size_std
     least = max(0, math.floor(mean - 5 * std))
     sizes = np.arange(least, math.ceil(mean + 5 * std) + 1)
     # The normal limit of the binomial. Its width is positive also where q = 1.
     deviations = (sizes - mean) / max(std, 0.1)
     weights = np.exp(-0.5 * np.square(deviations))
-    most = min(sampler.num_examples, sampler.truncated_batch_size or sampler.num_examples)
-    return np.minimum(sizes, most), weights / weights.sum()
+    return np.minimum(sizes, sampler.largest_batch), weights / weights.sum()
 
 
-def _candidates(sampler: PoissonSampler, largest: int, *, largest_batch: int) -> list[int]:
+def _candidates(sampler: Sampler, largest: int, *, largest_batch: int) -> list[int]:
     """Returns the sizes among which `choose` searches, ascending."""
     top = max(1, min(largest, largest_batch))
     mean = sampler.expected_batch_size
-    std = math.sqrt(mean * (1 - sampler.sampling_probability))
+    std = sampler.batch_size_std
     # A size near the mean takes most batches in one call. Spaced sizes take what is left.
     near_mean = mean + std * np.linspace(-4, 4, 2 * _CANDIDATES // 3)
     spaced = np.geomspace(1, top, _CANDIDATES)

@@ -6,6 +6,7 @@ is the upper half of its counter. The streams of different steps are therefore d
 """
 
 import dataclasses
+import math
 import secrets
 from typing import TYPE_CHECKING
 
@@ -98,6 +99,20 @@ class PoissonSampler:
         """The public number q * n, the divisor of the clipped sum, with or without truncation."""
         return self.sampling_probability * self.num_examples
 
+    @property
+    def batch_size_std(self) -> float:
+        """The standard deviation of the size of a batch, without truncation."""
+        return math.sqrt(self.expected_batch_size * (1 - self.sampling_probability))
+
+    @property
+    def largest_batch(self) -> int:
+        """The size that no batch exceeds."""
+        return min(self.num_examples, self.truncated_batch_size or self.num_examples)
+
+    def of_run(self, seed: bytes) -> "PoissonSampler":
+        """Returns the sampler of a run with its own secret seed, 16 bytes."""
+        return dataclasses.replace(self, seed=seed)
+
     def batch(self, step: int) -> np.ndarray:
         """Returns the example indices of a step, int64 [B], ascending. B is random and may be 0.
 
@@ -147,6 +162,25 @@ class PoissonSampler:
             truncated_batch_size=self.truncated_batch_size,
             noise_multiplier=inner_event.noise_multiplier,
         )
+
+    def run_event(self, inner_event: "dp_event.DpEvent", steps: int) -> "dp_event.DpEvent":
+        """Returns the privacy event of consecutive steps: `steps` times `event`."""
+        from dp_accounting import dp_event
+
+        return dp_event.SelfComposedDpEvent(self.event(inner_event), steps)
+
+    def check_chunks(self, steps: int, every: int) -> None:
+        """Does nothing. Steps cost as much in chunks as together."""
+
+    def words(self, units: str) -> str:
+        """Returns the sampling in words for a report."""
+        text = (
+            f"Poisson: each of {self.num_examples} {units} is in a step with probability "
+            f"{self.sampling_probability:.6g}, {self.expected_batch_size:g} on average"
+        )
+        if self.truncated_batch_size is None:
+            return text
+        return f"{text}, and at most {self.truncated_batch_size}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdp.data import PoissonSampler
+from jaxdp.data.physical import Sampler
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.options import OPTION_DEFAULTS, Options
 from jaxdp.finetune.query import Query, QuerySums, moving_params
@@ -59,7 +59,7 @@ def dp_sgd(
     *,
     clip_norm: float | Mapping[str, float],
     noise_multiplier: float | Callable[[Any], Any] | None = None,
-    sampler: PoissonSampler,
+    sampler: Sampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """Returns a trainer for DP-SGD with a per-example loss, any optimizer and any Poisson sampler.

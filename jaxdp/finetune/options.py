@@ -7,13 +7,12 @@ from typing import Any, TypedDict
 import jax
 import optax
 
-from jaxdp.data import PoissonSampler
+from jaxdp.data.physical import Sampler
 from jaxdp.files import check_numbers
 from jaxdp.privacy import (
     ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
-    SelfComposedDpEvent,
     calibrate_noise,
 )
 from jaxdp.privacy.accounting import Adjacency, Method
@@ -23,6 +22,10 @@ from jaxdp.transforms.clipping import Engine
 from jaxdp.transforms.meshes import ParamSharding
 
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
+
+
+# Other draws of a simulation find an epsilon that is some percent larger.
+_MORE_NOISE = 1.02
 
 
 class Target(TypedDict, total=False):
@@ -82,7 +85,7 @@ OPTION_DEFAULTS: Mapping[str, Any] = {
 def noise_and_options(
     noise_multiplier: Any,
     options: Mapping[str, Any],
-    sampler: PoissonSampler,
+    sampler: Sampler,
     calibrate: Callable[..., float] | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the noise multiplier, and the options without the target of the noise.
@@ -125,15 +128,22 @@ def noise_and_options(
 
 
 def _constant_noise(
-    sampler: PoissonSampler, *, steps: int, besides: DpEvent | None = None, **target: Any
+    sampler: Sampler, *, steps: int, besides: DpEvent | None = None, **target: Any
 ) -> float:
     """Returns the smallest noise multiplier with which steps and `besides` meet a target."""
+    terms: dict[str, Any] = {}
+    if hasattr(sampler, "steps"):
+        # The search repeats public draws, so that a resumed run finds the same noise. Its result
+        # is only a noise multiplier: the charged event has draws of its own.
+        terms["seed"] = bytes(16)
 
     def whole(noise_multiplier: float) -> DpEvent:
-        return beside(event(noise_multiplier, sampler, steps), besides)
+        inner = GaussianDpEvent(noise_multiplier)
+        return beside(sampler.run_event(inner, steps, **terms), besides)
 
     with counting(whole, label="noise", unit="trial") as tried:
-        return calibrate_noise(tried, **target)
+        noise_multiplier = calibrate_noise(tried, **target)
+    return noise_multiplier * _MORE_NOISE if terms else noise_multiplier
 
 
 def beside(steps: DpEvent, besides: DpEvent | None) -> DpEvent:
@@ -141,12 +151,12 @@ def beside(steps: DpEvent, besides: DpEvent | None) -> DpEvent:
     return steps if besides is None else ComposedDpEvent([besides, steps])
 
 
-def event(noise_multiplier: float, sampler: PoissonSampler, steps: int) -> DpEvent:
+def event(noise_multiplier: float, sampler: Sampler, steps: int) -> DpEvent:
     """Returns the event of `steps` steps of any method, before there is a trainer.
 
     A schedule of noise needs `PrivateTrainer.event` or `calibrate_schedule`.
     """
-    return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), steps)
+    return sampler.run_event(GaussianDpEvent(noise_multiplier), steps)
 
 
 _ACCUMULATES = (
@@ -176,10 +186,10 @@ def check_optimizer(optimizer: Any) -> None:
 
 def check_sampler(sampler: Any) -> None:
     """Raises TypeError for what samples no batches, such as the size of a batch."""
-    if not hasattr(sampler, "expected_batch_size"):
+    if not hasattr(sampler, "run_event"):
         raise TypeError(
             "sampler must be a jaxdp.data.PoissonSampler(len(source), batch_size / len(source)), "
-            f"got {sampler!r}."
+            f"or one of another pattern of participation, got {sampler!r}."
         )
 
 

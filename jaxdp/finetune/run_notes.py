@@ -6,7 +6,6 @@ import pathlib
 import platform
 from typing import Any
 
-from jaxdp.data import PoissonSampler
 from jaxdp.files import read_json, write_json
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, unit_words
@@ -52,20 +51,9 @@ def _settings(trainer: PrivateTrainer, steps: int, account: Account) -> dict[str
         "planned steps": steps,
         "clip norm": clip_norm if isinstance(clip_norm, int | float) else str(clip_norm),
         "noise multiplier": noise if isinstance(noise, int | float) else "a schedule",
-        "sampling": _sampling(trainer.sampler, trainer.unit),
+        "sampling": trainer.sampler.words(unit_words(trainer.unit).many),
         "event": describe(trainer.event(0, steps)),
         "unit": trainer.unit,
         "adjacency": account.adjacency,
         "delta": account.delta,
     }
-
-
-def _sampling(sampler: PoissonSampler, unit: str) -> str:
-    text = (
-        f"Poisson: each of {sampler.num_examples} {unit_words(unit).many} is in a step with "
-        f"probability {sampler.sampling_probability:.6g}, {sampler.expected_batch_size:g} on "
-        "average"
-    )
-    if sampler.truncated_batch_size is None:
-        return text
-    return f"{text}, and at most {sampler.truncated_batch_size}"

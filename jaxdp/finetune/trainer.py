@@ -3,6 +3,7 @@
 One step:
 
     1. L_t: every example joins with probability q, independently                `PoissonSampler`
+       (or another pattern of participation, `jaxdp.data.participation`)
     2. each example contributes a vector of L2 norm at most S, summed over L_t   `Query.sums`
     3. add noise sigma S N(0, I), divide by the public number q n                `privatize`
     4. read the gradient from the noisy mean                                     `Query.read`
@@ -28,7 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import Groups, PhysicalSizes, PoissonSampler, Source
+from jaxdp.data import Groups, PhysicalSizes, Source
+from jaxdp.data.physical import Sampler
 from jaxdp.data.protocol import check_members
 from jaxdp.data.storage import on_device
 from jaxdp.files import check_count, shows_keywords
@@ -46,7 +48,7 @@ from jaxdp.finetune.options import (
 from jaxdp.finetune.programs import Programs, step_programs
 from jaxdp.finetune.query import Query, moving_params, wide
 from jaxdp.finetune.step import StepFunctions, TrainState, apart
-from jaxdp.privacy import DpEvent, SelfComposedDpEvent
+from jaxdp.privacy import DpEvent, NoOpDpEvent
 from jaxdp.privacy.events import compose
 from jaxdp.release import Hosts, derive, digest, new_seed, stream
 from jaxdp.transforms import meshes
@@ -64,11 +66,12 @@ class PrivateTrainer(StepFunctions):
     `dp_sgd` documents the fields, `StepFunctions` the compiled functions.
     """
 
-    sampler: PoissonSampler
+    sampler: Sampler
     physical_batch_size: int | None = None
     unit: str = "example"
     data_axes: Sequence[str] = ("data",)
     param_sharding: ParamSharding | None = None
+    simulated_event: DpEvent | None = None
     _sizes: dict[Any, PhysicalSizes] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
@@ -81,6 +84,11 @@ class PrivateTrainer(StepFunctions):
             raise ValueError(
                 "unit must name what group=True protects, for example unit='patient', got "
                 "'example'."
+            )
+        if self.is_whole and isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
+            raise ValueError(
+                f"noise_multiplier must be one number with {type(self.sampler).__name__}, whose "
+                "event is that of equal steps. Use PoissonSampler with a schedule."
             )
         meshes.check_mesh(self.mesh, self.data_axes, self.param_sharding, processes=True)
         super().__post_init__()
@@ -190,11 +198,11 @@ class PrivateTrainer(StepFunctions):
         step, sampler = self._sampler_of(state)
         return sampler.batch(step)
 
-    def _sampler_of(self, state: TrainState) -> tuple[int, PoissonSampler]:
+    def _sampler_of(self, state: TrainState) -> tuple[int, Sampler]:
         """Returns the step of a state, and the sampler with the secret seed of its run."""
         step, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
         seed = derive(words.tobytes(), "jaxdp sampling")
-        return int(step), dataclasses.replace(self.sampler, seed=seed)
+        return int(step), self.sampler.of_run(seed)
 
     def step(
         self,
@@ -329,15 +337,43 @@ class PrivateTrainer(StepFunctions):
     # --- Events and programs --------------------------------------------------------------------
 
     def event(self, first: int, last: int) -> DpEvent:
-        """Returns the privacy event of steps first, ..., last - 1."""
+        """Returns the privacy event of steps first, ..., last - 1.
+
+        Raises:
+          ValueError: `first` exceeds `last`, or the sampler has an event for all steps only.
+        """
         if not 0 <= first <= last:
             raise ValueError(
                 f"first and last must satisfy 0 <= first <= last, got first={first}, last={last}."
             )
+        if self.is_whole and first < last:
+            return self._whole_event(first, last)
         if not isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
-            return SelfComposedDpEvent(self.sampler.event(self.privatizer.event), last - first)
+            if first == last:
+                return NoOpDpEvent()
+            return self.sampler.run_event(self.privatizer.event, last - first)
         counts = collections.Counter(map(self.privatizer.event_at, range(first, last)))
         return compose({self.sampler.event(event): count for event, count in counts.items()})
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether only all steps of a run together have an event."""
+        return hasattr(self.sampler, "steps")
+
+    def _whole_event(self, first: int, last: int) -> DpEvent:
+        """Returns the event of all steps, from one simulation for all calls."""
+        steps = getattr(self.sampler, "steps", 0)
+        if (first, last) != (0, steps):
+            raise ValueError(
+                f"first and last must be 0 and {steps}, the steps of the sampler, got {first} and "
+                f"{last}. Its steps share who takes part, so a part of them has no event, and more "
+                "steps need another sampler and a new run."
+            )
+        return self.simulated_event or self._simulated
+
+    @functools.cached_property
+    def _simulated(self) -> DpEvent:
+        return self.sampler.run_event(self.privatizer.event, getattr(self.sampler, "steps", 0))
 
     def programs(
         self,
@@ -396,7 +432,7 @@ def make_trainer(
     *,
     clip_norm: float | Mapping[str, float],
     noise_multiplier: float | Callable[[Any], Any] | None,
-    sampler: PoissonSampler,
+    sampler: Sampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """Returns a trainer for the query that a method makes from a clipped gradient.

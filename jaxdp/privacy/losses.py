@@ -9,12 +9,14 @@ import math
 import numpy as np
 from scipy import special
 
+from jaxdp.privacy.curve_pairs import curve_pair
 from jaxdp.privacy.events import (
     MOST_NOISE,
     DiscreteLaplaceDpEvent,
     DpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
+    MonteCarloDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
     RandomizedResponseDpEvent,
@@ -53,6 +55,8 @@ def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
             return True
         case TruncatedSubsampledGaussianDpEvent():
             return True
+        case MonteCarloDpEvent():
+            return adjacency in ("add_remove", "zero_out")
         case RandomizedResponseDpEvent():
             return adjacency != "add_remove"
         case PoissonSampledDpEvent(event=GaussianDpEvent()):
@@ -65,6 +69,8 @@ def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
 def is_symmetric(leaf: DpEvent, adjacency: Adjacency) -> bool:
     """Returns whether both directions of a leaf have the same losses."""
     match leaf:
+        case MonteCarloDpEvent():
+            return False
         case RandomizedResponseDpEvent():
             return adjacency == "replace_one"
         case PoissonSampledDpEvent():
@@ -145,6 +151,11 @@ def distribution(
             return LossDistribution(pure_pair(loss), (), 0.0, reverse)
         case RandomizedResponseDpEvent():
             return LossDistribution(randomized_response(leaf, adjacency), (), 0.0, reverse)
+        case MonteCarloDpEvent():
+            pair = curve_pair(leaf.epsilons, leaf.forward, leaf.backward)
+            # Wrong bounds bound nothing, as an infinite loss does.
+            lost = leaf.failure_probability + (pair.only_second if reverse else pair.only_first)
+            return LossDistribution(pair.atoms, (), lost, reverse)
         case DiscreteLaplaceDpEvent():
             atoms = _discrete_laplace(leaf.noise_parameter, int(factor) * leaf.sensitivity)
             return LossDistribution(atoms, (), 0.0, reverse)
