@@ -160,7 +160,7 @@ class _WholeRun(_Sizes, _Pattern):
 
     num_examples: int
     steps: int
-    draws: int = 2**19
+    draws: int = 2**18
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -39,7 +39,7 @@ from jaxdp.privacy.events import (
 )
 from jaxdp.privacy.simulation import simulated
 
-DRAWS = 2**19
+DRAWS = 2**18
 FAILURE_PROBABILITY = 1e-8
 # Shifts so long that participation hides nothing. The run is charged as one without randomness.
 _LONGEST = 400.0
@@ -94,7 +94,7 @@ def balls_in_bins_event(
         bins: b, the number of bins.
         steps: T, all steps of the run.
         strategy: C, float [T, T], lower triangular without negative entries. None is DP-SGD.
-        draws: The draws of each estimate. A million take about a second for ten bins.
+        draws: The draws of each estimate. 2**18 take a second or two for ten bins.
         failure_probability: The probability over the draws that the event is too cheap, in
             (0, 1). It is a part of every delta of the event.
         seed: 16 bytes, for tests. None, the default, takes OS entropy.
@@ -123,7 +123,7 @@ def b_min_sep_event(
     sampling_probability: float,
     steps: int,
     strategy: np.ndarray | None = None,
-    draws: int = DRAWS // 16,
+    draws: int = DRAWS // 8,
     failure_probability: float = FAILURE_PROBABILITY,
     seed: bytes | None = None,
 ) -> DpEvent:
