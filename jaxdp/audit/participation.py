@@ -25,14 +25,14 @@ from jaxdp.release import derive, new_seed
 _HISTORIES = 512
 
 
-@shows_keywords(bounds.BoundTerms, vars(bounds.Terms))
+@shows_keywords(bounds.ConfidenceTerms, vars(bounds.Terms))
 def audit_participation(
     sampler: BallsInBinsSampler | BMinSepSampler,
     *,
     noise_multiplier: float,
     trials: int,
     seed: bytes | None = None,
-    **terms: Unpack[bounds.BoundTerms],
+    **terms: Unpack[bounds.ConfidenceTerms],
 ) -> bounds.Audit:
     """Audits sampling and account of a pattern by many runs with and without a canary.
 
@@ -41,8 +41,7 @@ def audit_participation(
       noise_multiplier: The noise of a step over the clip norm.
       trials: The number of runs of either kind, at least 2.
       seed: 16 secret bytes, of the noise and of who takes part. The default is OS entropy.
-      terms: delta, confidence and claim, as in `jaxdp.audit.multi_run`. "gaussian" is no claim of
-        such a run.
+      terms: delta and confidence, as in `jaxdp.audit.multi_run`.
 
     Returns:
       The `Audit` of 2 `trials` runs, with the epsilon of `sampler.run_event`, add/remove.
@@ -55,7 +54,7 @@ def audit_participation(
       ValueError: An argument is out of range.
     """
     check_count("trials", trials, 2)
-    bound = bounds.Terms(**{"claim": "approximate", **terms})
+    bound = bounds.Terms(**terms)
     event = sampler.run_event(GaussianDpEvent(noise_multiplier), sampler.steps)
     upper = claimed(event, adjacency="add_remove", delta=bound.delta)
     bound.check(upper)
@@ -70,14 +69,10 @@ def audit_participation(
         ratio: np.ndarray = special.logsumexp(exponents, axis=1)
         return ratio
 
-    return bounds.multi_run(
-        scores(present), scores(0.0), upper=upper, **dataclasses.asdict(bound)
-    )
+    return bounds.multi_run(scores(present), scores(0.0), upper=upper, **dataclasses.asdict(bound))
 
 
-def _histories(
-    sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: bytes
-) -> np.ndarray:
+def _histories(sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: bytes) -> np.ndarray:
     """Returns who of `count` records takes part in which step, 0 or 1, float64 [count, steps]."""
     of_trials = dataclasses.replace(sampler, num_examples=count).of_run(seed)
     included = np.zeros((count, sampler.steps))

@@ -49,7 +49,11 @@ class _Sizes:
     """The sizes of batches that each of n records joins with one probability."""
 
     num_examples: int
-    expected_batch_size: float
+
+    @property
+    def expected_batch_size(self) -> float:
+        """The public mean size of a batch, the divisor of the clipped sum."""
+        raise NotImplementedError
 
     @property
     def batch_size_std(self) -> float:

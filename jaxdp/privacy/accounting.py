@@ -21,6 +21,7 @@ SampledWithoutReplacement    no rule                             RDP, sensitivit
                                                                  (arXiv 1808.00087)
 SingleEpochTreeAggregation   zero_out only, RDP                  no rule
 RepeatAndSelect              RDP (arXiv 2110.03620)              RDP
+MonteCarlo                   the pair of its curves              no rule
 ===========================  ==================================  =================================
 
 Under "replace_label" only LabelDp has a rule, that of PureDp, and it has none elsewhere.

@@ -152,10 +152,11 @@ def distribution(
         case RandomizedResponseDpEvent():
             return LossDistribution(randomized_response(leaf, adjacency), (), 0.0, reverse)
         case MonteCarloDpEvent():
-            pair = curve_pair(leaf.epsilons, leaf.forward, leaf.backward)
+            curves = curve_pair(leaf.epsilons, leaf.forward, leaf.backward)
+            lost = curves.only_second if reverse else curves.only_first
             # Wrong bounds bound nothing, as an infinite loss does.
-            lost = leaf.failure_probability + (pair.only_second if reverse else pair.only_first)
-            return LossDistribution(pair.atoms, (), lost, reverse)
+            lost += leaf.failure_probability
+            return LossDistribution(curves.atoms, (), lost, reverse)
         case DiscreteLaplaceDpEvent():
             atoms = _discrete_laplace(leaf.noise_parameter, int(factor) * leaf.sensitivity)
             return LossDistribution(atoms, (), 0.0, reverse)

@@ -241,22 +241,25 @@ class Bins:
         if not (self._products - np.diag(self._squares)).any():
             return None
         values, vectors = np.linalg.eigh(self._products)
-        return vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+        root: np.ndarray = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+        return root
 
     def _noise(self, rng: np.random.Generator, count: int) -> np.ndarray:
         noise = rng.standard_normal((count, self.width))
-        if self._root is None:
-            return noise * np.sqrt(self._squares)
-        return noise @ self._root
+        noise = noise * np.sqrt(self._squares) if self._root is None else noise @ self._root
+        values: np.ndarray = noise
+        return values
 
     def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
         """Returns values of N(scale m_j, I) with a uniform j, float64 [count, b]."""
         own = rng.integers(self.width, size=count)
-        return scale * self._products[own] + self._noise(rng, count)
+        values: np.ndarray = scale * self._products[own] + self._noise(rng, count)
+        return values
 
     def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
         """Returns values of N(scale E_j m_j, I), float64 [count, b]."""
-        return scale * self._with_mean + self._noise(rng, count)
+        values: np.ndarray = scale * self._with_mean + self._noise(rng, count)
+        return values
 
     def log_ratio(self, values: np.ndarray, scale: float) -> np.ndarray:
         """Returns the logarithm of the density ratio of scaled shifts, float64 [count]."""
@@ -306,11 +309,13 @@ class Renewals:
 
     @functools.cached_property
     def _squares(self) -> np.ndarray:
-        return np.square(self.matrix).sum(axis=0)
+        squares: np.ndarray = np.square(self.matrix).sum(axis=0)
+        return squares
 
     @functools.cached_property
     def _mean(self) -> np.ndarray:
-        return self.rate * self.matrix.sum(axis=1)
+        mean: np.ndarray = self.rate * self.matrix.sum(axis=1)
+        return mean
 
     @functools.cached_property
     def largest(self) -> float:
@@ -349,7 +354,8 @@ class Renewals:
 
     def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
         """Returns values of N(scale E_x m_x, I), float64 [count, T]."""
-        return scale * self._mean + rng.standard_normal((count, self.width))
+        values: np.ndarray = scale * self._mean + rng.standard_normal((count, self.width))
+        return values
 
     def log_ratio(self, values: np.ndarray, scale: float) -> np.ndarray:
         """Returns the logarithm of the density ratio of scaled shifts, float64 [count].
@@ -373,4 +379,5 @@ class Renewals:
 
     def along_mean(self, values: np.ndarray) -> np.ndarray:
         """Returns the products of values with the mean shift, float64 [count]."""
-        return values @ self._mean
+        product: np.ndarray = values @ self._mean
+        return product

@@ -57,10 +57,17 @@ class Mixture(Protocol):
         square_of_mean: |E_x m_x|^2.
     """
 
-    width: int
-    largest: float
-    mean_square: float
-    square_of_mean: float
+    @property
+    def width(self) -> int: ...  # noqa: D102
+
+    @property
+    def largest(self) -> float: ...  # noqa: D102
+
+    @property
+    def mean_square(self) -> float: ...  # noqa: D102
+
+    @property
+    def square_of_mean(self) -> float: ...  # noqa: D102
 
     def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
         """Returns values of N(scale m_x, I) with random x, float64 [count, width]."""
@@ -186,7 +193,8 @@ def _upper(sums: np.ndarray, log_most: np.ndarray, draws: int, log_inverse: floa
         is_enough = draws * distance >= log_inverse
         high = np.where(is_enough, middle, high)
         low = np.where(is_enough, low, middle)
-    return high * most
+    bounds: np.ndarray = high * most
+    return bounds
 
 
 def _rounded_up(value: float) -> float:

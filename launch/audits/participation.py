@@ -36,9 +36,7 @@ class NoSeparation(BMinSepSampler):
         return super().batch(step)
 
 
-def runs(
-    sampler: BallsInBinsSampler | BMinSepSampler, noise_multiplier: float = SIGMA
-) -> Run:
+def runs(sampler: BallsInBinsSampler | BMinSepSampler, noise_multiplier: float = SIGMA) -> Run:
     """Returns the audit of a sampler."""
 
     def audit(trials: int, seed: bytes) -> Audit:
@@ -96,9 +94,7 @@ CASES = (
     pattern(
         "b-min-sep",
         SEPARATED,
-        NoSeparation(
-            num_examples=8, sampling_probability=0.9, separation=4, steps=4, draws=2**14
-        ),
+        NoSeparation(num_examples=8, sampling_probability=0.9, separation=4, steps=4, draws=2**14),
         dataclasses.replace(SEPARATED, sampling_probability=0.003),
     ),
 )
