@@ -93,7 +93,8 @@ def training(
         batch_size=sampler.expected_batch_size,
         noise_multiplier=noise,
         steps=steps,
-        every=every,
+        # Steps that share who takes part have one event.
+        every=steps if trainer.is_whole else every,
         terms={"unit": "example", **terms},
     )
 

@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from jaxdp import finetune, split_clip_norm
-from jaxdp.data import FixedOrderSampler, Groups, Owners, PoissonSampler, augmentation
+from jaxdp.data import (
+    BallsInBinsSampler,
+    BMinSepSampler,
+    CyclicPoissonSampler,
+    FixedOrderSampler,
+    Groups,
+    Owners,
+    PoissonSampler,
+    augmentation,
+)
 from jaxdp.data.physical import Sampler
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
@@ -45,6 +54,9 @@ def make(
                                      takes all
         truncated_batch_size         the largest batch, with its own event; 0 or no field truncates
                                      none
+        participation                {"kind": "cyclic_poisson", "separation": b}: who takes part in
+                                     which step (`jaxdp.data.participation`); also "balls_in_bins"
+                                     and "b_min_sep"; no field is Poisson sampling
         physical_batch_size          the number of examples per compiled call; 0 lets the library
                                      choose
         clip_norm
@@ -156,24 +168,66 @@ def _noise(config: Any, sampler: Any, part: str) -> Any:
 
 
 def sampler_of(config: Any, private: Any, part: str) -> Sampler:
-    if config.batch_size > len(private):
+    count = len(private)
+    if config.batch_size > count:
         raise ValueError(
-            f"config.{part}.batch_size must be at most {len(private)}, the number of private "
-            f"examples, got {config.batch_size}."
+            f"config.{part}.batch_size must be at most {count}, the number of private examples, "
+            f"got {config.batch_size}."
         )
+    share = config.batch_size / count
+    truncated_batch_size = config.get("truncated_batch_size") or None
     if _strategy(config):
-        if config.get("truncated_batch_size"):
+        if truncated_batch_size:
             raise ValueError(
                 f"config.{part}.truncated_batch_size must be 0 with correlated noise, whose "
-                f"batches have a fixed order, got {config.truncated_batch_size}."
+                f"batches have a fixed order, got {truncated_batch_size}."
             )
-        return FixedOrderSampler(len(private), config.batch_size)
-    return PoissonSampler(
-        len(private),
-        config.batch_size / len(private),
-        truncated_batch_size=config.get("truncated_batch_size") or None,
-        records_per_owner=private.max_records if isinstance(private, Owners) else None,
+        return FixedOrderSampler(count, config.batch_size)
+    if "participation" not in config:
+        return PoissonSampler(
+            count,
+            share,
+            truncated_batch_size=truncated_batch_size,
+            records_per_owner=private.max_records if isinstance(private, Owners) else None,
+        )
+    pattern = config.participation
+    frame.known(f"{part}.participation.kind", [pattern.kind], _PATTERNS)
+    separation = pattern.separation
+    if truncated_batch_size or separation < 1 or share * separation > 1:
+        raise ValueError(
+            f"config.{part}.participation needs truncated_batch_size=0 and a separation from 1 to "
+            f"{count // config.batch_size}, the batches of an epoch, got separation={separation}. "
+            "Nobody can take part more often than once in so many steps."
+        )
+    return _PATTERNS[pattern.kind](count, share, separation, steps(config))
+
+
+def _cyclic_poisson(count: int, share: float, separation: int, steps: int) -> Sampler:
+    return CyclicPoissonSampler(count, min(1.0, share * separation), cycle_length=separation)
+
+
+def _balls_in_bins(count: int, share: float, separation: int, steps: int) -> Sampler:
+    if round(1 / share) != separation:
+        raise ValueError(
+            f"separation of balls in bins must be {round(1 / share)}, the batches of an epoch, got "
+            f"{separation}. Every bin is a batch."
+        )
+    return BallsInBinsSampler(num_examples=count, bins=separation, steps=steps)
+
+
+def _b_min_sep(count: int, share: float, separation: int, steps: int) -> Sampler:
+    # The p whose batches have the expected size: share = p / (1 + (b - 1) p).
+    p = min(1.0, share / (1 - (separation - 1) * share))
+    return BMinSepSampler(
+        num_examples=count, sampling_probability=p, separation=separation, steps=steps
     )
+
+
+_PATTERNS = {
+    "cyclic_poisson": _cyclic_poisson,
+    "balls_in_bins": _balls_in_bins,
+    "b_min_sep": _b_min_sep,
+}
 
 
 def _clip_norm(config: Any, params: Params, trainable: Any, part: str) -> Any:

@@ -11,7 +11,8 @@ quality of guesses, so good guesses refute small epsilons.
 
 The verdict is "VIOLATED", "consistent" or "cannot tell", see `Audit`. `multi_run` needs one canary
 and many runs. `one_run` needs many canaries and one run. The modules `jaxdp.audit.finetune`, `tta`,
-`prediction`, `recalibration`, `split`, `accuracy` and `scaler` attack jaxdp's own releases.
+`prediction`, `recalibration`, `split`, `accuracy`, `scaler` and `participation` attack jaxdp's own
+releases.
 """
 
 from jaxdp.audit.bounds import Audit, Claim, Verdict, audit_mechanism, multi_run, one_run

@@ -95,9 +95,9 @@ def audit_step(
     _check_independent(trainer)
     privatizer = trainer.privatizer
     event = privatizer.event_at(step)
-    if trainer.sampler.records_per_owner is not None:
+    if trainer.records_per_owner is not None:
         # All records of the owner are in the batch, which is the worst one.
-        event = GaussianDpEvent(event.noise_multiplier / trainer.sampler.records_per_owner)
+        event = GaussianDpEvent(event.noise_multiplier / trainer.records_per_owner)
     runs = Trials(charge=event, allowed=("add_remove", "replace_one"), **terms)
     rows = np.arange(len(source)) if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "examples")

@@ -24,6 +24,7 @@ from jaxdp.data.ids import identifiers
 from jaxdp.data.images import resize_images
 from jaxdp.data.numbers import check_batch
 from jaxdp.data.owners import Owners, by_owners
+from jaxdp.data.participation import BallsInBinsSampler, BMinSepSampler, CyclicPoissonSampler
 from jaxdp.data.physical import PhysicalSizes, pad_to_physical
 from jaxdp.data.protocol import Source, check_source
 from jaxdp.data.sampling import FixedBatchSampler, PoissonSampler
@@ -36,6 +37,9 @@ from jaxdp.data.tfds import check_disjoint, from_tfds
 __all__ = [
     "CORRUPTIONS",
     "HELD_OUT_CORRUPTIONS",
+    "BMinSepSampler",
+    "BallsInBinsSampler",
+    "CyclicPoissonSampler",
     "DataSpec",
     "ExampleReader",
     "Examples",

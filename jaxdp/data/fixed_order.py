@@ -65,11 +65,6 @@ class FixedOrderSampler:
         return -(-self.num_examples // self.batch_size)
 
     @property
-    def records_per_owner(self) -> None:
-        """None: an owner of several records could take part in several steps of an epoch."""
-        return None
-
-    @property
     def expected_batch_size(self) -> float:
         """The public mean size of a batch, the divisor of the clipped sum."""
         return self.num_examples / self.steps_per_epoch

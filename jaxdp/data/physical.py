@@ -27,10 +27,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxdp.data.fixed_order import FixedOrderSampler
+from jaxdp.data.participation import BallsInBinsSampler, BMinSepSampler, CyclicPoissonSampler
 from jaxdp.data.sampling import PoissonSampler
 from jaxdp.files import check_count
 
-Sampler = PoissonSampler | FixedOrderSampler
+Sampler = (
+    PoissonSampler | CyclicPoissonSampler | BallsInBinsSampler | BMinSepSampler | FixedOrderSampler
+)
 """A sampler of private training."""
 
 # The first steps of a run take the largest size alone, so that the run starts before the programs

@@ -188,6 +188,27 @@ class PoissonSampler:
             noise_multiplier=inner_event.noise_multiplier,
         )
 
+    def run_event(self, inner_event: "dp_event.DpEvent", steps: int) -> "dp_event.DpEvent":
+        """Returns the privacy event of consecutive steps: `steps` times `event`."""
+        from dp_accounting import dp_event
+
+        return dp_event.SelfComposedDpEvent(self.event(inner_event), steps)
+
+    def check_chunks(self, steps: int, every: int) -> None:
+        """Does nothing. Steps cost as much in chunks as together."""
+
+    def words(self, units: str) -> str:
+        """Returns the sampling in words for a report."""
+        if self.records_per_owner:
+            units = "records"
+        text = (
+            f"Poisson: each of {self.num_examples} {units} is in a step with probability "
+            f"{self.sampling_probability:.6g}, {self.expected_batch_size:g} on average"
+        )
+        if self.truncated_batch_size is None:
+            return text
+        return f"{text}, and at most {self.truncated_batch_size}"
+
 
 @dataclasses.dataclass(frozen=True)
 class FixedBatchSampler:

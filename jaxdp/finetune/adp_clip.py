@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdp.data import PoissonSampler
+from jaxdp.data.physical import Sampler
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.options import CLIP_NORMS, OPTION_DEFAULTS, Options, noise_and_options
 from jaxdp.finetune.query import Query, QuerySums, moving_params
@@ -149,7 +149,7 @@ def adp_clip(
     clip_learning_rate: float = 0.2,
     count_noise: float | None = None,
     unit_norm: bool = True,
-    sampler: PoissonSampler,
+    sampler: Sampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """Returns a trainer for AdpClip, whose clip norm follows a quantile of the gradient norms.

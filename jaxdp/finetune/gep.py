@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import PoissonSampler
+from jaxdp.data.physical import Sampler
 from jaxdp.data.storage import on_device
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.options import OPTION_DEFAULTS, Options, check_clip_norm
@@ -420,7 +420,7 @@ def gep(
     power_iterations: int = 1,
     basis_every: int = 1,
     residual_share: float = 0.5,
-    sampler: PoissonSampler,
+    sampler: Sampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """Returns a trainer for GEP (Yu et al. 2021).

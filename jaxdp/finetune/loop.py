@@ -13,6 +13,10 @@ A run with correlated noise is one release. Its first chunk pays for all steps, 
 nothing. A later chunk that runs again and differs pays for the whole run once more
 (`jaxdp.finetune.whole_runs` says why that is enough).
 
+A sampler whose steps share who takes part has one event for the whole run (`BallsInBinsSampler`,
+`BMinSepSampler`). Such a run is one chunk. After a crash it repeats from its first step, bit for
+bit and at no charge. If anything differs, bins and noise are fresh, and all of it is charged again.
+
 The ledger holds the whole rest of the run before the first chunk, so that a run that does not fit
 spends nothing.
 """
@@ -34,7 +38,7 @@ from jaxdp import memory
 from jaxdp.data import Owners, Source, check_source
 from jaxdp.data.physical import FIRST_STEPS
 from jaxdp.files import check_count, check_function, shown, shows_keywords
-from jaxdp.finetune import run_notes, whole_runs
+from jaxdp.finetune import run_notes, simulated_events, whole_runs
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.programs import Programs
 from jaxdp.finetune.step import TrainState
@@ -193,18 +197,19 @@ def fit(
         check_source(source)
         trainer.check(source)
         _check_options(steps, options)
+        trainer.sampler.check_chunks(steps, options.checkpoint_every)
         if hosts.leads:
             check_account(trainer, account, options.delta, source)
 
     hosts.each(check)
     trainer = trainer.planned(steps)
     memory.make_room_for_programs()
-    with (
-        hosts.explained(),
-        Till(options.workdir, seed=options.seed, hosts=hosts) as till,
-        contextlib.closing(_Files(till.workdir, hosts)) as files,
-        trainer.compile(source) as programs,
-    ):
+    with contextlib.ExitStack() as opened:
+        opened.enter_context(hosts.explained())
+        till = opened.enter_context(Till(options.workdir, seed=options.seed, hosts=hosts))
+        files = opened.enter_context(contextlib.closing(_Files(till.workdir, hosts)))
+        trainer = simulated_events.of_run(trainer, till.workdir, hosts)
+        programs = opened.enter_context(trainer.compile(source))
         run = _Run(
             steps=steps,
             options=options,
@@ -336,7 +341,8 @@ class _Run:
                 self.hosts.each(lambda: self.programs.wait(first))
             if steps and not first:
                 self.hosts.each(lambda: self._check_examples(state))
-            for start in steps[:: self.options.checkpoint_every]:
+            every = self._end(first) - first or 1
+            for start in steps[::every]:
                 if start > first:
                     self._check_params(state, start)
                 state = self.till.release(self._chunk(state, start))
@@ -399,6 +405,11 @@ class _Run:
 
     def _settle(self, first: int) -> None:
         """Accounts for what a killed process left, once the workdir is known to fit the run."""
+        if first and self.trainer.is_whole and first != self.steps:
+            raise ValueError(
+                f"workdir holds a run of {first} steps, and this run of {self.steps} steps is one "
+                "release. Use a new workdir."
+            )
         if first > self.steps:
             raise ValueError(
                 f"workdir holds a run of {first} steps, more than steps={self.steps}. Use a new "
@@ -426,6 +437,8 @@ class _Run:
 
     def _end(self, first: int) -> int:
         """Returns the step after the last one of the chunk that begins at `first`."""
+        if self.trainer.is_whole:
+            return self.steps
         return min(first + self.options.checkpoint_every, self.steps)
 
     def _chunk(self, start: TrainState, first: int) -> Release[TrainState]:

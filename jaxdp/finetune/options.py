@@ -13,7 +13,6 @@ from jaxdp.privacy import (
     ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
-    SelfComposedDpEvent,
     calibrate_noise,
 )
 from jaxdp.privacy.accounting import Adjacency, Method
@@ -24,6 +23,10 @@ from jaxdp.transforms.meshes import ParamSharding
 from jaxdp.transforms.noise import CorrelatedNoise
 
 CLIP_NORMS = (1e-8, 1e8)  # far from where float32 squares underflow or overflow
+
+
+# Other draws of a simulation find an epsilon that is some percent larger.
+_MORE_NOISE = 1.02
 
 
 class Target(TypedDict, total=False):
@@ -129,12 +132,19 @@ def _constant_noise(
     sampler: Sampler, *, steps: int, besides: DpEvent | None = None, **target: Any
 ) -> float:
     """Returns the smallest noise multiplier with which steps and `besides` meet a target."""
+    terms: dict[str, Any] = {}
+    if hasattr(sampler, "steps"):
+        # The search repeats public draws, so that a resumed run finds the same noise. Its result
+        # is only a noise multiplier: the charged event has draws of its own.
+        terms["seed"] = bytes(16)
 
     def whole(noise_multiplier: float) -> DpEvent:
-        return beside(event(noise_multiplier, sampler, steps), besides)
+        inner = GaussianDpEvent(noise_multiplier)
+        return beside(sampler.run_event(inner, steps, **terms), besides)
 
     with counting(whole, label="noise", unit="trial") as tried:
-        return calibrate_noise(tried, **target)
+        noise_multiplier = calibrate_noise(tried, **target)
+    return noise_multiplier * _MORE_NOISE if terms else noise_multiplier
 
 
 def calibrated(
@@ -172,7 +182,7 @@ def event(noise_multiplier: float, sampler: Sampler, steps: int) -> DpEvent:
 
     A schedule of noise needs `PrivateTrainer.event` or `calibrate_schedule`.
     """
-    return SelfComposedDpEvent(sampler.event(GaussianDpEvent(noise_multiplier)), steps)
+    return sampler.run_event(GaussianDpEvent(noise_multiplier), steps)
 
 
 _ACCUMULATES = (
@@ -206,10 +216,10 @@ def check_sampler(sampler: Any, noise: CorrelatedNoise | None = None) -> None:
     Raises ValueError for a sampler that does not fit the noise: in which a unit takes part more
     often than correlated noise assumes, or which needs correlated noise.
     """
-    if not hasattr(sampler, "expected_batch_size"):
+    if not hasattr(sampler, "run_event"):
         raise TypeError(
             "sampler must be a jaxdp.data.PoissonSampler(len(source), batch_size / len(source)), "
-            f"got {sampler!r}."
+            f"or one of another pattern of participation, got {sampler!r}."
         )
     if noise is not None:
         noise.check_sampler(sampler)

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data import FixedOrderSampler, Owners, PoissonSampler, Source
-from jaxdp.data.physical import Sampler
+from jaxdp.data import Owners, PoissonSampler, Source
 from jaxdp.files import read_json, write_json
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, epsilon, unit_words
@@ -69,7 +68,7 @@ def _settings(trainer: PrivateTrainer, steps: int, account: Account) -> dict[str
         "planned steps": steps,
         "clip norm": clip_norm if isinstance(clip_norm, int | float) else str(clip_norm),
         "noise multiplier": noise if isinstance(noise, int | float) else "a schedule",
-        "sampling": _sampling(trainer.sampler, trainer.unit),
+        "sampling": trainer.sampler.words(unit_words(trainer.unit).many),
         "event": describe(trainer.event(0, steps)),
         **_correlation(trainer.privatizer.noise),
         "unit": trainer.unit,
@@ -91,20 +90,6 @@ def _correlation(noise: CorrelatedNoise | None) -> dict[str, str]:
         "correlated noise": f"{noise.steps} steps are one release, {pattern}, sensitivity "
         f"{noise.sensitivity:.6g} clip norms, {noise.buffers} buffers"
     }
-
-
-def _sampling(sampler: Sampler, unit: str) -> str:
-    if isinstance(sampler, FixedOrderSampler):
-        return sampler.words(unit_words(unit).many)
-    many = "records" if sampler.records_per_owner else unit_words(unit).many
-    text = (
-        f"Poisson: each of {sampler.num_examples} {many} is in a step with "
-        f"probability {sampler.sampling_probability:.6g}, {sampler.expected_batch_size:g} on "
-        "average"
-    )
-    if sampler.truncated_batch_size is None:
-        return text
-    return f"{text}, and at most {sampler.truncated_batch_size}"
 
 
 def _owners(

@@ -3,6 +3,7 @@
 One step:
 
     1. L_t: every example joins with probability q, independently                `PoissonSampler`
+       (or another pattern of participation, `jaxdp.data.participation`)
     2. each example contributes a vector of L2 norm at most S, summed over L_t   `Query.sums`
     3. add noise sigma S N(0, I), divide by the public number q n                `privatize`
     4. read the gradient from the noisy mean                                     `Query.read`
@@ -48,7 +49,7 @@ from jaxdp.finetune.options import (
 from jaxdp.finetune.programs import Programs, step_programs
 from jaxdp.finetune.query import Query, moving_params, wide
 from jaxdp.finetune.step import StepFunctions, TrainState, apart
-from jaxdp.privacy import DpEvent, NoOpDpEvent, SelfComposedDpEvent
+from jaxdp.privacy import DpEvent, NoOpDpEvent
 from jaxdp.privacy.events import compose
 from jaxdp.release import Hosts, derive, digest, new_seed, stream
 from jaxdp.transforms import meshes
@@ -71,6 +72,7 @@ class PrivateTrainer(StepFunctions):
     unit: str = "example"
     data_axes: Sequence[str] = ("data",)
     param_sharding: ParamSharding | None = None
+    simulated_event: DpEvent | None = None
     _sizes: dict[Any, PhysicalSizes] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
@@ -84,13 +86,25 @@ class PrivateTrainer(StepFunctions):
                 "unit must name what group=True protects, for example unit='patient', got "
                 "'example'."
             )
-        if self.sampler.records_per_owner is not None and (self.group or self.unit == "example"):
+        has_no_owner = self.group or self.unit == "example"
+        if self.records_per_owner is not None and has_no_owner:
             raise ValueError(
                 "unit must name an owner of records with sampler.records_per_owner, for example "
                 f"unit='person', without group, got {self.unit!r} with group={self.group}."
             )
+        if self.is_whole and isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
+            raise ValueError(
+                f"noise_multiplier must be one number with {type(self.sampler).__name__}, whose "
+                "event is that of equal steps. Use PoissonSampler with a schedule."
+            )
         meshes.check_mesh(self.mesh, self.data_axes, self.param_sharding, processes=True)
         super().__post_init__()
+
+    @property
+    def records_per_owner(self) -> int | None:
+        """The most records of an owner in the sampler, None without owners, as in most samplers."""
+        most: int | None = getattr(self.sampler, "records_per_owner", None)
+        return most
 
     # --- The state ------------------------------------------------------------------------------
 
@@ -193,10 +207,10 @@ class PrivateTrainer(StepFunctions):
                 "loss_fn takes the `jaxdp.data.Records` of an owner."
             )
         most = source.max_records if isinstance(source, Owners) else None
-        if most != self.sampler.records_per_owner:
+        if most != self.records_per_owner:
             raise ValueError(
                 f"sampler.records_per_owner must be {most} for this source, got "
-                f"{self.sampler.records_per_owner}. It is the max_records of jaxdp.data.by_owners, "
+                f"{self.records_per_owner}. It is the max_records of jaxdp.data.by_owners, "
                 "whose source.sampler(q) sets it, and None for other sources."
             )
         if len(source) != self.sampler.num_examples:
@@ -363,8 +377,8 @@ class PrivateTrainer(StepFunctions):
         steps have none of their own.
 
         Raises:
-          ValueError: `first` exceeds `last`. Or with correlated noise, `first` is not 0, or `last`
-              exceeds the steps of the run.
+          ValueError: `first` exceeds `last`, or the sampler has an event for all steps only. Or
+              with correlated noise, `first` is not 0, or `last` exceeds the steps of the run.
         """
         if not 0 <= first <= last:
             raise ValueError(
@@ -373,8 +387,12 @@ class PrivateTrainer(StepFunctions):
         noise = self.privatizer.noise
         if noise is not None:
             return self._whole_run(noise, first, last)
+        if self.is_whole and first < last:
+            return self._whole_event(first, last)
         if not isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
-            return SelfComposedDpEvent(self.sampler.event(self.privatizer.event), last - first)
+            if first == last:
+                return NoOpDpEvent()
+            return self.sampler.run_event(self.privatizer.event, last - first)
         counts = collections.Counter(map(self.privatizer.event_at, range(first, last)))
         return compose({self.sampler.event(event): count for event, count in counts.items()})
 
@@ -389,6 +407,26 @@ class PrivateTrainer(StepFunctions):
                 "one release, which is charged before the first step: event(0, steps)."
             )
         return noise.event(self.privatizer.multiplier_at(0))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether only all steps of a run together have an event."""
+        return hasattr(self.sampler, "steps")
+
+    def _whole_event(self, first: int, last: int) -> DpEvent:
+        """Returns the event of all steps, from one simulation for all calls."""
+        steps = getattr(self.sampler, "steps", 0)
+        if (first, last) != (0, steps):
+            raise ValueError(
+                f"first and last must be 0 and {steps}, the steps of the sampler, got {first} and "
+                f"{last}. Its steps share who takes part, so a part of them has no event, and more "
+                "steps need another sampler and a new run."
+            )
+        return self.simulated_event or self._simulated
+
+    @functools.cached_property
+    def _simulated(self) -> DpEvent:
+        return self.sampler.run_event(self.privatizer.event, getattr(self.sampler, "steps", 0))
 
     def programs(
         self,

@@ -3,6 +3,7 @@
 The modules:
 
 * Events: `events`, `relations`.
+* Events of patterns of participation: `participation`, by `simulation` and `curve_pairs`.
 * Epsilon of events: `loss_distribution`, `loss_densities`, `losses`, `convolution` and `gaussian`
   for PLD, `renyi` and `selection` for RDP, `rules`, `tally`, `accounting`. `calibration` and
   `planning` invert it.
@@ -24,6 +25,7 @@ from jaxdp.privacy.events import (
     GaussianDpEvent,
     LabelDpEvent,
     LaplaceDpEvent,
+    MonteCarloDpEvent,
     NonPrivateDpEvent,
     NoOpDpEvent,
     OneOfDpEvent,
@@ -52,6 +54,11 @@ from jaxdp.privacy.ledger import (
     Reservation,
     Spend,
 )
+from jaxdp.privacy.participation import (
+    b_min_sep_event,
+    balls_in_bins_event,
+    cyclic_poisson_event,
+)
 from jaxdp.privacy.planning import TrainingPlan, plan_training
 from jaxdp.privacy.privacy_warnings import PrivacyWarning
 from jaxdp.privacy.registry import Claim, CountedElsewhere, Registry
@@ -78,6 +85,7 @@ __all__ = [
     "LaplaceDpEvent",
     "Ledger",
     "LedgerDamaged",
+    "MonteCarloDpEvent",
     "NoOpDpEvent",
     "NonPrivateDpEvent",
     "OneOfDpEvent",
@@ -100,7 +108,10 @@ __all__ = [
     "UnitWords",
     "UnprovenDpEvent",
     "ZCDpEvent",
+    "b_min_sep_event",
+    "balls_in_bins_event",
     "calibrate_noise",
+    "cyclic_poisson_event",
     "delta",
     "epsilon",
     "plan_training",

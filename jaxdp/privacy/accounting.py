@@ -25,6 +25,7 @@ SampledWithoutReplacement    no rule                             RDP, sensitivit
 SingleEpochTreeAggregation   zero_out only, RDP                  no rule
 RepeatAndSelect              RDP (arXiv 2110.03620)              RDP
 OneOf                        RDP, the largest of the events      RDP
+MonteCarlo                   the pair of its curves              no rule
 ===========================  ==================================  =================================
 
 Under "replace_label" only LabelDp has a rule, that of PureDp, and it has none elsewhere.

@@ -51,6 +51,7 @@ __all__ = [
     "LaplaceDpEvent",
 ]
 __all__ += [
+    "MonteCarloDpEvent",
     "NoOpDpEvent",
     "NonPrivateDpEvent",
     "OneOfDpEvent",
@@ -150,6 +151,33 @@ class OwnedGaussianDpEvent(DpEvent):
 
 
 @dataclasses.dataclass(frozen=True)
+class MonteCarloDpEvent(DpEvent):
+    """A whole run whose cost was estimated by simulation (`jaxdp.privacy.participation`).
+
+    It holds the result of the simulation, so that a ledger that is read again gives the same
+    number. It is proven for "add_remove" and "zero_out". One event stands for all steps of its
+    run: the steps share who takes part, so a part of them has no event.
+
+    Attributes:
+        mechanism: What was simulated, such as "BallsInBins(20, 400, Gaussian(2))".
+        draws: The number of draws behind each estimate.
+        failure_probability: The probability over the draws that one of the deltas is too small. It
+            is a part of every delta of the event.
+        epsilons: 0 and further numbers, ascending, float [N].
+        forward: Bounds in [0, 1] on the deltas at `epsilons` where the record is in the data that
+            are drawn from, not ascending, float [N].
+        backward: The same where the record is not.
+    """
+
+    mechanism: str
+    draws: int
+    failure_probability: float
+    epsilons: tuple[float, ...]
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class UnprovenDpEvent(DpEvent):
     """A release without a privacy proof. It makes every epsilon that includes it infinite.
 
@@ -217,6 +245,21 @@ def _step_counts(value: Any) -> int | tuple[int, ...]:
     return counts
 
 
+def _reals(low: float, high: float, sign: int) -> Callable[[Any], tuple[float, ...]]:
+    """Returns a check of a sequence of numbers that rises, or falls with sign -1."""
+
+    def check(value: Any) -> tuple[float, ...]:
+        if isinstance(value, str) or not isinstance(value, Iterable):
+            raise TypeError(f"must be a sequence, got {type(value).__name__}.")
+        numbers = tuple(map(_real(low, high), value))
+        signed = [sign * number for number in numbers]
+        if not numbers or signed != sorted(signed):
+            raise ValueError("must be a sequence in order, and not empty.")
+        return numbers
+
+    return check
+
+
 def _text(value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"must be a non-empty string, got {value!r}.")
@@ -275,6 +318,14 @@ _FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
     ZCDpEvent: {"rho": _real(0), "xi": _real(0)},
     PureDpEvent: {"epsilon": _real(0)},
     LabelDpEvent: {"epsilon": _real(0)},
+    MonteCarloDpEvent: {
+        "mechanism": _text,
+        "draws": _integer(1),
+        "failure_probability": _real(0, 1),
+        "epsilons": _reals(0, 1e6, 1),
+        "forward": _reals(0, 1, -1),
+        "backward": _reals(0, 1, -1),
+    },
     UnprovenDpEvent: {"reason": _text},
 }
 _NAMES: Mapping[type[DpEvent], str] = {cls: cls.__name__.removesuffix("DpEvent") for cls in _FIELDS}
@@ -295,7 +346,19 @@ def _validated(event: Any) -> Any:
         raise ValueError(
             "SampledWithoutReplacementDpEvent.sample_size: must be at most source_dataset_size."
         )
+    if cls is MonteCarloDpEvent:
+        _check_curves(values["epsilons"], values["forward"], values["backward"])
     return cls(**values)
+
+
+def _check_curves(epsilons: tuple[float, ...], *deltas: tuple[float, ...]) -> None:
+    """Raises ValueError unless the epsilons begin at 0, with a delta of each direction at each."""
+    points = len(set(epsilons))
+    if epsilons[0] != 0 or any(len(curve) != points for curve in (epsilons, *deltas)):
+        raise ValueError(
+            "MonteCarloDpEvent.epsilons: must be different numbers from 0 on, with one delta of "
+            "forward and of backward for each."
+        )
 
 
 def _checked(event: Any, name: str, check: Callable[[Any], Any]) -> Any:
@@ -492,6 +555,11 @@ def describe(event: DpEvent) -> str:
             return " + ".join(describe(child) for child in event.events)
         case SelfComposedDpEvent():
             return f"{describe(event.event)} x {event.count}"
+        case MonteCarloDpEvent():
+            return (
+                f"MonteCarlo({shown(event.mechanism)}, {event.draws} draws, wrong with probability "
+                f"{event.failure_probability:g} which delta includes)"
+            )
     arguments = map(_describe_value, _values(event).values())
     return f"{_NAMES[type(event)]}({', '.join(arguments)})"
 

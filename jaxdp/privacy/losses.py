@@ -9,12 +9,14 @@ import math
 import numpy as np
 from scipy import special
 
+from jaxdp.privacy.curve_pairs import curve_pair
 from jaxdp.privacy.events import (
     MOST_NOISE,
     DiscreteLaplaceDpEvent,
     DpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
+    MonteCarloDpEvent,
     OwnedGaussianDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
@@ -56,6 +58,8 @@ def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
             return True
         case TruncatedSubsampledGaussianDpEvent():
             return True
+        case MonteCarloDpEvent():
+            return adjacency in ("add_remove", "zero_out")
         case RandomizedResponseDpEvent():
             return adjacency != "add_remove"
         case PoissonSampledDpEvent(event=GaussianDpEvent()):
@@ -70,6 +74,8 @@ def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
 def is_symmetric(leaf: DpEvent, adjacency: Adjacency) -> bool:
     """Returns whether both directions of a leaf have the same losses."""
     match leaf:
+        case MonteCarloDpEvent():
+            return False
         case RandomizedResponseDpEvent():
             return adjacency == "replace_one"
         case PoissonSampledDpEvent():
@@ -159,6 +165,12 @@ def distribution(
             return LossDistribution(pure_pair(loss), (), 0.0, reverse)
         case RandomizedResponseDpEvent():
             return LossDistribution(randomized_response(leaf, adjacency), (), 0.0, reverse)
+        case MonteCarloDpEvent():
+            curves = curve_pair(leaf.epsilons, leaf.forward, leaf.backward)
+            lost = curves.only_second if reverse else curves.only_first
+            # Wrong bounds bound nothing, as an infinite loss does.
+            lost += leaf.failure_probability
+            return LossDistribution(curves.atoms, (), lost, reverse)
         case DiscreteLaplaceDpEvent():
             atoms = _discrete_laplace(leaf.noise_parameter, int(factor) * leaf.sensitivity)
             return LossDistribution(atoms, (), 0.0, reverse)

@@ -15,7 +15,7 @@ from jaxdp.compilers import process, targets
 from jaxdp.files import write_durably
 from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.events import composition, to_json
-from launch import adapt, dpadapter, finetune, frame, parties, plans, predict, recalibrate
+from launch import adapt, dpadapter, finetune, frame, parties, plans, predict, recalibrate, trainers
 from tests.launch import tiny
 from tests.launch.test_frame import STUDIES
 
@@ -361,3 +361,23 @@ def test_a_recalibration_is_planned_by_the_rounds_of_a_source(capsys, sent):
     assert len(sent) == 2 * rounds  # a sum and its noise
     # A step is a round, with two programs of 1.5 million cycles.
     assert rows["a step"].startswith("3 million cycles")
+
+
+def test_the_field_of_participation_reaches_the_sampler():
+    config = tiny.finetune()
+    config.private.participation = {"kind": "cyclic_poisson", "separation": 6}
+    examples = range(1216)
+    sampler = trainers._sampler(config.private, examples, "private")
+    assert sampler.cycle_length == 6 and sampler.expected_batch_size == 64
+    config.private.participation.kind = "b_min_sep"
+    sampler = trainers._sampler(config.private, examples, "private")
+    assert sampler.separation == 6 and sampler.expected_batch_size == pytest.approx(64)
+    config.private.participation.kind = "balls_in_bins"
+    with pytest.raises(ValueError, match="must be 19, the batches of an epoch, got 6"):
+        trainers._sampler(config.private, examples, "private")
+    config.private.participation.separation = 19
+    sampler = trainers._sampler(config.private, examples, "private")
+    assert (sampler.bins, sampler.steps) == (19, 6)
+    config.private.participation.kind = "shuffled"
+    with pytest.raises(ValueError, match=r"private\.participation\.kind must be one of"):
+        trainers._sampler(config.private, examples, "private")

@@ -1,0 +1,81 @@
+"""The audit of runs with a pattern of participation, such as balls in bins.
+
+    sampler = jaxdp.data.BallsInBinsSampler(num_examples=1000, bins=4, steps=8)
+    print(audit_participation(sampler, noise_multiplier=1.0, trials=2000, delta=1e-2).describe())
+
+A trial is the noisy sums of one run, in the direction of a canary whose contribution always has the
+largest norm. Records take part independently, so the records of one sampler are the canaries of
+all trials.
+"""
+
+import dataclasses
+from typing import Any, Unpack
+
+import numpy as np
+from scipy import special
+
+from jaxdp.audit import bounds
+from jaxdp.data import BallsInBinsSampler, BMinSepSampler
+from jaxdp.files import check_count, shows_keywords
+from jaxdp.privacy import GaussianDpEvent
+from jaxdp.release import claim as claimed
+from jaxdp.release import derive, new_seed
+
+# Histories that stand for the law of the pattern in the score.
+_HISTORIES = 512
+
+
+@shows_keywords(bounds.ConfidenceTerms, vars(bounds.Terms))
+def audit_participation(
+    sampler: BallsInBinsSampler | BMinSepSampler,
+    *,
+    noise_multiplier: float,
+    trials: int,
+    seed: bytes | None = None,
+    **terms: Unpack[bounds.ConfidenceTerms],
+) -> bounds.Audit:
+    """Audits sampling and account of a pattern by many runs with and without a canary.
+
+    Args:
+      sampler: The sampler. Its `num_examples` has no effect.
+      noise_multiplier: The noise of a step over the clip norm.
+      trials: The number of runs of either kind, at least 2.
+      seed: 16 secret bytes, of the noise and of who takes part. The default is OS entropy.
+      terms: delta and confidence, as in `jaxdp.audit.multi_run`.
+
+    Returns:
+      The `Audit` of 2 `trials` runs, with the epsilon of `sampler.run_event`, add/remove.
+
+    Formal guarantees:
+      As `jaxdp.audit.multi_run`. The score is the likelihood ratio of the run, where 512 drawn
+      histories stand for the law of the pattern. Any score gives a valid bound.
+
+    Raises:
+      ValueError: An argument is out of range.
+    """
+    check_count("trials", trials, 2)
+    bound = bounds.Terms(**terms)
+    event = sampler.run_event(GaussianDpEvent(noise_multiplier), sampler.steps)
+    upper = claimed(event, adjacency="add_remove", delta=bound.delta)
+    bound.check(upper)
+    root = new_seed() if seed is None else seed
+    rng = np.random.Generator(np.random.Philox(key=int.from_bytes(root, "little")))
+    shifts = _histories(sampler, _HISTORIES, derive(root, "law")) / noise_multiplier
+    present = _histories(sampler, trials, derive(root, "canaries")) / noise_multiplier
+
+    def scores(shift: Any) -> np.ndarray:
+        values = shift + rng.standard_normal((trials, sampler.steps))
+        exponents = values @ shifts.T - np.square(shifts).sum(axis=1) / 2
+        ratio: np.ndarray = special.logsumexp(exponents, axis=1)
+        return ratio
+
+    return bounds.multi_run(scores(present), scores(0.0), upper=upper, **dataclasses.asdict(bound))
+
+
+def _histories(sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: bytes) -> np.ndarray:
+    """Returns who of `count` records takes part in which step, 0 or 1, float64 [count, steps]."""
+    of_trials = dataclasses.replace(sampler, num_examples=count).of_run(seed)
+    included = np.zeros((count, sampler.steps))
+    for step in range(sampler.steps):
+        included[of_trials.batch(step), step] = 1.0
+    return included

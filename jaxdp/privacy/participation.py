@@ -1,0 +1,384 @@
+"""Events of runs in which a pattern decides who takes part in which step.
+
+A run releases C G + sigma Z: the rows of G are the clipped sums of T steps, in units of the clip
+norm, Z is N(0, 1) and C a lower triangular strategy, [T, T]. C = I is DP-SGD. Equivalently, the
+noise of the steps is C^-1 Z. A record that takes part in the steps x, a 0-1 vector [T], shifts the
+release by at most m_x = C x / sigma standard deviations.
+
+    cyclic Poisson   A record is eligible in every b-th step, and sampled there with probability q.
+                     With bands <= b, its steps move disjoint rows. So the run is ceil(T / b)
+                     Poisson-sampled Gaussians of multiplier sigma / max_t |C e_t|
+                     (Choquette-Choo et al. 2023, arXiv 2306.08153, theorem 4).
+    balls in bins    x = bin j, the steps j, j + b, j + 2 b, ..., with a uniform j
+                     (Choquette-Choo et al. 2024, arXiv 2410.06266; for one epoch of C = I, Chua et
+                     al. 2024, arXiv 2412.16802).
+    b-min-sep        x is a stationary renewal process: a record is sampled with probability p
+                     unless it took part in the b - 1 steps before (arXiv 2602.09338).
+
+The last two are dominated by the pair (E_x N(m_x, I), N(0, I)) for adaptive steps, if C has no
+negative entry, for a record against none or against the null record. So they have no rule for
+"replace_one". Their deltas are simulated (`jaxdp.privacy.simulation`). The event holds the result,
+and composes as any pair does.
+"""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+from scipy import special
+
+from jaxdp.files import check_count, check_numbers
+from jaxdp.privacy.events import (
+    DpEvent,
+    GaussianDpEvent,
+    NonPrivateDpEvent,
+    NoOpDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+)
+from jaxdp.privacy.simulation import simulated
+
+DRAWS = 2**18
+FAILURE_PROBABILITY = 1e-8
+# Shifts so long that participation hides nothing. The run is charged as one without randomness.
+_LONGEST = 400.0
+
+
+def cyclic_poisson_event(
+    noise_multiplier: float,
+    *,
+    cycle_length: int,
+    sampling_probability: float,
+    steps: int,
+    strategy: np.ndarray | None = None,
+) -> DpEvent:
+    """Returns the event of a run with cyclic Poisson sampling.
+
+    Args:
+        noise_multiplier: sigma, the standard deviation of Z over the clip norm.
+        cycle_length: b, the number of groups.
+        sampling_probability: q, with which a record of the step's group is sampled.
+        steps: T.
+        strategy: C, float [T, T], lower triangular with at most b bands. None is DP-SGD.
+
+    Raises:
+        TypeError, ValueError: An argument is not as above.
+    """
+    check_count("cycle_length", cycle_length, 1)
+    matrix = _checked_strategy(strategy, steps)
+    norm = 1.0
+    if matrix is not None:
+        _check_bands(matrix, cycle_length, "cycle_length")
+        norm = float(np.linalg.norm(matrix, axis=0).max())
+    step = PoissonSampledDpEvent(sampling_probability, GaussianDpEvent(noise_multiplier / norm))
+    return SelfComposedDpEvent(step, -(-steps // cycle_length))
+
+
+def balls_in_bins_event(
+    noise_multiplier: float,
+    *,
+    bins: int,
+    steps: int,
+    strategy: np.ndarray | None = None,
+    draws: int = DRAWS,
+    failure_probability: float = FAILURE_PROBABILITY,
+    seed: bytes | None = None,
+) -> DpEvent:
+    """Returns the event of a run with balls-in-bins sampling, a `MonteCarloDpEvent`.
+
+    Every call draws anew. A run needs one event, which is chosen before it begins.
+
+    Args:
+        noise_multiplier: sigma, the standard deviation of Z over the clip norm.
+        bins: b, the number of bins.
+        steps: T, all steps of the run.
+        strategy: C, float [T, T], lower triangular without negative entries. None is DP-SGD.
+        draws: The draws of each estimate. 2**18 take a second or two for ten bins.
+        failure_probability: The probability over the draws that the event is too cheap, in
+            (0, 1). It is a part of every delta of the event.
+        seed: 16 bytes, for tests. None, the default, takes OS entropy.
+
+    Returns:
+        The event. It is a Gaussian where noise is so small that the bins hide nothing.
+
+    Raises:
+        TypeError, ValueError: An argument is not as above.
+    """
+    check_count("bins", bins, 1)
+    matrix = _checked_strategy(strategy, steps, no_negative=True)
+    if noise_multiplier == 0:
+        return NonPrivateDpEvent()
+    taking_part = (np.arange(steps)[:, None] % bins == np.arange(bins)).astype(float)
+    shifts = taking_part if matrix is None else matrix @ taking_part
+    mixture = Bins(shifts.T @ shifts / noise_multiplier**2)
+    name = f"BallsInBins({bins}, {steps}, {_text(noise_multiplier, strategy)})"
+    return _event(mixture, name, draws, failure_probability, seed)
+
+
+def b_min_sep_event(
+    noise_multiplier: float,
+    *,
+    separation: int,
+    sampling_probability: float,
+    steps: int,
+    strategy: np.ndarray | None = None,
+    draws: int = DRAWS // 8,
+    failure_probability: float = FAILURE_PROBABILITY,
+    seed: bytes | None = None,
+) -> DpEvent:
+    """Returns the event of a run with b-min-sep sampling, a `MonteCarloDpEvent`.
+
+    Args:
+        separation: b, the least distance of two steps of a record.
+        sampling_probability: p, with which a record that may take part does, in (0, 1].
+        strategy: C, float [T, T], lower triangular without negative entries, with at most b bands.
+            None is DP-SGD.
+        noise_multiplier, steps, draws, failure_probability, seed: As in `balls_in_bins_event`. The
+            time of a draw grows with the steps.
+
+    Returns:
+        The event, as `balls_in_bins_event` does.
+
+    Raises:
+        TypeError, ValueError: An argument is not as above.
+    """
+    check_count("separation", separation, 1)
+    check_numbers(sampling_probability=sampling_probability)
+    if not 0 < sampling_probability <= 1:
+        raise ValueError(f"sampling_probability must be in (0, 1], got {sampling_probability}.")
+    matrix = _checked_strategy(strategy, steps, no_negative=True)
+    if noise_multiplier == 0:
+        return NonPrivateDpEvent()
+    if matrix is None:
+        matrix = np.eye(steps)
+    _check_bands(matrix, separation, "separation")
+    mixture = Renewals(matrix / noise_multiplier, separation, sampling_probability)
+    pattern = f"{separation}, {sampling_probability:.9g}, {steps}"
+    name = f"BMinSep({pattern}, {_text(noise_multiplier, strategy)})"
+    return _event(mixture, name, draws, failure_probability, seed)
+
+
+def _event(
+    mixture: "Bins | Renewals",
+    mechanism: str,
+    draws: int,
+    failure_probability: float,
+    seed: bytes | None,
+) -> DpEvent:
+    check_count("draws", draws, 1)
+    if not 0 < failure_probability < 1:
+        raise ValueError(f"failure_probability must be in (0, 1), got {failure_probability}.")
+    if mixture.largest > _LONGEST:
+        return GaussianDpEvent(mixture.largest**-0.5)
+    if mixture.largest == 0:
+        return NoOpDpEvent()
+    return simulated(
+        mixture,
+        mechanism=mechanism,
+        draws=draws,
+        failure_probability=failure_probability,
+        seed=seed,
+    )
+
+
+def _text(noise_multiplier: float, strategy: np.ndarray | None) -> str:
+    noise = f"Gaussian({noise_multiplier:.9g})"
+    return noise if strategy is None else f"{noise}, correlated"
+
+
+def _checked_strategy(
+    strategy: np.ndarray | None, steps: int, *, no_negative: bool = False
+) -> np.ndarray | None:
+    """Returns a strategy as float64, or raises TypeError or ValueError."""
+    check_count("steps", steps, 1)
+    if strategy is None:
+        return None
+    matrix = np.asarray(strategy, np.float64)
+    if matrix.shape != (steps, steps):
+        raise ValueError(f"strategy must have shape {(steps, steps)}, got {matrix.shape}.")
+    if not np.isfinite(matrix).all() or np.triu(matrix, 1).any():
+        raise ValueError(
+            "strategy must be finite and lower triangular: a step has the noise of steps before."
+        )
+    if no_negative and (matrix < 0).any():
+        raise ValueError(
+            f"strategy must have no negative entry, got {matrix.min():g}. The dominating pair is "
+            "proven for such strategies only. Use cyclic Poisson sampling."
+        )
+    return matrix
+
+
+def _check_bands(matrix: np.ndarray, most: int, name: str) -> None:
+    rows, columns = np.nonzero(matrix)
+    bands = int((rows - columns).max(initial=-1)) + 1
+    if bands > most:
+        raise ValueError(
+            f"strategy must have at most {name}={most} bands, got {bands}. Use more separation or "
+            "fewer bands."
+        )
+
+
+class Bins:
+    """The shifts of balls in bins, seen through the products <m_j, y> of a draw with all of them.
+
+    Args:
+        products: The products of the shifts with each other, float64 [b, b].
+    """
+
+    def __init__(self, products: np.ndarray):
+        self._products = products
+        self._squares = np.diag(products)
+        self.width = len(products)
+        self.largest = float(self._squares.max())
+        self.mean_square = float(self._squares.mean())
+        self._with_mean = products.mean(axis=0)
+        self.square_of_mean = float(self._with_mean.mean())
+
+    @functools.cached_property
+    def _root(self) -> np.ndarray | None:
+        """The square root of the products, or None where they are diagonal."""
+        if not (self._products - np.diag(self._squares)).any():
+            return None
+        values, vectors = np.linalg.eigh(self._products)
+        root: np.ndarray = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
+        return root
+
+    def _noise(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        noise = rng.standard_normal((count, self.width))
+        noise = noise * np.sqrt(self._squares) if self._root is None else noise @ self._root
+        values: np.ndarray = noise
+        return values
+
+    def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
+        """Returns values of N(scale m_j, I) with a uniform j, float64 [count, b]."""
+        own = rng.integers(self.width, size=count)
+        values: np.ndarray = scale * self._products[own] + self._noise(rng, count)
+        return values
+
+    def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
+        """Returns values of N(scale E_j m_j, I), float64 [count, b]."""
+        values: np.ndarray = scale * self._with_mean + self._noise(rng, count)
+        return values
+
+    def log_ratio(self, values: np.ndarray, scale: float) -> np.ndarray:
+        """Returns the logarithm of the density ratio of scaled shifts, float64 [count]."""
+        exponents = scale * values - scale * scale * self._squares / 2
+        largest = exponents.max(axis=1)
+        exponents -= largest[:, None]
+        np.exp(exponents, out=exponents)
+        ratio: np.ndarray = largest + np.log(exponents.mean(axis=1))
+        return ratio
+
+    def along_mean(self, values: np.ndarray) -> np.ndarray:
+        """Returns the products of values with the mean shift, float64 [count]."""
+        product: np.ndarray = values.mean(axis=1)
+        return product
+
+
+@dataclasses.dataclass(frozen=True)
+class Renewals:
+    """The shifts of b-min-sep sampling.
+
+    Steps of a record move disjoint rows, so |m_x|^2 is the sum over its steps.
+
+    Args:
+        matrix: C / sigma, float64 [T, T], with at most b bands.
+        separation: b.
+        probability: p.
+    """
+
+    matrix: np.ndarray
+    separation: int
+    probability: float
+
+    @property
+    def width(self) -> int:
+        """T, the numbers of a draw."""
+        return len(self.matrix)
+
+    @property
+    def rate(self) -> float:
+        """The probability that a record is in a step: p / (1 + (b - 1) p)."""
+        return self.probability * self._may_begin
+
+    @property
+    def _may_begin(self) -> float:
+        """The probability that a record may take part in the first step."""
+        return 1 / (1 + (self.separation - 1) * self.probability)
+
+    @functools.cached_property
+    def _squares(self) -> np.ndarray:
+        squares: np.ndarray = np.square(self.matrix).sum(axis=0)
+        return squares
+
+    @functools.cached_property
+    def _mean(self) -> np.ndarray:
+        mean: np.ndarray = self.rate * self.matrix.sum(axis=1)
+        return mean
+
+    @functools.cached_property
+    def largest(self) -> float:
+        """The largest squared length of a shift, over all x with steps b or more apart."""
+        best = np.zeros(self.width + self.separation)
+        for step in reversed(range(self.width)):
+            taken = self._squares[step] + best[step + self.separation]
+            best[step] = max(best[step + 1], taken)
+        return float(best[0])
+
+    @property
+    def mean_square(self) -> float:
+        """The mean squared length of a shift."""
+        return float(self.rate * self._squares.sum())
+
+    @property
+    def square_of_mean(self) -> float:
+        """The squared length of the mean shift."""
+        return float(self._mean @ self._mean)
+
+    def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
+        """Returns values of N(scale m_x, I) with random x, float64 [count, T]."""
+        taking_part = np.zeros((count, self.width))
+        free_from = self.first_free(rng, count)
+        for step in range(self.width):
+            is_in = (free_from <= step) & (rng.random(count) < self.probability)
+            taking_part[is_in, step] = 1.0
+            free_from[is_in] = step + self.separation
+        shifts: np.ndarray = scale * (taking_part @ self.matrix.T)
+        return shifts + rng.standard_normal((count, self.width))
+
+    def first_free(self, rng: np.random.Generator, count: int) -> np.ndarray:
+        """Returns the steps from which records may take part, in 0, ..., b - 1, int64 [count]."""
+        waits = np.full(self.separation, self.rate)
+        waits[0] = self._may_begin
+        return rng.choice(self.separation, size=count, p=waits / waits.sum())
+
+    def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
+        """Returns values of N(scale E_x m_x, I), float64 [count, T]."""
+        values: np.ndarray = scale * self._mean + rng.standard_normal((count, self.width))
+        return values
+
+    def log_ratio(self, values: np.ndarray, scale: float) -> np.ndarray:
+        """Returns the logarithm of the density ratio of scaled shifts, float64 [count].
+
+        By dynamic programming over the steps, the last one first (arXiv 2602.09338, equation 2):
+        the ratio of the steps from t on is (1 - p) times that from t + 1 on, plus p times the
+        ratio of a participation in t times that from t + b on.
+        """
+        own = scale * (values @ self.matrix) - scale * scale * self._squares / 2
+        later = np.zeros((self.width + self.separation, len(values)))
+        stays_out = math.log1p(-self.probability) if self.probability < 1 else -math.inf
+        takes_part = math.log(self.probability)
+        for step in reversed(range(self.width)):
+            without = stays_out + later[step + 1]
+            with_own = takes_part + own[:, step] + later[step + self.separation]
+            later[step] = np.logaddexp(without, with_own)
+        weights = np.full((self.separation, 1), self.rate)
+        weights[0] = self._may_begin
+        ratio: np.ndarray = special.logsumexp(later[: self.separation], axis=0, b=weights)
+        return ratio
+
+    def along_mean(self, values: np.ndarray) -> np.ndarray:
+        """Returns the products of values with the mean shift, float64 [count]."""
+        product: np.ndarray = values @ self._mean
+        return product
