@@ -367,17 +367,17 @@ def test_the_field_of_participation_reaches_the_sampler():
     config = tiny.finetune()
     config.private.participation = {"kind": "cyclic_poisson", "separation": 6}
     examples = range(1216)
-    sampler = trainers._sampler(config.private, examples, "private")
+    sampler = trainers.sampler_of(config.private, examples, "private")
     assert sampler.cycle_length == 6 and sampler.expected_batch_size == 64
     config.private.participation.kind = "b_min_sep"
-    sampler = trainers._sampler(config.private, examples, "private")
+    sampler = trainers.sampler_of(config.private, examples, "private")
     assert sampler.separation == 6 and sampler.expected_batch_size == pytest.approx(64)
     config.private.participation.kind = "balls_in_bins"
     with pytest.raises(ValueError, match="must be 19, the batches of an epoch, got 6"):
-        trainers._sampler(config.private, examples, "private")
+        trainers.sampler_of(config.private, examples, "private")
     config.private.participation.separation = 19
-    sampler = trainers._sampler(config.private, examples, "private")
+    sampler = trainers.sampler_of(config.private, examples, "private")
     assert (sampler.bins, sampler.steps) == (19, 6)
     config.private.participation.kind = "shuffled"
     with pytest.raises(ValueError, match=r"private\.participation\.kind must be one of"):
-        trainers._sampler(config.private, examples, "private")
+        trainers.sampler_of(config.private, examples, "private")
