@@ -21,11 +21,11 @@ def test_the_number_of_bands_is_the_best_that_participations_allow():
     best = optimal_noise(SAMPLER, steps=STEPS)
     assert (best.participations, best.min_separation) == (2, 4)
     errors = {
-        bands: optimal_noise(SAMPLER, steps=STEPS, bands=bands).error().mean()
-        for bands in (1, 2, 4)
+        bands: optimal_noise(SAMPLER, steps=STEPS, bands=bands).error().mean() for bands in (1, 2)
     }
-    assert best.error().mean() == min(errors.values()) < 0.8 * errors[1]
-    assert best.buffers + 1 <= 4
+    assert best.error().mean() < errors[2] < errors[1]
+    assert best.error().mean() < 0.8 * errors[1]
+    assert best.buffers + 1 == 4
     # The number of jax_privacy, for a sensitivity of sqrt(2) times the largest column.
     with jax.enable_x64(True):
         theirs = float(toeplitz.loss(jnp.asarray(best.strategy.bands), STEPS))
