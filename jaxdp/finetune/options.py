@@ -53,6 +53,7 @@ class Options(Target, total=False):
     engine: Engine
     clip_rule: Any
     trainable: Callable[[str, Any], bool] | None
+    exact: bool
 
 
 OPTION_DEFAULTS: Mapping[str, Any] = {
@@ -76,6 +77,7 @@ OPTION_DEFAULTS: Mapping[str, Any] = {
     "engine": "auto",
     "clip_rule": "global",
     "trainable": None,
+    "exact": False,
 }
 
 

@@ -78,6 +78,7 @@ from jaxdp.transforms.noise.trees import (
     discrete_laplace,
     gaussian,
     laplace,
+    rounded_gaussian,
 )
 
 __all__ = [
@@ -96,5 +97,6 @@ __all__ = [
     "new_seed",
     "privatize",
     "range_of",
+    "rounded_gaussian",
     "stream",
 ]
