@@ -39,8 +39,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms.noise.rounded import LARGEST, MOST_BITS
-
+# Noise of a standard deviation of 2^bits steps is at most LARGEST 2^bits, for bits up to MOST_BITS.
+LARGEST = 16
+MOST_BITS = 24
 _LEAST_BITS = 8
 _MOST_SUM = 2**31 - 1
 _MOST_COORDINATE = 2**24 - 1  # every integer up to it is a float32

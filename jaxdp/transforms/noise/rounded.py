@@ -41,19 +41,18 @@ import numpy as np
 from jax import lax
 
 from jaxdp.transforms import chacha
+from jaxdp.transforms.grids import LARGEST
 from jaxdp.transforms.noise.words import cipher_key
 
 # log2 of the total variation between a value and a rounded normal.
 LOG_GAP = -94
-# Values are at most LARGEST 2^s.
-LARGEST = 16
-_SLABS = 256
+# Slabs of width 1/16 up to LARGEST.
+_SLABS = 16 * LARGEST
 _SLAB_WORDS = 4
 _COMPARED_WORDS = 3
 # Comparisons that a block of the cipher has words for, besides a slab and a place in it.
 _COMPARISONS = 3
 LEAST_BITS = 4
-MOST_BITS = 24
 
 
 class _Lanes(NamedTuple):

@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.transforms.compiler import check_options
+from jaxdp.transforms.grids import MOST_BITS
 from jaxdp.transforms.noise.cauchy import standard_cauchy
 from jaxdp.transforms.noise.keys import check_key, number_of_draw
 from jaxdp.transforms.noise.laplace import discrete_values, standard_laplace
 from jaxdp.transforms.noise.normal import BLOCKS_TOGETHER, pieces_of, standard_normals
 from jaxdp.transforms.noise.normal_on_mesh import divided_normals
 from jaxdp.transforms.noise.reuse import check_shards, check_vmap
-from jaxdp.transforms.noise.rounded import LEAST_BITS, MOST_BITS, rounded_normals
+from jaxdp.transforms.noise.rounded import LEAST_BITS, rounded_normals
 from jaxdp.transforms.noise.scales import check_carried, check_scale
 
 LARGEST_DISCRETE_SCALE = 2.0**18
