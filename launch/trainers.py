@@ -57,8 +57,8 @@ def make(
                                      have no finite gradient; no field is False
         scaler_noise_multiplier      of tables: above 0, the target also pays a `charged_scaler` of
                                      the columns with public ranges; 0 or no field has none
-        exact                        True rounds gradients to a grid and draws noise by integers, for
-                                     DPSGD; no field is False
+        exact                        True sums and draws noise by integers (dp_sgd); no field is
+                                     False
       network: The network to train.
       private: The private images, or `Groups` of them.
       public: PUBLIC images, from which GEP takes its anchors.

@@ -73,8 +73,8 @@ def by_python(words):
     last = even = magnitude = None
     is_fresh = True
     for turn in words:
-        slab_number, _, low_u = (int(number_of(turn[a:b])) for a, b in ((0, 4), (4, 6), (6, 9)))
         if is_fresh:
+            slab_number = int(number_of(turn[:4]))
             slab = sum(threshold <= slab_number for threshold in thresholds)
             place = int(turn[4]) << 10 | int(turn[5]) >> 22
             d = fractions.Fraction(2 * place + 1, 2**47)
