@@ -277,6 +277,34 @@ def test_settings_without_a_grid_are_refused():
         jaxdp.clipped_grad(loss, clip_norm=2.0).on_grid(privatizer.grid)
 
 
+def last_bits(exact, value):
+    """Returns how many noisy values near 0 have last bits that 1 + noise cannot have."""
+    privatizer = jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY, exact=exact)
+    # Far below the last bit of a float32 near 1, and the last bit of the grid.
+    unit, dtype = 2.0**-26, jnp.float32
+    if exact:
+        unit, dtype = privatizer.grid.step, jnp.int32
+        value = value * math.isqrt(privatizer.grid.longest)
+    sums = jnp.full(SAMPLES, value, dtype)
+    noisy, _ = privatizer.update(sums, privatizer.init(None))
+    noisy = np.asarray(noisy, np.float64)
+    near = noisy[np.abs(noisy) < 2.0**-5]
+    return np.count_nonzero(near / unit % 2)
+
+
+@pytest.mark.slow
+def test_last_bits_tell_a_sum_in_floats_and_no_sum_in_integers():
+    """Mironov's attack (2012). Near 0, 1 + noise is a multiple of the last bit of a number near 1,
+    and noise alone is not. The sensitivity is 1, and a delta of 1e-2 could not explain it."""
+    assert last_bits(exact=False, value=0.0) > 0.02 * SAMPLES
+    assert last_bits(exact=False, value=1.0) == 0
+    without, present = (last_bits(exact=True, value=value) for value in (0, 1))
+    # phi(0) and phi(1), times the width, times a half.
+    for count, density in ((without, 0.399), (present, 0.242)):
+        expected = SAMPLES * density * 2.0**-5
+        assert abs(count - expected) < 6 * math.sqrt(expected)
+
+
 # --- Training ------------------------------------------------------------------------------------
 
 CLASSES = 10
@@ -353,6 +381,31 @@ def test_a_run_is_paid_and_resumes_bit_for_bit(trainer, digits, tmp_path):
     run(2, "parts", "two")
     parts = run(4, "parts", "two")
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), whole.params, parts.params))
+
+
+@pytest.mark.slow
+def test_a_gradient_does_not_depend_on_the_row_of_its_example():
+    """The assumption of the grid, on this platform, for convolutions."""
+
+    def of_image(params, image):
+        out = jax.lax.conv_general_dilated(
+            image[None], params, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jnp.square(jax.nn.relu(out)).sum()
+
+    rng = np.random.default_rng(5)
+    images = rng.normal(size=(21, 9, 9, 3)).astype(np.float32)
+    params = jnp.asarray(rng.normal(size=(3, 3, 3, 8)), jnp.float32)
+    privatizer = jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=20, exact=True)
+    total = jaxdp.clipped_grad(of_image, clip_norm=1.0).on_grid(privatizer.grid)
+    order = rng.permutation(21)
+    one = total(params, images, jnp.ones(21, bool)).grads
+    assert (one == total(params, images[order], jnp.ones(21, bool)).grads).all()
+    # Without an example, and with zeros in its place, the others add what they added.
+    present = np.arange(21) != 4
+    without = total(params, images * present[:, None, None, None], jnp.asarray(present)).grads
+    alone = total(params, images, jnp.asarray(~present)).grads
+    assert (one == without + alone).all()
 
 
 @pytest.mark.slow
