@@ -39,7 +39,6 @@ from benchmarks import (
     evidence_recalibration,
     evidence_split,
     evidence_tta,
-    exact_noise,
     finetune_methods,
     membership,
     recalibration_sweeps,
@@ -105,7 +104,6 @@ EVIDENCE = [
         lambda found: {"methods": finetune_methods.table(found["rows"])},
     ),
     Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
-    Evidence("results/exact_noise.md", ("exact_noise.json",), exact_noise.tables),
     Evidence(
         "results/membership.md",
         ("membership.json",),

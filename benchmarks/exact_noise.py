@@ -113,7 +113,7 @@ def accuracies(runs: int) -> list[dict[str, Any]]:
 
 
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of docs/results/exact_noise.md."""
+    """Returns the tables of a report."""
     lines = []
     for row in report["steps"]:
         ratios = [f"{row[name]:.2f}" for name in ("over_floats", "cpu_over_floats")]
