@@ -87,6 +87,7 @@ BENCHMARKS = {
         "dpadapter_theory",
         "6 CPU minutes",
     ),
+    "exact_noise": _page("exact_noise", "exact noise: time, and accuracy", "exact_noise"),
     "finetune_methods": _page(
         "finetune_methods", "private training on features of a public network", "finetune_methods"
     ),

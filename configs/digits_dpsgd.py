@@ -68,6 +68,7 @@ def get_config(rounds: str = "all") -> ConfigDict:
                 "physical_batch_size": 240,
                 "steps": 100,
                 **clipping(1.0),
+                "exact": False,  # True sums and draws noise by integers
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 0.35,
                 **optimizer(momentum=0.9),

@@ -76,6 +76,8 @@ def make(
                                      noise
         scaler_noise_multiplier      of tables: above 0, the target also pays a `charged_scaler` of
                                      the columns with public ranges; 0 or no field has none
+        exact                        True sums and draws noise by integers (dp_sgd); no field is
+                                     False
       network: The network to train.
       private: The private images, or `Groups` or `Owners` of them.
       public: PUBLIC images, from which GEP takes its anchors.
@@ -103,6 +105,7 @@ def make(
             sampler=sampler,
             clip_norm=_clip_norm(config, network.params, options.get("trainable"), part),
             clip_rule=config.get("clip_rule", "global"),
+            exact=config.get("exact", False),
             physical_batch_size=config.physical_batch_size or None,
             augment=augmentation(images) if config.augmult else None,
             augmult=config.augmult or 1,

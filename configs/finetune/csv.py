@@ -70,6 +70,7 @@ def get_config(columns: str = "") -> ConfigDict:
                 "physical_batch_size": 0,  # the library chooses
                 "steps": 60,
                 **clipping(1.0),
+                "exact": False,  # True sums and draws noise by integers
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 0.5,
                 **optimizer(momentum=0.9),

@@ -113,9 +113,10 @@ def audit_step(
     batches = [np.append(others, row) for row in rows]
     candidates = [trainer.sums(state, source, batch) for batch in batches]
 
-    observe = functools.partial(
-        _observe, privatizer.update, privatizer.divisor, state.noise.step, base
-    )
+    divisor = privatizer.divisor
+    if privatizer.grid is not None:  # sums are in steps, and means are not
+        divisor /= privatizer.grid.step
+    observe = functools.partial(_observe, privatizer.update, divisor, state.noise.step, base)
     noise = _noise(observe, base, stream(runs.seed, "what the noise is like"))
     distance = functools.partial(_distance, noise.variances)
     present, absent = runs.farthest(candidates, [base], distance)

@@ -11,7 +11,7 @@ One step, in the order of the algorithm. All methods share steps 1, 4 and 5, whi
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +28,18 @@ from jaxdp.transforms.noise import CorrelatedNoise
 class GradientSum(Query):
     """The query of DP-SGD, in which each example contributes its clipped gradient."""
 
+    on_grids: ClassVar[bool] = True
+
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
         """Returns the clip norm."""
         return self.gradient.sensitivity(adjacency)
 
     def zeros(self, params: Any) -> Any:
-        """Returns zeros like the trainable parameters."""
-        return jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
+        """Returns zeros like the trainable parameters, integers on a grid."""
+        zeros = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
+        if self.gradient.grid is None:
+            return zeros
+        return jax.tree.map(lambda x: x.astype(jnp.int32), zeros)
 
     def sums(
         self,
@@ -141,6 +146,10 @@ def dp_sgd(
         "Dense_0/kernel". Sums of gradients, noise and the optimizer's state lie like them. None,
         the default, keeps the shardings that the parameters have, and replicates those without.
       engine, clip_rule, trainable: As in `jaxdp.clipped_grad`, with its defaults.
+      exact: Whether gradients are rounded to a public grid and summed as integers, with noise that
+        is drawn by integers (`jaxdp.privatize(exact=True)`). The event is the same, and no rounding
+        of floats is left out of it. It forms per-example gradients, and takes no schedule of noise.
+        The default is False.
 
     Raises:
       ValueError: An argument is out of range or does not fit the mesh. Neither the noise nor its

@@ -57,6 +57,7 @@ class Options(Target, total=False):
     engine: Engine
     clip_rule: Any
     trainable: Callable[[str, Any], bool] | None
+    exact: bool
 
 
 OPTION_DEFAULTS: Mapping[str, Any] = {
@@ -80,6 +81,7 @@ OPTION_DEFAULTS: Mapping[str, Any] = {
     "engine": "auto",
     "clip_rule": "global",
     "trainable": None,
+    "exact": False,
 }
 
 

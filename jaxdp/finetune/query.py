@@ -6,7 +6,7 @@ and how it reads the noisy sum. `jaxdp.finetune.step` does everything else for a
 
 import abc
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +50,10 @@ class Query(abc.ABC):
       refresh_every: The number of steps between calls of `refresh`, which begin with step 0. 0 is
           never. Public.
       copies: The number of per-example gradients that `sums` holds for each example.
+      on_grids: Whether the method can sum integers for exact noise.
     """
 
+    on_grids: ClassVar[bool] = False
     gradient: ClippedGrad
     public: Any = None
     refresh_every: int = 0

@@ -339,6 +339,9 @@ class PrivateTrainer(StepFunctions):
                 devices=meshes.data_devices(self.mesh, self.data_axes),
                 launches_cost=there,
             )
+            if self.privatizer.grid is not None:
+                # The size may decide the last bits of a gradient, and the batch decides the size.
+                sizes = dataclasses.replace(sizes, sizes=sizes.sizes[:1])
             rounded = meshes.rounded_up(sizes.sizes, self.mesh, self.data_axes)
             self._sizes[known] = dataclasses.replace(sizes, sizes=rounded)
         return self._sizes[known]
@@ -508,16 +511,27 @@ def make_trainer(
     clipping = {
         name: fields.pop(name) for name in ("engine", "clip_rule", "trainable") if name in fields
     }
+    exact = fields.pop("exact", False)
     # The views of an example, or the records of a user, are a group: its mean gradient is clipped.
     grouped = fields.get("augment") is not None or fields.get("group", False)
     gradient = clipped_grad(loss_fn, clip_norm=clip_norm, group=grouped, **clipping)
     query = make_query(gradient)
+    batch_size = sampler.expected_batch_size
     privatizer = privatize(
         query,
         noise_multiplier=noise_multiplier,
-        divisor=sampler.expected_batch_size,
+        divisor=batch_size,
         noise=noise,
+        exact=exact,
     )
+    if exact:
+        if not query.on_grids:
+            raise ValueError(
+                f"exact must be False for {type(query).__name__}, got True. Exact noise is for "
+                "sums of clipped gradients: use dp_sgd."
+            )
+        # A gradient and its rounding are held for each example.
+        query = dataclasses.replace(query, gradient=gradient.on_grid(privatizer.grid), copies=2)
     return PrivateTrainer(
         query=query, privatizer=privatizer, optimizer=optimizer, sampler=sampler, **fields
     )

@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxdp.transforms import engines, forms, rounding, shards, sites
 from jaxdp.transforms.clip_rules import ClipRule, clip_factors
+from jaxdp.transforms.grids import Grid
 from jaxdp.transforms.loss_programs import Program
 from jaxdp.transforms.method_costs import choose_method
 
@@ -28,6 +29,7 @@ class SumOptions(NamedTuple):
     clip_rule: ClipRule
     microbatch_size: int | None
     part_of: tuple[int, ...]  # the number of the part of each trainable leaf
+    grid: Grid | None = None  # of sums in integers
 
 
 class SumInputs(NamedTuple):
@@ -247,7 +249,7 @@ def _chunk_sums(
     """Computes the clipped sums of examples that are in memory together."""
     unmasked = inputs.unmasked
     if len(unmasked) == 0:
-        return _empty_sums(program, inputs)
+        return _empty_sums(options, program, inputs)
     result = _engine_result(options, program, inputs)
     finite = result.finite
     part_norms = list(map(rounding.root, result.squared_norms))
@@ -256,6 +258,8 @@ def _chunk_sums(
     for norms, clip_norm, bound in zip(part_norms, inputs.clip_norms, inputs.bounds, strict=True):
         of_part = clip_factors(options.clip_rule, norms, clip_norm, bound)
         factors.append(jnp.where(contributes, of_part, 0))
+    if options.grid is not None:
+        return _example_sums(result, inputs, _integer_sums(options, result, factors))
     rows = result.rows
     # On a TPU the sums themselves leave out the rows of the factor 0.
     if forms.platform() != "tpu":
@@ -263,11 +267,28 @@ def _chunk_sums(
         needed = ~finite.all()
         read, factors = _without_rows((rows.read, factors), contributes, needed)
         rows = rows._replace(read=read)
-    sums = result.weighted_sum(rows, factors)
+    return _example_sums(result, inputs, result.weighted_sum(rows, factors))
+
+
+def _integer_sums(
+    options: SumOptions, result: engines.EngineResult, factors: list[jax.Array]
+) -> list[jax.Array]:
+    """Returns the sum of gradients that are rounded to the grid, int32 for each leaf."""
+    assert options.grid is not None and result.grads is not None
+    of_leaves = [factors[part] for part in options.part_of]
+    return options.grid.total(result.grads, of_leaves)
+
+
+def _example_sums(
+    result: engines.EngineResult, inputs: SumInputs, sums: list[jax.Array]
+) -> ClippedSums:
+    """Returns sums with the values of their examples."""
+    unmasked, finite = inputs.unmasked, result.finite
+    part_norms = list(map(rounding.root, result.squared_norms))
     losses = jnp.where(unmasked, result.losses, 0)
     part_norms = [jnp.where(unmasked, norms, 0) for norms in part_norms]
     norms, part_norms = _with_total(part_norms)
-    examples = ExampleValues(norms, losses, result.aux, contributes, part_norms)
+    examples = ExampleValues(norms, losses, result.aux, unmasked & finite, part_norms)
     nonfinite = (unmasked & ~finite).sum(dtype=jnp.int32)
     return ClippedSums(sums, examples, nonfinite)
 
@@ -287,6 +308,8 @@ def _engine_result(
     arguments = (program, inputs.consts, inputs.leaves, inputs.batch, options.part_of)
     if options.engine == "vmap":
         return engines.by_vmap(*arguments)
+    if options.grid is not None:  # each gradient is rounded by itself
+        return engines.by_bookkeeping(*arguments, engines.keep_all)
     may_keep = options.engine == "auto"
 
     def choose(
@@ -302,10 +325,12 @@ def _engine_result(
     return engines.by_bookkeeping(*arguments, choose)
 
 
-def _empty_sums(program: Program, inputs: SumInputs) -> ClippedSums:
+def _empty_sums(options: SumOptions, program: Program, inputs: SumInputs) -> ClippedSums:
     """Returns the sums of no examples."""
     n_parts = len(inputs.clip_norms)
     leaves = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in inputs.leaves]
+    if options.grid is not None:
+        leaves = [x.astype(jnp.int32) for x in leaves]
     dtype = sites.wide_dtype(*inputs.leaves)
     no_norms = jnp.zeros(0, dtype)
     norms, part_norms = _with_total([no_norms] * n_parts)

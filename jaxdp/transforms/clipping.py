@@ -63,6 +63,7 @@ from jaxdp.transforms.clipped_sums import SumInputs, SumOptions, clipped_sums
 from jaxdp.transforms.compiler import check_options
 from jaxdp.transforms.engines import Engine
 from jaxdp.transforms.example_loss import BatchedLoss, LossFunction, batched_loss
+from jaxdp.transforms.grids import Grid
 from jaxdp.transforms.leaf_plans import LeafPlan
 from jaxdp.transforms.loss_programs import trace_loss
 
@@ -178,6 +179,28 @@ class ClippedGrad:
     has_aux: bool
     group: bool
     microbatch_size: int | None
+    grid: Grid | None = None
+
+    def on_grid(self, grid: Grid | None) -> "ClippedGrad":
+        """Returns the function whose `grads` is int32, a sum of gradients in steps of a grid.
+
+            privatizer = jaxdp.privatize(grad_fn, noise_multiplier=1.1, divisor=256, exact=True)
+            exact_fn = grad_fn.on_grid(privatizer.grid)
+            update, state = privatizer.update(exact_fn(params, batch, mask).grads, state)
+
+        `jaxdp.transforms.grids` says how a gradient is rounded, and has the proof that one example
+        moves the sum by at most the clip norm of the grid. Per-example gradients are formed, in
+        B x P memory. None is the sum in floats.
+
+        Raises:
+          ValueError: The clip norm of the grid is not `sensitivity()`.
+        """
+        if grid is not None and grid.clip_norm != self.sensitivity():
+            raise ValueError(
+                f"grid must have the clip norm {self.sensitivity()}, got {grid.clip_norm}. Take "
+                "the grid of jaxdp.privatize(grad_fn, ..., exact=True)."
+            )
+        return dataclasses.replace(self, grid=grid)
 
     def sensitivity(self, adjacency: Adjacency = "add_remove") -> Any:
         """Returns the L2 sensitivity of `grads` to one example (one group with `group=True`).
@@ -508,7 +531,7 @@ def _summed(
     """Computes a clipped sum. All mesh axes are Auto here, so that any loss can be divided."""
     batched = _batched(f, tree, arrays, batch, mask, key)
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
-    options = SumOptions(f.engine, f.clip_rule, f.microbatch_size, tree.part_of)
+    options = SumOptions(f.engine, f.clip_rule, f.microbatch_size, tree.part_of, f.grid)
     inputs = SumInputs(consts, batched.leaves, batched.batch, batched.unmasked, clip_norms, bounds)
     sums = clipped_sums(options, program, inputs)
     examples = sums.examples

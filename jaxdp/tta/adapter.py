@@ -212,6 +212,7 @@ class Adapter:
                 noisy=self.method.noise_multiplier > 0,
                 filters=self.method.filters,
                 clip_rule=self.method.clip_rule,
+                grid=self.method.grid,
             )
             constants = constants._replace(
                 clip_norm=self.method.clip_norm,

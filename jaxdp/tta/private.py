@@ -21,12 +21,14 @@ from typing import Any, Literal
 from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.transforms.clipping import clipped_grad
+from jaxdp.transforms.grids import Grid
 from jaxdp.transforms.noise import check_product
 from jaxdp.tta.accounts import check_adjacency, epsilons
 from jaxdp.tta.method import Method, check_name
 
 Filters = Literal["remove", "keep"]
 _LARGEST = 1e38  # about float32's
+_MOST_IMAGES = 2**16  # of an update, without an overflow of its sum in integers
 
 # How `private` treats each operator.
 _ABSORBED = "absorbed: inside the clipped loss of its own image"
@@ -56,6 +58,17 @@ class Private:
     filters: Filters
     kept_fraction: float
     clip_rule: Any
+    exact: bool = False
+
+    @property
+    def grid(self) -> Grid | None:
+        """The grid of sums in integers with exact noise, or None.
+
+        It is one grid for batches of all sizes, with room for updates of 65,536 images.
+        """
+        if not self.exact:
+            return None
+        return Grid.of(self.sensitivity("zero_out"), self.noise_multiplier, _MOST_IMAGES)
 
     @property
     def event(self) -> DpEvent:
@@ -102,6 +115,8 @@ class Private:
         noise = "clipped only, no noise: epsilon = inf"
         if self.noise_multiplier:
             noise = f"noise {self.noise_multiplier:g} x clip norm"
+        if self.exact:
+            noise += ", exact: in integers on a grid"
         lines = [f"private {type(method).__name__}, clip norm {self.clip_norm:g}{rule}, {noise}"]
         treatments = dict(RULES)
         if self.filters == "keep":
@@ -130,6 +145,7 @@ def private(
     filters: Filters = "remove",
     kept_fraction: float = 1.0,
     clip_rule: Any = "global",
+    exact: bool = False,
 ) -> Private:
     """Returns the private form of a test-time adaptation method.
 
@@ -149,6 +165,9 @@ def private(
       kept_fraction: With "keep", the fraction kappa in (0, 1] of images expected to pass, a public
         guess. The divisor is then kappa B, which keeps the length of steps.
       clip_rule: The rule that scales a gradient, as in `jaxdp.clipped_grad`.
+      exact: Whether gradients are summed as integers and the noise is drawn by integers, as in
+        `jaxdp.privatize(exact=True)`. The guarantee is the same, and no rounding of floats is left
+        out of it. It needs noise. The default is False.
 
     Raises:
       TypeError: method is not a `Method`, or is private already.
@@ -188,7 +207,14 @@ def private(
             f"kept_fraction must be in (0, 1], and 1 unless filters='keep', got {kept_fraction}."
         )
     form = Private(
-        method, float(clip_norm), float(noise_multiplier), filters, float(kept_fraction), clip_rule
+        method=method,
+        clip_norm=float(clip_norm),
+        noise_multiplier=float(noise_multiplier),
+        filters=filters,
+        kept_fraction=float(kept_fraction),
+        clip_rule=clip_rule,
+        exact=exact,
     )
     form.sensitivity()  # refuses an unknown clip_rule
+    form.grid  # noqa: B018  refuses exact noise of size 0
     return form

@@ -5,6 +5,7 @@
 only the parameters that adapt, with None elsewhere.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -16,8 +17,9 @@ import numpy as np
 import optax
 
 from jaxdp.transforms.clipping import clipped_grad
+from jaxdp.transforms.grids import Grid
 from jaxdp.transforms.meshes import Layout
-from jaxdp.transforms.noise import gaussian
+from jaxdp.transforms.noise import gaussian, rounded_gaussian
 from jaxdp.tta.clipped import Unit
 from jaxdp.tta.finite import all_finite, without_bad_rows
 from jaxdp.tta.method import Method, Sample
@@ -78,6 +80,7 @@ class StepProgram(NamedTuple):
     noisy: bool = False
     filters: str = "keep"
     clip_rule: Any = "global"
+    grid: Grid | None = None
 
 
 class StepConstants(NamedTuple):
@@ -99,13 +102,16 @@ def fresh_state(
     A reset to it clears momentum, previous gradient and unfinished sum, and does not rewind `step`.
     """
     zeros = jax.tree.map(jnp.zeros_like, widened(constants.moving))
+    no_sum = zeros
+    if program.grid is not None:
+        no_sum = jax.tree.map(lambda x: x.astype(jnp.int32), zeros)
     return AdaptState(
         step=step,
         params=constants.moving,
         opt_state=constants.opt_state,
         memory=() if program.private else program.method.start(),
         released=zeros if program.private and program.method.radius else None,
-        pending=zeros if program.accumulate > 1 else None,
+        pending=no_sum if program.accumulate > 1 else None,
         key=key,
     )
 
@@ -374,7 +380,10 @@ def _private_step(
     # Every update gets its full noise and the public divisor, also if all images are padding.
     def release(total: Any) -> AdaptState:
         noisy_sum = total
-        if program.noisy:
+        if program.grid is not None:
+            noise = rounded_gaussian(key, total, program.grid.bits, number=state.step)
+            noisy_sum = jax.tree.map(program.grid.read, _add(total, noise))
+        elif program.noisy:
             noise = gaussian(key, total, constants.noise_std, number=state.step)
             noisy_sum = _add(total, noise)
         divisor = size * program.accumulate * constants.divisor_scale
@@ -421,13 +430,15 @@ def _clipped_sum(
     program: StepProgram, constants: StepConstants, loss: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Returns the clipped sum of the gradients of a loss of one image with auxiliary results."""
-    return clipped_grad(
+    in_floats = clipped_grad(
         loss,
         trainable=functools.partial(_is_in, program.adapted),
         has_aux=True,
         clip_norm=constants.clip_norm,
         clip_rule=program.clip_rule,
     )
+    # The clip norm is traced, so that `on_grid` cannot compare it.
+    return dataclasses.replace(in_floats, grid=program.grid)
 
 
 def _is_in(paths: frozenset[str], path: str, leaf: Any) -> bool:

@@ -100,6 +100,10 @@ def adp_clip_by_parts(sigma: float) -> PrivateTrainer:
     return finetune.adp_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, **options)
 
 
+def dp_sgd_exact(sigma: float) -> PrivateTrainer:
+    return dp_sgd(sigma, exact=True)
+
+
 def dp_sgd_of_patients(sigma: float) -> PrivateTrainer:
     return dp_sgd(sigma, group=True, unit="patient")
 
@@ -154,6 +158,9 @@ class UnclippedSum(GradientSum):
     ) -> QuerySums:
         of_examples = self.gradient.per_example(params, batch, mask)
         total = jax.tree.map(lambda g: g.sum(0), of_examples.grads)
+        if grid := self.gradient.grid:
+            steps = jax.tree.map(lambda g: g / grid.step, total)
+            total = jax.tree.map(lambda g: g.astype(jnp.int32), steps)
         return QuerySums(total, of_examples.nonfinite)
 
 
@@ -398,6 +405,12 @@ def _cases() -> Iterator[Case]:
             dp_sgd,
             1,
             "Abadi et al. 2016, Algorithm 1; Balle and Wang 2018; `jaxdp.finetune.dp_sgd`",
+        ),
+        "DP-SGD, exact noise": (
+            dp_sgd_exact,
+            1,
+            "integers of norm at most 2^bits / sigma, and a Gaussian that is rounded: "
+            "post-processing; `jaxdp.transforms.grids`, `jaxdp.transforms.noise.rounded`",
         ),
         "DP-SAT": (
             dp_sat,

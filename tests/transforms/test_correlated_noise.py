@@ -215,6 +215,8 @@ def test_privatize_refuses_what_has_no_event():
         jaxdp.privatize(1.0, noise_multiplier=lambda t: 1.0, divisor=1.0, noise=noise)
     with pytest.raises(TypeError, match="noise must be jaxdp"):
         jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1.0, noise=BANDED)
+    with pytest.raises(ValueError, match="exact must be False with correlated noise"):
+        jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1.0, noise=noise, exact=True)
     privatizer = jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1.0, noise=noise)
     for event in (lambda: privatizer.event, lambda: privatizer.event_at(0)):
         with pytest.raises(ValueError, match="an update has no event of its own"):

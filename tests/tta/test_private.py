@@ -605,6 +605,36 @@ def gaussian_epsilon(mu, delta):
 
 
 @pytest.mark.slow
+def test_exact_noise_is_the_integers_of_the_images_and_the_noise_of_the_key(real_noise):
+    """Two batches an update. A twin in floats adds no whole number of steps."""
+    batches = tiny.stream(7, 2)
+
+    def pending_and_release(exact):
+        form = tta.private(tta.Tent(), clip_norm=2.0, noise_multiplier=0.7, exact=exact)
+        adapter = tta.Adapter(apply_fn, tiny.PARAMS, form, optax.sgd(1.0), accumulate=2)
+        state = adapter.init(jax.random.key(2))
+        first, _ = adapter.step(state, batches[0])
+        second, _ = adapter.step(first, batches[1])
+        moved = jax.tree.map(lambda x, y: x - y, state.params, second.params)
+        return form, jax.tree.leaves(first.pending), jax.tree.leaves(moved)
+
+    form, pending, moved = pending_and_release(exact=True)
+    _, in_floats, _ = pending_and_release(exact=False)
+    assert form.event == GaussianDpEvent(0.7)
+    assert "exact" in form.describe()
+    step = form.grid.step
+    for integers, floats in zip(pending, in_floats, strict=True):
+        assert integers.dtype == jnp.int32
+        np.testing.assert_allclose(np.asarray(integers) * step, floats, atol=SIZE * step + 1e-3)
+    moved = np.concatenate([np.ravel(x) for x in moved]) * (2 * SIZE) / step
+    moved = moved[moved != 0]
+    assert len(moved) == 4 * tiny.WIDTH
+    assert 0.3 < np.std(moved) / 2**form.grid.bits < 3  # 24 normals
+    with pytest.raises(ValueError, match="noise_multiplier must be positive"):
+        tta.private(tta.Tent(), clip_norm=2.0, noise_multiplier=0.0, exact=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma", PUBLISHED)
 def test_epsilon(sigma):
     method = tta.private(tta.Tent(), clip_norm=0.1, noise_multiplier=sigma)

@@ -29,14 +29,14 @@ the ledger does not cover:
   at the largest float.
 * *Addition.* `value + noise` is rounded to a float whose last bits depend on `value` (Mironov 2012;
   Haney et al., "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there
-  yet? Timing and floating-point attacks", 2022). This is NOT mitigated. A proof needs values that
-  are first rounded to a grid, which raises the sensitivity with the square root of the number of
-  parameters. Publish at reduced precision if the adversary reads raw bits. `discrete_laplace` is
-  the exception, because it adds integers to integers. Its logarithms are float32. An enumeration of
-  them at the largest scale gives each integer within 6 scales its probability to a relative 2**-14.
+  yet? Timing and floating-point attacks", 2022). `privatize(exact=True)` mitigates it: values,
+  sums and noise are integers, and `rounded_gaussian` is drawn by integers. Without it, publish at
+  reduced precision if the adversary reads raw bits. `discrete_laplace` adds integers to integers
+  too. Its logarithms are float32. An enumeration of them at the largest scale gives each integer
+  within 6 scales its probability to a relative 2**-14.
 * *Summation.* When one example changes, a float32 sum of clipped gradients can move by a rounding
   error more than the clip norm (Casacuberta et al., "Widespread underestimation of sensitivity",
-  CCS 2022).
+  CCS 2022). Integers have one sum in every order, and `jaxdp.transforms.grids` bounds it exactly.
 * *Time.* Noise takes the same operations for every key, except one more draw when 32 bits of a
   Laplace or Cauchy value are all zero. Nothing else about timing is promised.
 
@@ -58,9 +58,9 @@ change the last digits of noise. They do not make it smaller. `jaxdp.transforms.
 options that are refused.
 
 **Modules.** `keys` has seeds and keys, `words` the cipher's words for one draw. `normal`,
-`normal_on_mesh`, `laplace` and `cauchy` draw vectors of each law. `trees` cuts them into the leaves
-of a pytree. `reuse` and `scales` check arguments. `schedule` and `privatizer` are `privatize`.
-`correlation` is the noise of matrix factorisation.
+`normal_on_mesh`, `rounded`, `laplace` and `cauchy` draw vectors of each law. `trees` cuts them into
+the leaves of a pytree. `reuse` and `scales` check arguments. `schedule` and `privatizer` are
+`privatize`. `correlation` is the noise of matrix factorisation.
 """
 
 from jaxdp.transforms.noise.correlation import CorrelatedNoise, correlated
@@ -80,6 +80,7 @@ from jaxdp.transforms.noise.trees import (
     discrete_laplace,
     gaussian,
     laplace,
+    rounded_gaussian,
 )
 
 __all__ = [
@@ -100,5 +101,6 @@ __all__ = [
     "new_seed",
     "privatize",
     "range_of",
+    "rounded_gaussian",
     "stream",
 ]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from dp_accounting import dp_event
 
+from jaxdp.transforms.grids import Grid
 from jaxdp.transforms.noise import trees
 from jaxdp.transforms.noise.correlation import CorrelatedNoise
 from jaxdp.transforms.noise.keys import check_key, new_seed, stream
@@ -49,6 +50,8 @@ class Privatizer(optax.GradientTransformationExtraArgs):
     noise_multiplier: "float | NoiseSchedule"
     divisor: float  # public, divides the noisy sum
     noise: CorrelatedNoise | None  # None is independent noise
+    # The grid of sums in integers with exact noise, or None.
+    grid: Grid | None
     _key: jax.Array | None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -104,6 +107,7 @@ class Privatizer(optax.GradientTransformationExtraArgs):
             key=self._key,
             steps=steps,
             noise=self.noise,
+            exact=self.grid is not None,
         )
 
     def init_buffers(self, sums: Any) -> Any:
@@ -135,6 +139,7 @@ def privatize(
     key: jax.Array | None = None,
     steps: int | None = None,
     noise: CorrelatedNoise | None = None,
+    exact: bool = False,
 ) -> Privatizer:
     """Builds an optax transformation that adds Gaussian noise to a clipped SUM of gradients.
 
@@ -175,6 +180,10 @@ def privatize(
             release, `noise.event(noise_multiplier)`, and none has an event of its own. After
             `noise.steps` updates it raises ValueError, and under `jax.jit` the noise is NaN. None,
             the default, is independent noise.
+        exact: Whether sums are int32 on the grid `privatizer.grid`, and the noise is a normal
+            rounded to it, drawn by integers (`rounded_gaussian`). Sums come from
+            `grad_fn.on_grid(privatizer.grid)`. The event is the same, and no rounding of floats
+            is left out of it.
 
     Returns:
         A `Privatizer`. `update(updates, state, shardings=...)` takes the `shardings` of `gaussian`.
@@ -190,7 +199,9 @@ def privatize(
         Gaussian mechanism with the noise multiplier of step t (Dwork and Roth 2014, appendix A).
         Balle and Wang (2018) give its exact trade-off curve. The noise is `noise_multiplier *
         clip_norm` under EVERY adjacency. The accountant knows that replacing a record moves the sum
-        by up to `2 * clip_norm`.
+        by up to `2 * clip_norm`. With `exact`, the update is a rounding of that mechanism, and
+        `jaxdp.transforms.grids` and `jaxdp.transforms.noise.rounded` have the proof. Delta grows by
+        at most (1 + e^epsilon) 2^-94 for each value of each update.
 
         ============================  =============================================================
         case                          behaviour
@@ -220,7 +231,9 @@ def privatize(
             the multiplier is infinite, or the noise is not zero and the clip norm is infinite or
             takes the noise outside of float32. Or `steps` is not positive, or a multiplier of a
             planned step is one of these or 0: the message has the step. Or the noise is correlated
-            and the multiplier a schedule.
+            and the multiplier a schedule. With `exact`: the multiplier is a schedule or 0, the
+            noise is correlated, the clip norm is 0, or the divisor is so large that int32 sums
+            would have fewer than 8 bits for a standard deviation.
     """
     clip_norm = _clip_norm_of(clipped_or_sensitivity)
     if not callable(noise_multiplier):
@@ -236,7 +249,8 @@ def privatize(
             f"steps must be an integer and at least 1, got {steps!r}. Leave it out for a constant."
         )
     multiplier = _multiplier_of(noise_multiplier, clip_norm, steps)
-    _check_noise(noise, multiplier)
+    _check_noise(noise, multiplier, exact)
+    grid = _grid_of(clip_norm, multiplier, divisor) if exact else None
     if key is not None:
         check_key(key)
 
@@ -259,6 +273,9 @@ def privatize(
                 f"updates must be the sum of gradients, got {type(updates).__name__} with the "
                 "private values of examples. Give its field: update(out.grads, state)."
             )
+        if grid is not None:
+            mean = _exact_mean(grid, divisor, updates, state, shardings)
+            return mean, PrivatizeState(state.key, state.step + 1)
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, trees.noise_dtype(leaf)), updates)
         buffers = state.buffers
         if isinstance(multiplier, NoiseSchedule) or multiplier > 0:
@@ -281,12 +298,15 @@ def privatize(
         noise_multiplier=multiplier,
         divisor=divisor,
         noise=noise,
+        grid=grid,
         _key=key,
     )
     return privatizer
 
 
-def _check_noise(noise: CorrelatedNoise | None, multiplier: "float | NoiseSchedule") -> None:
+def _check_noise(
+    noise: CorrelatedNoise | None, multiplier: "float | NoiseSchedule", exact: bool
+) -> None:
     """Raises TypeError or ValueError for noise that is not correlated, or has a schedule."""
     if noise is None:
         return
@@ -298,6 +318,10 @@ def _check_noise(noise: CorrelatedNoise | None, multiplier: "float | NoiseSchedu
         raise ValueError(
             "noise_multiplier must be a number with correlated noise, whose event is that of equal "
             "noise in all steps. Got a schedule."
+        )
+    if exact:
+        raise ValueError(
+            "exact must be False with correlated noise, whose rows are sums of floats. Got True."
         )
 
 
@@ -316,6 +340,39 @@ def _check_divisor(divisor: float) -> float:
             f"divisor must be positive and finite, got {divisor}. Use the expected batch size."
         )
     return divisor
+
+
+def _grid_of(clip_norm: float, noise_multiplier: "float | NoiseSchedule", divisor: float) -> Grid:
+    if isinstance(noise_multiplier, NoiseSchedule):
+        raise ValueError(
+            "noise_multiplier must be one number with exact=True, got a schedule: a grid belongs "
+            "to one standard deviation. Use a constant, or exact=False."
+        )
+    return Grid.of(clip_norm, noise_multiplier, divisor)
+
+
+def _exact_mean(
+    grid: Grid,
+    divisor: float,
+    updates: Any,
+    state: PrivatizeState,
+    shardings: Any,
+) -> Any:
+    """Returns the noisy mean of sums of a grid, float32."""
+    for leaf in jax.tree.leaves(updates):
+        if jnp.result_type(leaf) != jnp.int32:
+            raise TypeError(
+                f"updates must be int32 sums of a grid with exact=True, got {leaf.dtype}. Sum "
+                "with grad_fn.on_grid(privatizer.grid)."
+            )
+        check_shards(state.key, leaf, shared=True)
+    noise = trees.rounded_gaussian(state.key, updates, grid.bits, number=state.step)
+    if shardings is not None:
+        noise = jax.lax.with_sharding_constraint(noise, shardings)
+    # An overflow is modulo 2^32, which is post-processing.
+    total = jax.tree.map(jnp.add, updates, noise)
+    # The floats below are post-processing of integers.
+    return jax.tree.map(lambda leaf: grid.read(leaf) / divisor, total)
 
 
 def _new_key(params: Any) -> jax.Array:

@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.transforms.compiler import check_options
+from jaxdp.transforms.grids import MOST_BITS
 from jaxdp.transforms.noise.cauchy import standard_cauchy
 from jaxdp.transforms.noise.keys import check_key, number_of_draw
 from jaxdp.transforms.noise.laplace import discrete_values, standard_laplace
 from jaxdp.transforms.noise.normal import BLOCKS_TOGETHER, pieces_of, standard_normals
 from jaxdp.transforms.noise.normal_on_mesh import divided_normals
 from jaxdp.transforms.noise.reuse import check_shards, check_vmap
+from jaxdp.transforms.noise.rounded import LEAST_BITS, rounded_normals
 from jaxdp.transforms.noise.scales import check_carried, check_scale
 
 LARGEST_DISCRETE_SCALE = 2.0**18
@@ -144,6 +146,33 @@ def discrete_laplace(
     number = number_of_draw(number)
     draw = _sliced(functools.partial(discrete_values, number, scale))
     return _drawn(key, number, tree, scale, draw)
+
+
+def rounded_gaussian(
+    key: jax.Array,
+    tree: Any,
+    bits: int,
+    *,
+    number: int | jax.Array = 0,
+) -> Any:
+    """Draws int32 noise round(2**bits Z), Z ~ N(0, 1), shaped like `tree`, by integers alone.
+
+    Added to integers of L2 sensitivity 2**bits / sigma, it is the Gaussian mechanism of multiplier
+    sigma, rounded. So it is post-processing of that mechanism, for vectors and sampled batches
+    alike. `jaxdp.transforms.noise.rounded` has the sampler and its proof.
+
+    Args:
+        key, tree, number: As in `gaussian`.
+        bits: An integer from 4 to 24.
+
+    Raises:
+        TypeError, ValueError: As in `gaussian`. Also ValueError if bits is outside its range.
+    """
+    if not isinstance(bits, int) or not LEAST_BITS <= bits <= MOST_BITS:
+        raise ValueError(f"bits must be an integer from 4 to 24, got {bits!r}.")
+    number = number_of_draw(number)
+    draw = _sliced(functools.partial(rounded_normals, bits, number))
+    return _drawn(key, number, tree, bits, draw)
 
 
 def cauchy(

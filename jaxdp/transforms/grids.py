@@ -1,0 +1,193 @@
+"""Sums of clipped gradients in integers, on a public grid.
+
+`jaxdp.privatize(..., exact=True)` makes the `Grid` of its noise, and
+`clipped_grad(...).on_grid(grid)` sums multiples of its step. The steps of an example:
+
+    1. g <- its clipped gradient over the step, cut to +- (2^24 - 1)    in float32
+    2. k <- g rounded towards 0, coordinate by coordinate               int32
+    3. k <- 0 unless sum_i k_i^2 <= `longest`                           by integers alone
+    4. the sum of all k                                                 int32
+
+The noise has a standard deviation of 2^bits steps, which is sigma C, and `longest` is the integer
+part of (2^bits / sigma)^2. So step 3 alone proves that an example moves the sum by at most C in L2
+norm. No rounding of a norm, of a product or of a sum matters for it.
+
+**Why towards 0.** It makes every coordinate shorter, so the norm stays below C and the rounding has
+no price in sensitivity. Rounding to the nearest integer lengthens a vector of d coordinates by up
+to sqrt(d) / 2, and stochastic rounding needs a bound that holds with a probability, or has to be
+repeated (Kairouz, Liu, Steinke 2021, arXiv:2102.06387). The price is a bias of less than a step for
+each example and coordinate, a share 2^-bits of the standard deviation of the noise. Step 1 takes
+C (1 - 2^-16) for C, so that float32 errors of a norm make no example fail step 3.
+
+**Overflow.** All coordinates of a k are at most R = 2^bits / sigma, and the noise is at most 16
+2^bits. So `most_examples` examples and the noise stay below 2^31. A batch with more can only
+overflow if almost all of its gradients lie along one coordinate. Its sum is then wrong by a
+multiple of 2^32. That is a function of the right sum, hence post-processing: an overflow costs
+accuracy and no privacy.
+
+**Which bits a gradient has** is the one assumption. A contribution must be a function of its own
+example and of released values. The rows of a batch are computed by one program, and the sum would
+move by more than C if the other rows of a batch decided the last bits of a row.
+"""
+
+import dataclasses
+import fractions
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Noise of a standard deviation of 2^bits steps is at most LARGEST 2^bits, for bits up to MOST_BITS.
+LARGEST = 16
+MOST_BITS = 24
+_LEAST_BITS = 8
+_MOST_SUM = 2**31 - 1
+_MOST_COORDINATE = 2**24 - 1  # every integer up to it is a float32
+# The room for float32 errors of a norm.
+_ROOM = 1 - 2.0**-16
+# 256 squares of numbers below 2^12 have a sum below 2^32.
+_BLOCK = 256
+_HALF = 12
+# Larger upper words of a sum of squares are cut to this one, which exceeds every `longest`.
+_ENDLESS = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The public grid of a sum with exact noise. `Grid.of` makes it.
+
+    Attributes:
+      clip_norm: C, in the units of the gradient.
+      noise_multiplier: sigma.
+      bits: The standard deviation of the noise is 2^bits steps.
+      most_examples: The number of examples whose sum with noise cannot overflow.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    bits: int
+    most_examples: int
+
+    @classmethod
+    def of(cls, clip_norm: float, noise_multiplier: float, divisor: float) -> "Grid":
+        """Returns the finest grid on which batches of about `divisor` examples do not overflow.
+
+        A Poisson-sampled batch with the mean `divisor` has more examples than `most_examples` with
+        a probability below 2^-64 (Bernstein's inequality).
+
+        Raises:
+          ValueError: A number is not positive and finite, or so many examples leave fewer than 8
+            bits.
+        """
+        for name, value in (("clip_norm", clip_norm), ("noise_multiplier", noise_multiplier)):
+            if not 0 < value < math.inf:
+                raise ValueError(
+                    f"{name} must be positive and finite for exact noise, got {value!r}."
+                )
+        most = math.ceil(divisor + math.sqrt(92 * divisor) + 64)
+        for bits in range(MOST_BITS, _LEAST_BITS - 1, -1):
+            grid = cls(clip_norm, noise_multiplier, bits, most)
+            largest = math.isqrt(grid.longest)
+            whole = most * largest + LARGEST * 2**bits
+            if largest <= _MOST_COORDINATE and whole <= _MOST_SUM:
+                return grid
+        raise ValueError(
+            f"divisor={divisor:g} with noise_multiplier={noise_multiplier:g} is too large for "
+            f"exact noise: sums of int32 would have a grid of fewer than {_LEAST_BITS} bits for a "
+            "standard deviation. Take smaller batches, or noise that is not exact."
+        )
+
+    @property
+    def step(self) -> float:
+        """The distance of two points of the grid, in the units of the gradient."""
+        return self.noise_multiplier * self.clip_norm * 2.0**-self.bits
+
+    @property
+    def longest(self) -> int:
+        """The squared norm in steps that no contribution exceeds, at most (2^bits / sigma)^2."""
+        sigma = fractions.Fraction(self.noise_multiplier)
+        return math.floor((fractions.Fraction(2) ** self.bits / sigma) ** 2)
+
+    def total(self, grads: Sequence[jax.Array], factors: Sequence[jax.Array]) -> list[jax.Array]:
+        """Sums the rounded gradients of a batch.
+
+        Args:
+          grads: The gradients [B, ...] of each leaf.
+          factors: The clip factors [B] of each leaf, 0 for an example that contributes nothing.
+
+        Returns:
+          The sum for each leaf, int32.
+        """
+        steps = [self._steps(g, factor) for g, factor in zip(grads, factors, strict=True)]
+        return [jnp.sum(x, axis=0, dtype=jnp.int32) for x in self.short_rows(steps)]
+
+    def _steps(self, grads: jax.Array, factors: jax.Array) -> jax.Array:
+        """Returns clipped gradients in steps, int32 [B, ...], rounded towards 0."""
+        factors = factors.reshape(-1, *(1,) * (grads.ndim - 1))
+        clipped = (grads * factors).astype(jnp.float32)
+        steps = clipped * jnp.float32(_ROOM / self.step)
+        # A gradient that is not finite has the factor 0, and 0 * NaN is NaN.
+        is_number = (factors > 0) & jnp.isfinite(steps)
+        steps = jnp.where(is_number, steps, 0)
+        return jnp.clip(steps, -_MOST_COORDINATE, _MOST_COORDINATE).astype(jnp.int32)
+
+    def short_rows(self, steps: Sequence[jax.Array]) -> list[jax.Array]:
+        """Returns int32 [B, ...] of each leaf with zeros for examples longer than `longest`."""
+        high, low = squared_norms(steps)
+        most_high, most_low = divmod(self.longest, 2**32)
+        is_short = (high < most_high) | ((high == most_high) & (low <= jnp.uint32(most_low)))
+        rows = []
+        for x in steps:
+            of_row = is_short.reshape(-1, *(1,) * (x.ndim - 1))
+            rows.append(jnp.where(of_row, x, 0))
+        return rows
+
+    def read(self, total: jax.Array) -> jax.Array:
+        """Returns a noisy sum of steps in the units of the gradient, float32."""
+        read: jax.Array = total.astype(jnp.float32) * jnp.float32(self.step)
+        return read
+
+
+def squared_norms(steps: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Returns the exact squared norms of rows, as an upper and a lower word.
+
+    Args:
+      steps: int32 [B, ...] of each leaf, from -(2^24 - 1) to 2^24 - 1.
+
+    Returns:
+      uint32 [B] each. An upper word of 2^30 stands for itself and all larger ones.
+    """
+    words = [_square_words(x) for x in steps]
+    high = jnp.concatenate([high for high, _ in words], axis=1)
+    low = jnp.concatenate([low for _, low in words], axis=1)
+    zero = jnp.uint32(0)
+    sums: tuple[jax.Array, jax.Array] = lax.reduce((high, low), (zero, zero), _add_words, (1,))
+    return sums
+
+
+def _square_words(steps: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the sums of squares of blocks of a row, uint32 [B, blocks], in two words each."""
+    size = math.prod(steps.shape[1:])
+    rows = jnp.abs(steps.reshape(len(steps), size)).astype(jnp.uint32)
+    rows = jnp.pad(rows, ((0, 0), (0, -size % _BLOCK)))
+    blocks = rows.reshape(len(steps), -1, _BLOCK)
+    upper = blocks >> _HALF
+    lower = blocks & (2**_HALF - 1)
+    # k^2 = upper^2 2^24 + upper lower 2^13 + lower^2
+    squares = (upper * upper, upper * lower, lower * lower)
+    of_upper, of_both, of_lower = (x.sum(2, dtype=jnp.uint32) for x in squares)
+    first = (of_upper >> 8, of_upper << 24)
+    second = (of_both >> 19, of_both << 13)
+    return _add_words(_add_words(first, second), (jnp.zeros_like(of_lower), of_lower))
+
+
+def _add_words(
+    left: tuple[jax.Array, jax.Array],
+    right: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    low = left[1] + right[1]
+    carry = (low < left[1]).astype(jnp.uint32)
+    high = jnp.minimum(left[0] + right[0] + carry, jnp.uint32(_ENDLESS))
+    return high, low
