@@ -62,7 +62,7 @@ def optimal_noise(
     return noise
 
 
-def _banded(pattern: Mapping[str, int], bands: int | None) -> CorrelatedNoise:
+def _banded(pattern: Mapping[str, Any], bands: int | None) -> CorrelatedNoise:
     """Returns the noise of banded Toeplitz matrices."""
     from jax_privacy.matrix_factorization import toeplitz
 
@@ -84,7 +84,7 @@ def _banded(pattern: Mapping[str, int], bands: int | None) -> CorrelatedNoise:
     return min(map(of, sorted(counts)), key=_mean_error)
 
 
-def _inverse_root(pattern: Mapping[str, int], bands: int | None) -> CorrelatedNoise:
+def _inverse_root(pattern: Mapping[str, Any], bands: int | None) -> CorrelatedNoise:
     """Returns the noise of the banded inverse square root of the sum over steps."""
     from jax_privacy.matrix_factorization import toeplitz
 
@@ -101,7 +101,7 @@ def _inverse_root(pattern: Mapping[str, int], bands: int | None) -> CorrelatedNo
     return min(map(of, sorted(counts)), key=_mean_error)
 
 
-def _buffered(pattern: Mapping[str, int], buffers: int | None) -> CorrelatedNoise:
+def _buffered(pattern: Mapping[str, Any], buffers: int | None) -> CorrelatedNoise:
     """Returns the noise of buffered linear Toeplitz matrices."""
     from jax_privacy.matrix_factorization import buffered_toeplitz
 
