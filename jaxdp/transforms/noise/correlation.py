@@ -161,9 +161,9 @@ def _weighted_past(coefficients: Sequence[float], step: jax.Array, kept: jax.Arr
 
 def _with_newest(step: jax.Array, kept: jax.Array, value: jax.Array) -> jax.Array:
     """Returns the buffers with the value of a step in place of the oldest."""
-    oldest = step % len(kept)
-    newest: jax.Array = jax.lax.dynamic_update_index_in_dim(kept, value, oldest, axis=0)
-    return newest
+    place = step % len(kept)
+    after: jax.Array = jax.lax.dynamic_update_index_in_dim(kept, value, place, axis=0)
+    return after
 
 
 def _weighted(weights: jax.Array, kept: jax.Array) -> jax.Array:
