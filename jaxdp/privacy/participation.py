@@ -350,7 +350,8 @@ class Renewals:
         """Returns the steps from which records may take part, in 0, ..., b - 1, int64 [count]."""
         waits = np.full(self.separation, self.rate)
         waits[0] = self._may_begin
-        return rng.choice(self.separation, size=count, p=waits / waits.sum())
+        first: np.ndarray = rng.choice(self.separation, size=count, p=waits / waits.sum())
+        return first
 
     def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
         """Returns values of N(scale E_x m_x, I), float64 [count, T]."""
