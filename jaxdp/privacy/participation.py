@@ -344,14 +344,15 @@ class Renewals:
             is_in = (free_from <= step) & (rng.random(count) < self.probability)
             taking_part[is_in, step] = 1.0
             free_from[is_in] = step + self.separation
-        return scale * (taking_part @ self.matrix.T) + rng.standard_normal((count, self.width))
+        noise = rng.standard_normal((count, self.width))
+        values: np.ndarray = scale * (taking_part @ self.matrix.T) + noise
+        return values
 
     def first_free(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Returns the steps from which records may take part, in 0, ..., b - 1, int64 [count]."""
         waits = np.full(self.separation, self.rate)
         waits[0] = self._may_begin
-        first: np.ndarray = rng.choice(self.separation, size=count, p=waits / waits.sum())
-        return first
+        return rng.choice(self.separation, size=count, p=waits / waits.sum())
 
     def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
         """Returns values of N(scale E_x m_x, I), float64 [count, T]."""
