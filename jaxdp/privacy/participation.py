@@ -344,8 +344,9 @@ class Renewals:
             is_in = (free_from <= step) & (rng.random(count) < self.probability)
             taking_part[is_in, step] = 1.0
             free_from[is_in] = step + self.separation
-        shifts: np.ndarray = scale * (taking_part @ self.matrix.T)
-        return shifts + rng.standard_normal((count, self.width))
+        noise = rng.standard_normal((count, self.width))
+        values: np.ndarray = scale * (taking_part @ self.matrix.T) + noise
+        return values
 
     def first_free(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Returns the steps from which records may take part, in 0, ..., b - 1, int64 [count]."""
