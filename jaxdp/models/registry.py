@@ -1,4 +1,4 @@
-"""Models by name."""
+"""Models by name, which registry.toml lists."""
 
 import importlib.resources
 import inspect
@@ -43,9 +43,11 @@ def _read() -> dict[str, _Entry]:
     """Returns the class and the attributes of each model of registry.toml."""
     table = importlib.resources.files("jaxdp.models") / "registry.toml"
     sections = tomllib.loads(table.read_text(encoding="utf-8"))
+    families = {family.__name__: family for family in _FAMILIES}
     models: dict[str, _Entry] = {}
-    for family in _FAMILIES:
-        for name, attributes in sections[family.__name__].items():
+    for class_name, lines in sections.items():
+        family = families[class_name]
+        for name, attributes in lines.items():
             models[name] = (family, {key: _hashable(attributes[key]) for key in attributes})
     return models
 
