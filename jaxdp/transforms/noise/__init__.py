@@ -58,8 +58,9 @@ change the last digits of noise. They do not make it smaller. `jaxdp.transforms.
 options that are refused.
 
 **Modules.** `keys` has seeds and keys, `words` the cipher's words for one draw. `normal`,
-`normal_on_mesh`, `rounded`, `laplace` and `cauchy` draw vectors of each law. `trees` cuts them into the leaves
-of a pytree. `reuse` and `scales` check arguments. `schedule` and `privatizer` are `privatize`.
+`normal_on_mesh`, `rounded`, `laplace` and `cauchy` draw vectors of each law. `trees` cuts them into
+the leaves of a pytree. `reuse` and `scales` check arguments. `schedule` and `privatizer` are
+`privatize`.
 """
 
 from jaxdp.transforms.noise.keys import check_key, new_seed, stream
