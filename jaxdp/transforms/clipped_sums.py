@@ -271,7 +271,9 @@ def _chunk_sums(
 
 
 def _integer_sums(
-    options: SumOptions, result: engines.EngineResult, factors: list[jax.Array]
+    options: SumOptions,
+    result: engines.EngineResult,
+    factors: list[jax.Array],
 ) -> list[jax.Array]:
     """Returns the sum of gradients that are rounded to the grid, int32 for each leaf."""
     assert options.grid is not None and result.grads is not None
@@ -280,7 +282,9 @@ def _integer_sums(
 
 
 def _example_sums(
-    result: engines.EngineResult, inputs: SumInputs, sums: list[jax.Array]
+    result: engines.EngineResult,
+    inputs: SumInputs,
+    sums: list[jax.Array],
 ) -> ClippedSums:
     """Returns sums with the values of their examples."""
     unmasked, finite = inputs.unmasked, result.finite
@@ -325,7 +329,11 @@ def _engine_result(
     return engines.by_bookkeeping(*arguments, choose)
 
 
-def _empty_sums(options: SumOptions, program: Program, inputs: SumInputs) -> ClippedSums:
+def _empty_sums(
+    options: SumOptions,
+    program: Program,
+    inputs: SumInputs,
+) -> ClippedSums:
     """Returns the sums of no examples."""
     n_parts = len(inputs.clip_norms)
     leaves = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in inputs.leaves]

@@ -181,7 +181,10 @@ class ClippedGrad:
     microbatch_size: int | None
     grid: Grid | None = None
 
-    def on_grid(self, grid: Grid | None) -> "ClippedGrad":
+    def on_grid(
+        self,
+        grid: Grid | None,
+    ) -> "ClippedGrad":
         """Returns the function whose `grads` is int32, a sum of gradients in steps of a grid.
 
             privatizer = jaxdp.privatize(grad_fn, noise_multiplier=1.1, divisor=256, exact=True)

@@ -71,7 +71,12 @@ class Grid:
     most_examples: int
 
     @classmethod
-    def of(cls, clip_norm: float, noise_multiplier: float, divisor: float) -> "Grid":
+    def of(
+        cls,
+        clip_norm: float,
+        noise_multiplier: float,
+        divisor: float,
+    ) -> "Grid":
         """Returns the finest grid on which batches of about `divisor` examples do not overflow.
 
         A Poisson-sampled batch with the mean `divisor` has more examples than `most_examples` with
@@ -110,7 +115,11 @@ class Grid:
         sigma = fractions.Fraction(self.noise_multiplier)
         return math.floor((fractions.Fraction(2) ** self.bits / sigma) ** 2)
 
-    def total(self, grads: Sequence[jax.Array], factors: Sequence[jax.Array]) -> list[jax.Array]:
+    def total(
+        self,
+        grads: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+    ) -> list[jax.Array]:
         """Sums the rounded gradients of a batch.
 
         Args:
@@ -123,7 +132,11 @@ class Grid:
         steps = [self._steps(g, factor) for g, factor in zip(grads, factors, strict=True)]
         return [jnp.sum(x, axis=0, dtype=jnp.int32) for x in self.short_rows(steps)]
 
-    def _steps(self, grads: jax.Array, factors: jax.Array) -> jax.Array:
+    def _steps(
+        self,
+        grads: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
         """Returns clipped gradients in steps, int32 [B, ...], rounded towards 0."""
         factors = factors.reshape(-1, *(1,) * (grads.ndim - 1))
         clipped = (grads * factors).astype(jnp.float32)
@@ -131,9 +144,13 @@ class Grid:
         # A gradient that is not finite has the factor 0, and 0 * NaN is NaN.
         is_number = (factors > 0) & jnp.isfinite(steps)
         steps = jnp.where(is_number, steps, 0)
-        return jnp.clip(steps, -_MOST_COORDINATE, _MOST_COORDINATE).astype(jnp.int32)
+        cut = jnp.clip(steps, -_MOST_COORDINATE, _MOST_COORDINATE)
+        return cut.astype(jnp.int32)
 
-    def short_rows(self, steps: Sequence[jax.Array]) -> list[jax.Array]:
+    def short_rows(
+        self,
+        steps: Sequence[jax.Array],
+    ) -> list[jax.Array]:
         """Returns int32 [B, ...] of each leaf with zeros for examples longer than `longest`."""
         high, low = squared_norms(steps)
         most_high, most_low = divmod(self.longest, 2**32)
@@ -144,13 +161,18 @@ class Grid:
             rows.append(jnp.where(of_row, x, 0))
         return rows
 
-    def read(self, total: jax.Array) -> jax.Array:
+    def read(
+        self,
+        total: jax.Array,
+    ) -> jax.Array:
         """Returns a noisy sum of steps in the units of the gradient, float32."""
-        read: jax.Array = total.astype(jnp.float32) * jnp.float32(self.step)
-        return read
+        values: jax.Array = total.astype(jnp.float32) * jnp.float32(self.step)
+        return values
 
 
-def squared_norms(steps: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+def squared_norms(
+    steps: Sequence[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
     """Returns the exact squared norms of rows, as an upper and a lower word.
 
     Args:
@@ -167,7 +189,9 @@ def squared_norms(steps: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
     return sums
 
 
-def _square_words(steps: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _square_words(
+    steps: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Returns the sums of squares of blocks of a row, uint32 [B, blocks], in two words each."""
     size = math.prod(steps.shape[1:])
     rows = jnp.abs(steps.reshape(len(steps), size)).astype(jnp.uint32)

@@ -342,7 +342,11 @@ def _check_divisor(divisor: float) -> float:
     return divisor
 
 
-def _grid_of(clip_norm: float, noise_multiplier: "float | NoiseSchedule", divisor: float) -> Grid:
+def _grid_of(
+    clip_norm: float,
+    noise_multiplier: "float | NoiseSchedule",
+    divisor: float,
+) -> Grid:
     if isinstance(noise_multiplier, NoiseSchedule):
         raise ValueError(
             "noise_multiplier must be one number with exact=True, got a schedule: a grid belongs "

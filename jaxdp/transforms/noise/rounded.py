@@ -106,16 +106,20 @@ def rounded_normals(
 
     They are functions of the key, the number, the index and the size. `dtype` has no effect.
     """
-    shift = jnp.uint32(bits)
+    log_std = jnp.asarray(bits, jnp.uint32)
     key_words = cipher_key(key)
     first = _first_words(key_words, number, size)
-    is_sure, magnitude = _quick(shift, first)
-    magnitude = _settled(shift, key_words, number, first, ~is_sure, magnitude)
+    is_sure, magnitude = _quick(log_std, first)
+    magnitude = _settled(log_std, key_words, number, first, ~is_sure, magnitude)
     is_negative = first[3] >> 31 == 1
     return jnp.where(is_negative, -magnitude, magnitude)
 
 
-def _first_words(key_words: jax.Array, number: jax.Array, size: int) -> jax.Array:
+def _first_words(
+    key_words: jax.Array,
+    number: jax.Array,
+    size: int,
+) -> jax.Array:
     """Draws uint32 [4, size]: the first words of slab, place and u_1, and one for the sign."""
     count = -(-size // 4)
     counters = lax.iota(jnp.uint32, count)
@@ -127,7 +131,10 @@ def _first_words(key_words: jax.Array, number: jax.Array, size: int) -> jax.Arra
     return first
 
 
-def _quick(bits: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _quick(
+    bits: jax.Array,
+    first: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Returns which values the first words accept for sure, and their magnitudes."""
     slab, is_tied = _slab_of_first(first[0])
     place = first[1]
@@ -139,7 +146,9 @@ def _quick(bits: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
     return is_sure, _magnitude(bits, slab, place)
 
 
-def _slab_of_first(word: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _slab_of_first(
+    word: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     """Returns the slab of a first word, and whether the other words could change it."""
     thresholds = jnp.asarray(slab_thresholds()[:, 0])
     slab = jnp.searchsorted(thresholds, word, method="scan_unrolled").astype(jnp.uint32)
@@ -147,7 +156,11 @@ def _slab_of_first(word: jax.Array) -> tuple[jax.Array, jax.Array]:
     return slab, thresholds[last] == word
 
 
-def _magnitude(bits: jax.Array, slab: jax.Array, place: jax.Array) -> jax.Array:
+def _magnitude(
+    bits: jax.Array,
+    slab: jax.Array,
+    place: jax.Array,
+) -> jax.Array:
     """Returns round(2^bits (c + d)), int32. `place` has the first 32 bits of d."""
     # Twice the magnitude, without what is behind the point.
     doubled = (slab << (bits - 3)) + (place >> (35 - bits))
@@ -167,10 +180,14 @@ def _settled(
     # One of 38 is open, so one round is enough, except for bad luck.
     room = min(size, size // 16 + 64)
 
-    def any_open(state: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def any_open(
+        state: tuple[jax.Array, jax.Array],
+    ) -> jax.Array:
         return state[0].any()
 
-    def settle(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def settle(
+        state: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, jax.Array]:
         is_open, magnitude = state
         (lanes,) = jnp.nonzero(is_open, size=room, fill_value=size)
         drawn = _slow(bits, key_words, number, first[:, lanes], lanes, lanes < size)
@@ -191,7 +208,9 @@ def _slow(
     """Draws the magnitudes [K] of the values with these indices, whatever it takes."""
     counters = lanes.astype(jnp.uint32)
 
-    def turn(state: _Lanes) -> _Lanes:
+    def turn(
+        state: _Lanes,
+    ) -> _Lanes:
         words = chacha.block(key_words, (counters, number, state.turn, chacha.NOISE))
         return _after_turn(bits, state, words)
 
@@ -211,7 +230,11 @@ def _slow(
     return lax.while_loop(lambda state: state.is_open.any(), turn, start).magnitude
 
 
-def _after_turn(bits: jax.Array, state: _Lanes, words: jax.Array) -> _Lanes:
+def _after_turn(
+    bits: jax.Array,
+    state: _Lanes,
+    words: jax.Array,
+) -> _Lanes:
     """Returns the state after a turn with one block, uint32 [16, K].
 
     Words 0 to 3 are for the slab, 4 and 5 for the place, and 6 to 14 for three u.
@@ -239,7 +262,9 @@ def _after_turn(bits: jax.Array, state: _Lanes, words: jax.Array) -> _Lanes:
     )
 
 
-def _slab(words: jax.Array) -> jax.Array:
+def _slab(
+    words: jax.Array,
+) -> jax.Array:
     """Returns the slab of uniform numbers, uint32 [4, K]: the thresholds that are not above."""
     thresholds = jnp.asarray(slab_thresholds())
     slab = jnp.zeros_like(words[0])
@@ -252,7 +277,10 @@ def _slab(words: jax.Array) -> jax.Array:
     return slab
 
 
-def _is_less(words: jax.Array, others: jax.Array) -> jax.Array:
+def _is_less(
+    words: jax.Array,
+    others: jax.Array,
+) -> jax.Array:
     """Returns whether numbers are less than others, uint32 [W, K] with the highest word first."""
     less = jnp.zeros(words.shape[1:], bool)
     for word, other in zip(words[::-1], others[::-1], strict=True):
@@ -260,7 +288,11 @@ def _is_less(words: jax.Array, others: jax.Array) -> jax.Array:
     return less
 
 
-def exponent(slab: jax.Array, high: jax.Array, low: jax.Array) -> jax.Array:
+def exponent(
+    slab: jax.Array,
+    high: jax.Array,
+    low: jax.Array,
+) -> jax.Array:
     """Returns 2^96 y, uint32 [3, K], exactly.
 
     With D the first 42 bits of the place and X = 2 D + 1, d is X 2^-47, the middle of its cell. So
