@@ -77,11 +77,14 @@ class _Bench:
         """Returns the `data` part of a fine-tuning config, with the public images and a data
         set.
         """
-        images, mine = copy.deepcopy(self.config.pretrain.data), self.config.sets[dataset]
+        images = copy.deepcopy(self.config.pretrain.data)
+        private = self.config.sets[dataset]
+        source = private.get("source", images.source)
+        same_set = (source, private.name) == (images.source, images.name)
         with images.unlocked(), images.ignore_type():
-            if (mine.get("source", images.source), mine.name) != (images.source, images.name):
+            if not same_set:
                 images.parts = {}  # another set, whose records are not those of the public part
-            images.update(mine)
+            images.update(private)
         return images
 
     def _specs(self, dataset: str) -> dict[str, DataSpec]:
@@ -96,11 +99,11 @@ class _Bench:
 
     def _trainer(self, method: str, epsilon: float, dataset: str, rate: float | None = None) -> Any:
         network, source, _ = self.task(dataset)
-        private, public = self.private(method, epsilon, dataset, rate), None
+        private = self.private(method, epsilon, dataset, rate)
+        public = None
         if private.method == "gep":
-            public = models.resize(
-                network, data.parts(self.config.pretrain.data, "public")["public"]
-            )
+            images = data.parts(self.config.pretrain.data, "public")
+            public = models.resize(network, images["public"])
         spec = self.specs(dataset)["private"]
         return trainers.make(private, network, source, public, spec, unit=spec.unit)
 
@@ -198,12 +201,13 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     models_by_seed = dict.fromkeys((row["upstream"], row["seed"]) for row in rows)
-    upstreams = [_upstream(work, *pair) for pair in models_by_seed if pair[0] != SCRATCH]
+    upstreams = [_upstream(work, name, seed) for name, seed in models_by_seed if name != SCRATCH]
     means = []
     for name in dict.fromkeys(row["upstream"] for row in upstreams):
-        mine, mean = results.select(upstreams, upstream=name), {"upstream": name}
+        of_upstream = results.select(upstreams, upstream=name)
+        mean = {"upstream": name}
         for key in ("accuracy", "robust_accuracy", "rho", "perturbation_norm"):
-            mean[key] = results.over_seeds(mine, key).mean
+            mean[key] = results.over_seeds(of_upstream, key).mean
         means.append(mean)
     config = work.config
     return {
@@ -294,9 +298,8 @@ def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) ->
 def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
     tables: dict[str, Any] = {}
     for name, grid in result["grids"].items():
-        tables[f"{name}: accuracy, mean ± standard deviation over {grid['seeds']} seeds"] = grid[
-            "table"
-        ]
+        title = f"{name}: accuracy, mean ± standard deviation over {grid['seeds']} seeds"
+        tables[title] = grid["table"]
         if grid["differences"]:
             tables[f"{name}: differences"] = "\n".join(f"* {line}" for line in grid["differences"])
     if result["upstreams"]:
@@ -305,12 +308,13 @@ def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
-    for name, grid in work.config.grids.items():
-        if grid.get("figures", False) and result["upstreams"]:
-            rows = _of_grid(
-                [work.row(cell) for cell in frame.distinct(_cells(work.config))], grid, work.config
-            )
-            _draw(work.config, work.root / name, grid, rows, result["upstreams"])
+    config, upstreams = work.config, result["upstreams"]
+    if not upstreams:
+        return
+    for name, grid in config.grids.items():
+        if grid.get("figures", False):
+            rows = [work.row(cell) for cell in frame.distinct(_cells(config))]
+            _draw(config, work.root / name, grid, _of_grid(rows, grid, config), upstreams)
 
 
 def _draw(
@@ -321,8 +325,11 @@ def _draw(
     known: Sequence[frame.Row],
 ) -> None:
     """Draws Figures 1 to 3, 5 and 6, at the grid's first method and epsilon."""
-    method, epsilon, seeds = grid.methods[0], float(grid.epsilons[0]), _seeds(grid, config)
+    method = grid.methods[0]
+    epsilon = float(grid.epsilons[0])
+    seeds = _seeds(grid, config)
     known = results.select(known, seed=seeds)
+    family_of = {row["upstream"]: row["family"] for row in known}
     several = len(seeds) > 1
     on = " of each tensor" if config.robust.relative else " on every parameter"
     drawn = _Drawn(
@@ -330,9 +337,7 @@ def _draw(
         grid=grid,
         rows=results.select(rows, method=method, epsilon=epsilon),
         known=known,
-        families={
-            row["upstream"]: row["family"] for row in known if row["upstream"] in grid.upstreams
-        },
+        families={name: family_of[name] for name in family_of if name in grid.upstreams},
         text=f"{method}, ε = {epsilon:g}; robust: under noise of {config.robust.std:g}{on}; "
         f"seed{'s' * several} {', '.join(map(str, seeds))}",
         spread=", bars: standard error" * several,
@@ -438,12 +443,12 @@ def _draw_magnitude(drawn: _Drawn) -> None:
 
 
 def _plan(config: Any, opened: Callable[[], _Bench]) -> Iterator[plans.Item]:
-    bench, cells = opened(), frame.distinct(_cells(config))
+    bench = opened()
+    cells = frame.distinct(_cells(config))
     for name in dict.fromkeys(cell.upstream for cell in cells if cell.upstream != SCRATCH):
         upstream = bench.upstream_config(name, 0)
-        for item in pretrain.plan(
-            upstream, functools.partial(pretrain.STUDY.open, upstream, bench.root)
-        ):
+        open_upstream = functools.partial(pretrain.STUDY.open, upstream, bench.root)
+        for item in pretrain.plan(upstream, open_upstream):
             yield item._replace(what=f"upstream {name}", runs=len(config.seeds))
     runs = collections.Counter((cell.dataset, cell.method, cell.epsilon) for cell in cells)
     for (dataset, method, epsilon), count in runs.items():

@@ -69,7 +69,9 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
 
 
 def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
-    name, train, loss = config.method.name, config.train, models.loss(network)
+    name = config.method.name
+    train = config.train
+    loss = models.loss(network)
     frame.known("method.name", [name], pretrain.METHODS)
     drops = {int(share * train.steps): 0.1 for share in train.drops}
     schedules = {
@@ -77,19 +79,21 @@ def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
         "steps": optax.piecewise_constant_schedule(train.learning_rate, drops),
     }
     frame.known("train.schedule", [train.schedule], schedules)
+    weight_decay = optax.add_decayed_weights(train.weight_decay)
+    sgd = optax.sgd(schedules[train.schedule], momentum=train.momentum or None)
     devices = np.array(jax.devices()[: config.ascent.devices])
+    mesh = None
+    if len(devices) > 1:
+        mesh = jax.sharding.Mesh(devices, ("data",))
 
     def batch_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
 
     return pretrain.METHODS[name](
         batch_loss,
-        optax.chain(
-            optax.add_decayed_weights(train.weight_decay),
-            optax.sgd(schedules[train.schedule], momentum=train.momentum or None),
-        ),
+        optax.chain(weight_decay, sgd),
         microbatch_size=config.ascent.microbatch_size or None,
-        mesh=jax.sharding.Mesh(devices, ("data",)) if len(devices) > 1 else None,
+        mesh=mesh,
         **dict(config.method[name]),
     )
 
@@ -217,7 +221,8 @@ def _course(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     warm = next((i for i, row in enumerate(rows) if "ascent_gradient_norm" in row), len(rows))
     lengths = [row["perturbation_norm"] for row in rows[warm:]] or [0.0]
     tenth = max(len(lengths) // 10, 1)
-    first, last = float(np.mean(lengths[:tenth])), float(np.mean(lengths[-tenth:]))
+    first = float(np.mean(lengths[:tenth]))
+    last = float(np.mean(lengths[-tenth:]))
     return {
         "steps": len(rows),
         "warmup_steps": warm,
@@ -254,13 +259,14 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
             points = zip(sweep["std"], values.tolist(), strict=True)
             curves[name] = [(0.0, result["accuracy"]), *points]
         panels[title] = (xlabel, curves)
-    origin = result["provenance"]
+    train_name = result["provenance"]["train"]["name"]
+    test_name = result["provenance"]["test"]["name"]
+    percent = 100 * result["accuracy"]
     plot_panels(
         work.root / "robustness.png",
         panels,
-        title=f"{result['method']} on {origin['train']['name']}: {100 * result['accuracy']:.1f}% "
-        "accuracy",
-        subtitle=f"Accuracy on {origin['test']['name']} after Gaussian noise on the parameters, "
+        title=f"{result['method']} on {train_name}: {percent:.1f}% accuracy",
+        subtitle=f"Accuracy on {test_name} after Gaussian noise on the parameters, "
         f"{draws.shape[1]} draws",
         ylabel="robust accuracy",
         percent=True,
@@ -322,11 +328,11 @@ def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     for name, rows, calls in zip(
         ("perturbation_batch", "update_batch"), _sizes(batches), _calls(batches), strict=True
     ):
-        parts = trainer.microbatches(name, rows)
+        microbatches = trainer.microbatches(name, rows)
         images = task.train.gather(np.zeros(rows, np.int64))
-        gradient = functools.partial(trainer.gradient, parts=parts)
+        gradient = jax.jit(functools.partial(trainer.gradient, parts=microbatches))
         arguments = (state.params, state.perturbation, None, images, np.int32(0))
-        programs.append((jax.jit(gradient), arguments, calls * parts))
+        programs.append((gradient, arguments, calls * microbatches))
     yield plans.Item(f"pre-training by {config.method.name}", programs=lambda memory: programs)
 
 
