@@ -91,12 +91,15 @@ class Grid:
                 raise ValueError(
                     f"{name} must be positive and finite for exact noise, got {value!r}."
                 )
-        most = math.ceil(divisor + math.sqrt(92 * divisor) + 64)
+        deviation = math.sqrt(92 * divisor)
+        most = math.ceil(divisor + deviation + 64)
         for bits in range(MOST_BITS, _LEAST_BITS - 1, -1):
             grid = cls(clip_norm, noise_multiplier, bits, most)
             largest = math.isqrt(grid.longest)
-            whole = most * largest + LARGEST * 2**bits
-            if largest <= _MOST_COORDINATE and whole <= _MOST_SUM:
+            of_examples = most * largest
+            of_noise = LARGEST * 2**bits
+            fits = of_examples + of_noise <= _MOST_SUM
+            if fits and largest <= _MOST_COORDINATE:
                 return grid
         raise ValueError(
             f"divisor={divisor:g} with noise_multiplier={noise_multiplier:g} is too large for "
@@ -113,7 +116,8 @@ class Grid:
     def longest(self) -> int:
         """The squared norm in steps that no contribution exceeds, at most (2^bits / sigma)^2."""
         sigma = fractions.Fraction(self.noise_multiplier)
-        return math.floor((fractions.Fraction(2) ** self.bits / sigma) ** 2)
+        radius = 2**self.bits / sigma
+        return math.floor(radius**2)
 
     def total(
         self,
@@ -130,7 +134,8 @@ class Grid:
           The sum for each leaf, int32.
         """
         steps = [self._steps(g, factor) for g, factor in zip(grads, factors, strict=True)]
-        return [jnp.sum(x, axis=0, dtype=jnp.int32) for x in self.short_rows(steps)]
+        rows = self.short_rows(steps)
+        return [jnp.sum(x, axis=0, dtype=jnp.int32) for x in rows]
 
     def _steps(
         self,
@@ -139,8 +144,10 @@ class Grid:
     ) -> jax.Array:
         """Returns clipped gradients in steps, int32 [B, ...], rounded towards 0."""
         factors = factors.reshape(-1, *(1,) * (grads.ndim - 1))
-        clipped = (grads * factors).astype(jnp.float32)
-        steps = clipped * jnp.float32(_ROOM / self.step)
+        clipped = grads * factors
+        clipped = clipped.astype(jnp.float32)
+        scale = jnp.float32(_ROOM / self.step)
+        steps = clipped * scale
         # A gradient that is not finite has the factor 0, and 0 * NaN is NaN.
         is_number = (factors > 0) & jnp.isfinite(steps)
         steps = jnp.where(is_number, steps, 0)
@@ -154,7 +161,10 @@ class Grid:
         """Returns int32 [B, ...] of each leaf with zeros for examples longer than `longest`."""
         high, low = squared_norms(steps)
         most_high, most_low = divmod(self.longest, 2**32)
-        is_short = (high < most_high) | ((high == most_high) & (low <= jnp.uint32(most_low)))
+        is_below = high < most_high
+        is_equal = high == most_high
+        fits = low <= jnp.uint32(most_low)
+        is_short = is_below | (is_equal & fits)
         rows = []
         for x in steps:
             of_row = is_short.reshape(-1, *(1,) * (x.ndim - 1))
@@ -194,17 +204,21 @@ def _square_words(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sums of squares of blocks of a row, uint32 [B, blocks], in two words each."""
     size = math.prod(steps.shape[1:])
-    rows = jnp.abs(steps.reshape(len(steps), size)).astype(jnp.uint32)
+    rows = steps.reshape(len(steps), size)
+    rows = jnp.abs(rows).astype(jnp.uint32)
     rows = jnp.pad(rows, ((0, 0), (0, -size % _BLOCK)))
     blocks = rows.reshape(len(steps), -1, _BLOCK)
     upper = blocks >> _HALF
     lower = blocks & (2**_HALF - 1)
     # k^2 = upper^2 2^24 + upper lower 2^13 + lower^2
-    squares = (upper * upper, upper * lower, lower * lower)
-    of_upper, of_both, of_lower = (x.sum(2, dtype=jnp.uint32) for x in squares)
+    of_upper = jnp.sum(upper * upper, 2, dtype=jnp.uint32)
+    of_both = jnp.sum(upper * lower, 2, dtype=jnp.uint32)
+    of_lower = jnp.sum(lower * lower, 2, dtype=jnp.uint32)
     first = (of_upper >> 8, of_upper << 24)
     second = (of_both >> 19, of_both << 13)
-    return _add_words(_add_words(first, second), (jnp.zeros_like(of_lower), of_lower))
+    third = (jnp.zeros_like(of_lower), of_lower)
+    both = _add_words(first, second)
+    return _add_words(both, third)
 
 
 def _add_words(
@@ -213,5 +227,6 @@ def _add_words(
 ) -> tuple[jax.Array, jax.Array]:
     low = left[1] + right[1]
     carry = (low < left[1]).astype(jnp.uint32)
-    high = jnp.minimum(left[0] + right[0] + carry, jnp.uint32(_ENDLESS))
+    high = left[0] + right[0]
+    high = jnp.minimum(high + carry, jnp.uint32(_ENDLESS))
     return high, low

@@ -89,8 +89,10 @@ def slab_thresholds() -> np.ndarray:
         rows = []
         for weight in weights[:-1]:
             below += weight
-            whole = int(below / total * 2**128)
-            rows.append([whole >> shift & 0xFFFFFFFF for shift in (96, 64, 32, 0)])
+            share = below / total
+            whole = int(share * 2**128)
+            words = [whole >> shift & 0xFFFFFFFF for shift in (96, 64, 32, 0)]
+            rows.append(words)
     return np.array(rows, np.uint32)
 
 
@@ -125,7 +127,8 @@ def _first_words(
     counters = lax.iota(jnp.uint32, count)
     words = chacha.block(key_words, (counters, number, 0, chacha.NOISE))
     # A block serves four values, which lie `count` apart.
-    of_values = words.reshape(4, 4, count).swapaxes(0, 1).reshape(4, -1)
+    of_blocks = words.reshape(4, 4, count)
+    of_values = of_blocks.swapaxes(0, 1).reshape(4, -1)
     # XLA-CPU would compute the cipher again for each reader.
     first: jax.Array = lax.optimization_barrier(of_values[:, :size])
     return first
@@ -139,9 +142,13 @@ def _quick(
     slab, is_tied = _slab_of_first(first[0])
     place = first[1]
     # d is below (d16 + 1) 2^-20, so 2^32 y is below d16 + 1 times (j 2^8 + (d16 + 1) 2^-9).
-    d = (place >> 16) + 1
-    half = (d + 1) >> 1
-    most = (d * slab << 8) + (half * half >> 7) + 1
+    d = place >> 16
+    d = d + 1
+    half = d + 1
+    half = half >> 1
+    linear = d * slab << 8
+    square = half * half >> 7
+    most = linear + square + 1
     is_sure = ~is_tied & (first[2] >= most)
     return is_sure, _magnitude(bits, slab, place)
 
@@ -151,7 +158,8 @@ def _slab_of_first(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the slab of a first word, and whether the other words could change it."""
     thresholds = jnp.asarray(slab_thresholds()[:, 0])
-    slab = jnp.searchsorted(thresholds, word, method="scan_unrolled").astype(jnp.uint32)
+    slab = jnp.searchsorted(thresholds, word, method="scan_unrolled")
+    slab = slab.astype(jnp.uint32)
     last = jnp.minimum(slab, _SLABS - 2)
     return slab, thresholds[last] == word
 
@@ -163,8 +171,11 @@ def _magnitude(
 ) -> jax.Array:
     """Returns round(2^bits (c + d)), int32. `place` has the first 32 bits of d."""
     # Twice the magnitude, without what is behind the point.
-    doubled = (slab << (bits - 3)) + (place >> (35 - bits))
-    return (doubled + 1 >> 1).astype(jnp.int32)
+    of_slab = slab << (bits - 3)
+    of_place = place >> (35 - bits)
+    doubled = of_slab + of_place
+    nearest = doubled + 1 >> 1
+    return nearest.astype(jnp.int32)
 
 
 def _settled(
@@ -178,7 +189,8 @@ def _settled(
     """Returns magnitudes with those that are open drawn by all words."""
     size = len(is_open)
     # One of 38 is open, so one round is enough, except for bad luck.
-    room = min(size, size // 16 + 64)
+    most = size // 16 + 64
+    room = min(size, most)
 
     def any_open(
         state: tuple[jax.Array, jax.Array],
@@ -190,7 +202,9 @@ def _settled(
     ) -> tuple[jax.Array, jax.Array]:
         is_open, magnitude = state
         (lanes,) = jnp.nonzero(is_open, size=room, fill_value=size)
-        drawn = _slow(bits, key_words, number, first[:, lanes], lanes, lanes < size)
+        own_words = first[:, lanes]
+        is_value = lanes < size
+        drawn = _slow(bits, key_words, number, own_words, lanes, is_value)
         magnitude = magnitude.at[lanes].set(drawn, mode="drop")
         return is_open.at[lanes].set(False, mode="drop"), magnitude
 
@@ -225,7 +239,8 @@ def _slow(
     )
     # In the first turn, the words that `_quick` has seen are the first ones.
     words = chacha.block(key_words, (counters, number, start.turn, chacha.NOISE))
-    words = words.at[jnp.array([0, 4, 6])].set(first[:3])
+    places = jnp.array([0, 4, 6])
+    words = words.at[places].set(first[:3])
     start = _after_turn(bits, start, words)
     return lax.while_loop(lambda state: state.is_open.any(), turn, start).magnitude
 
@@ -240,13 +255,16 @@ def _after_turn(
     Words 0 to 3 are for the slab, 4 and 5 for the place, and 6 to 14 for three u.
     """
     slab = _slab(words[:4])
-    magnitude = jnp.where(state.is_fresh, _magnitude(bits, slab, words[4]), state.magnitude)
-    last = jnp.where(state.is_fresh, exponent(slab, words[4], words[5]), state.last)
+    fresh_magnitude = _magnitude(bits, slab, words[4])
+    magnitude = jnp.where(state.is_fresh, fresh_magnitude, state.magnitude)
+    fresh_y = exponent(slab, words[4], words[5])
+    last = jnp.where(state.is_fresh, fresh_y, state.last)
     is_even = state.is_even | state.is_fresh
     has_ended = jnp.zeros_like(is_even)
     for start in range(6, 6 + _COMPARISONS * _COMPARED_WORDS, _COMPARED_WORDS):
         u = words[start : start + _COMPARED_WORDS]
-        falls = ~has_ended & _is_less(u, last)
+        is_less = _is_less(u, last)
+        falls = ~has_ended & is_less
         last = jnp.where(falls, u, last)
         is_even = is_even ^ falls
         has_ended = ~falls
@@ -271,8 +289,10 @@ def _slab(
     step = _SLABS // 2
     while step:
         # The slab is at least slab + step if the threshold before that is not above.
-        threshold = thresholds[slab + (step - 1)].T
-        slab = jnp.where(_is_less(words, threshold), slab, slab + step)
+        middle = slab + step
+        threshold = thresholds[middle - 1].T
+        is_below = _is_less(words, threshold)
+        slab = jnp.where(is_below, slab, middle)
         step //= 2
     return slab
 
@@ -284,7 +304,9 @@ def _is_less(
     """Returns whether numbers are less than others, uint32 [W, K] with the highest word first."""
     less = jnp.zeros(words.shape[1:], bool)
     for word, other in zip(words[::-1], others[::-1], strict=True):
-        less = (word < other) | ((word == other) & less)
+        is_below = word < other
+        is_equal = word == other
+        less = is_below | (is_equal & less)
     return less
 
 
@@ -299,17 +321,18 @@ def exponent(
     y = 2 X (j 2^44 + X) 2^-96.
     """
     rest = low >> 22
-    twice_x = (
-        (rest << 2) + 2 | (high & 0xF) << 12,
-        high >> 4 & 0xFFFF,
-        high >> 20,
-    )
-    factor = (
-        (rest << 1) + 1 | (high & 0x1F) << 11,
-        high >> 5 & 0xFFFF,
-        high >> 21 | (slab & 0xF) << 12,
-        slab >> 4,
-    )
+    end = (high & 0xF) << 12
+    lowest = (rest << 2) + 2 | end
+    middle = high >> 4 & 0xFFFF
+    highest = high >> 20
+    twice_x = (lowest, middle, highest)
+    end = (high & 0x1F) << 11
+    lowest = (rest << 1) + 1 | end
+    middle = high >> 5 & 0xFFFF
+    end = (slab & 0xF) << 12
+    upper = high >> 21 | end
+    highest = slab >> 4
+    factor = (lowest, middle, upper, highest)
     limbs = _product(twice_x, factor)
     words = [high << 16 | low for high, low in zip(limbs[5::-2], limbs[4::-2], strict=False)]
     return jnp.stack(words)
@@ -324,8 +347,9 @@ def _product(
     for i, x in enumerate(left):
         for k, y in enumerate(right):
             partial = x * y
-            columns[i + k] += partial & 0xFFFF
-            columns[i + k + 1] += partial >> 16
+            place = i + k
+            columns[place] += partial & 0xFFFF
+            columns[place + 1] += partial >> 16
     limbs = []
     carry = jnp.zeros_like(left[0])
     for column in columns:
