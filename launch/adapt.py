@@ -76,11 +76,14 @@ class _Task:
         self.config, self.root = config, root
         self.noise = _noise_of_settings(config)
         self._network = models.network(config.model)
-        found = data.parts(
+        opened = data.parts(
             config.data, "public", "test", "tuning", prepare=self._network.preprocessing.prepare
         )
-        self.public, test, tuning = found["public"], found.get("test"), found.get("tuning")
-        streams, images = config.protocol.seeds // config.protocol.sources, config.data.images
+        self.public = opened["public"]
+        test = opened.get("test")
+        tuning = opened.get("tuning")
+        images = config.data.images
+        streams = config.protocol.seeds // config.protocol.sources
         # Streams other than "given" share the photographs and differ in their order.
         used = streams * images if config.protocol.domain_order == "given" else images
         self._domains = data.domains(config.data, config.data.corruptions)

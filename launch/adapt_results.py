@@ -116,14 +116,18 @@ def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
         if len(groups) > 1:
             means = [results.moments(group).mean for group in groups.values()]
             errors.append(results.moments(means).error)
-    return results.moments(values.values()).mean, math.hypot(*errors) if errors else math.nan
+    mean = results.moments(values.values()).mean
+    error = math.hypot(*errors) if errors else math.nan
+    return mean, error
 
 
 def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
     """Returns a line per method with a column per setting."""
-    return results.pivot(
-        cells, "method", "setting", lambda found: results.percent(found[0]["mean"], found[0]["std"])
-    )
+
+    def accuracy(rows: Sequence[frame.Row]) -> str:
+        return results.percent(rows[0]["mean"], rows[0]["std"])
+
+    return results.pivot(cells, "method", "setting", accuracy)
 
 
 def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
@@ -159,20 +163,18 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         "Accuracy in percent per corruption": [
             _name(cell) | _per_corruption(cell) for cell in [*cells, source]
         ],
-        "Hyper-parameters": [
-            _name(cell)
-            | {"learning rate": cell["learning_rate"], "clip norm": cell.get("clip_norm")}
-            for cell in cells
-        ],
+        "Hyper-parameters": [_name(cell) | _hyper_parameters(cell) for cell in cells],
     }
     return {title: table for title, table in tables.items() if table}
 
 
 def by_length(result: Mapping[str, Any]) -> list[frame.Row]:
     """Returns the cells that are not original with the photographs of a domain, if that varies."""
-    lengths = [*result["shorter"], {name: result[name] for name in ("images", "cells")}]
+    if not result["shorter"]:
+        return []
+    whole = {"images": result["images"], "cells": result["cells"]}
     rows: list[frame.Row] = []
-    for length in lengths if result["shorter"] else ():
+    for length in [*result["shorter"], whole]:
         for cell in length["cells"]:
             if cell["setting"] != ORIGINAL:
                 run = f"{cell['method']}, {cell['setting']}"
@@ -198,6 +200,10 @@ def _differences(over: str, cells: Sequence[frame.Row]) -> list[dict[str, str]]:
     return results.pivot(
         cells, "method", "setting", lambda found: results.percent(*found[0][over], sign="+")
     )
+
+
+def _hyper_parameters(cell: frame.Row) -> dict[str, Any]:
+    return {"learning rate": cell["learning_rate"], "clip norm": cell.get("clip_norm")}
 
 
 def _step_length(cell: frame.Row) -> dict[str, Any]:

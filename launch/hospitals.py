@@ -47,11 +47,11 @@ def _agreed(config: Any) -> tuple[Any, dict[str, Any], str]:
     """
     check_numbers(config)
     method = recalibrate.method("method", config.method)
-    how = {"epsilon": config.epsilon, "adjacency": config.adjacency}
+    guarantee = {"epsilon": config.epsilon, "adjacency": config.adjacency}
     # Raises if the method has no noise scale.
-    recalibration.noise_scale(method, num_classes=config.num_classes, **how)
+    recalibration.noise_scale(method, num_classes=config.num_classes, **guarantee)
     terms = f"epsilon={config.epsilon!r}, {config.adjacency}, {config.num_classes} classes"
-    return method, how, f"{method!r}, {terms}"
+    return method, guarantee, f"{method!r}, {terms}"
 
 
 # --- The calibrator -----------------------------------------------------------------------------

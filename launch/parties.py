@@ -361,8 +361,10 @@ class _Client:
 
     @property
     def _asks(self) -> bool:
-        wanted = self.config.mode != "private" if self.queries is None else self.queries
-        return wanted and len(self._images[1]["image"]) > 0
+        has_queries = self.queries
+        if has_queries is None:
+            has_queries = self.config.mode != "private"
+        return has_queries and len(self._images[1]["image"]) > 0
 
     def _frontend(self, question: bytes) -> bytes:
         """Pays for the upload and the queries, makes and keeps them, and returns the upload."""
@@ -451,9 +453,10 @@ class _Client:
         """Ends the run."""
         config, root, accuracy = self.config, self.root, None
         _, test = self._images
-        asked = len(test["image"]) if self._asks else 0
-        messages.check_arrays(package.arrays, {"logits": ((asked, config.num_classes), np.float32)})
-        if asked:
+        queries = len(test["image"]) if self._asks else 0
+        logits_shape = (queries, config.num_classes)
+        messages.check_arrays(package.arrays, {"logits": (logits_shape, np.float32)})
+        if queries:
             logits = package.arrays["logits"]
             write_durably(root / "predictions.npy", lambda file: np.save(file, predicted(logits)))
             if "label" in test:
@@ -465,7 +468,7 @@ class _Client:
             "bytes": len(read_package(root / "upload")),
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": config.delta,
-            "queries": asked,
+            "queries": queries,
             "accuracy": accuracy,
         }
         write_json(root / "result.json", self.result)
@@ -621,8 +624,8 @@ def _private_sets(
     images = from_arrays(**few)
     private = [frame.PrivateSet(_images_name(config), images, is_public)]
     if queries and len(test["image"]):
-        asked = from_arrays(**test)
-        private.append(frame.PrivateSet(_queries_name(config), asked, is_public))
+        queried = from_arrays(**test)
+        private.append(frame.PrivateSet(_queries_name(config), queried, is_public))
     return private
 
 

@@ -144,7 +144,8 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     """Returns scores of a teacher's answers and its students. Each repetition has other queries and
     fresh noise.
     """
-    config, bench, truth = work.config, work.shared, work.shared.test["label"]
+    config, bench = work.config, work.shared
+    truth = bench.test["label"]
     queries = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
     answer, event = _mechanism(cell, bench)
 
@@ -283,8 +284,8 @@ def _programs(
         source = from_arrays(**zeros, num_classes=opened.classes, name="zeros")
         trainer = dp_sgd(config, model, records)
         return plans.programs_of(trainer, source, model.init(), _steps(cell, config))(memory)
-    how = training_options(config, records, records)
-    functions = prediction.training_programs(model.loss, model.init(), zeros, **how)
+    options = training_options(config, records, records)
+    functions = prediction.training_programs(model.loss, model.init(), zeros, **options)
     return [(function, inputs, members * count) for function, inputs, count in functions.values()]
 
 
@@ -292,47 +293,59 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
     """Returns the DP-SGD trainer with the smallest noise at which a run costs at most the target
     epsilon.
     """
-    how, plan = config.dp_sgd, config.prediction
-    sampler = PoissonSampler(records, how.batch_size / config.training.records)
+    training = config.dp_sgd
+    budget = config.prediction
+    sampler = PoissonSampler(records, training.batch_size / config.training.records)
     # A trainer divides by the expected batch size, which depends on the private number of records.
     # The declared number is public.
-    declared = optax.scale(sampler.expected_batch_size / how.batch_size)
+    declared = optax.scale(sampler.expected_batch_size / training.batch_size)
+    sgd = optax.sgd(training.learning_rate, momentum=training.momentum or None)
     return finetune.dp_sgd(
         model.loss,
-        optax.chain(declared, optax.sgd(how.learning_rate, momentum=how.momentum or None)),
+        optax.chain(declared, sgd),
         sampler=sampler,
-        clip_norm=how.clip_norm,
-        epsilon=plan.epsilon,
-        delta=plan.delta,
-        steps=how.steps,
-        physical_batch_size=how.batch_size,
+        clip_norm=training.clip_norm,
+        epsilon=budget.epsilon,
+        delta=budget.delta,
+        steps=training.steps,
+        physical_batch_size=training.batch_size,
         **_terms(config),
     )
 
 
 def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     """Trains the same model by DP-SGD, several times."""
-    how, bench = work.config.dp_sgd, work.shared
-    trainer, start = dp_sgd(work.config, bench.model, len(bench.task.train)), bench.start
-    options = {"steps": how.steps, "checkpoint_every": how.steps, "delta": bench.plan.delta}
-    found = []
-    for run in progress_bar(range(how.runs), label=DP_SGD, unit="run"):
-        folder = work.folder(cell) / "scratch" / str(run)
+    bench = work.shared
+    train = bench.task.train
+    runs, steps = work.config.dp_sgd.runs, work.config.dp_sgd.steps
+    trainer = dp_sgd(work.config, bench.model, len(train))
+    accuracies = []
+    for run in progress_bar(range(runs), label=DP_SGD, unit="run"):
         state = finetune.fit(
-            trainer, start, bench.task.train, account=account, workdir=folder, **options
+            trainer,
+            bench.start,
+            train,
+            account=account,
+            workdir=work.folder(cell) / "scratch" / str(run),
+            steps=steps,
+            checkpoint_every=steps,
+            delta=bench.plan.delta,
         )
-        found.append(bench.model.accuracy(state.params, bench.test))
-    return {"per_query": found, "student": found, "expected": results.moments(found).mean}
+        accuracies.append(bench.model.accuracy(state.params, bench.test))
+    mean = results.moments(accuracies).mean
+    return {"per_query": accuracies, "student": accuracies, "expected": mean}
 
 
 def _private(bench: Bench) -> list[PrivateSet]:
     """Returns the private records. Those of other stages are recognised if they are feature vectors
     too.
     """
-    config, train = bench.config.data, bench.task.train
-    source = {"blobs": "bundled", "text": "tfds"}.get(config.kind) or config.get("source", "")
-    rows = train if bench.task.rows is None else bench.task.rows
-    return [PrivateSet(train.name, rows, DataSpec(source=source).is_public)]
+    config, task = bench.config.data, bench.task
+    source_of_kind = {"blobs": "bundled", "text": "tfds"}
+    source = source_of_kind.get(config.kind) or config.get("source", "")
+    is_public = DataSpec(source=source).is_public
+    rows = task.train if task.rows is None else task.rows
+    return [PrivateSet(task.train.name, rows, is_public)]
 
 
 # --- Results ------------------------------------------------------------------------------------

@@ -157,8 +157,8 @@ class Bench:
         examples, which is private. All examples are one batch.
         """
         model, records = self.model, len(examples["label"])
-        how = training_options(self.config, records, divisor)
-        bounds = prediction.train_with_bounds(model.loss, self.start, examples, **how)
+        options = training_options(self.config, records, divisor)
+        bounds = prediction.train_with_bounds(model.loss, self.start, examples, **options)
         certificates = prediction.certify(bounds, model.logits, self.test["features"])
         return bounds, np.asarray(certificates.label), np.asarray(certificates.distance)
 
