@@ -117,8 +117,8 @@ class Grid:
         """The squared norm in steps that no contribution exceeds, at most (2^bits / sigma)^2."""
         sigma = fractions.Fraction(self.noise_multiplier)
         radius = 2**self.bits / sigma
-        squared = radius**2
-        return squared.numerator // squared.denominator
+        steps: int = math.floor(radius**2)
+        return steps
 
     def total(
         self,
