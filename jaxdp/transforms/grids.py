@@ -117,7 +117,8 @@ class Grid:
         """The squared norm in steps that no contribution exceeds, at most (2^bits / sigma)^2."""
         sigma = fractions.Fraction(self.noise_multiplier)
         radius = 2**self.bits / sigma
-        return math.floor(radius**2)
+        longest: int = math.floor(radius**2)
+        return longest
 
     def total(
         self,
