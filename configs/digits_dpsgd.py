@@ -21,10 +21,9 @@ PATTERNS = ("cyclic_poisson", "balls_in_bins", "b_min_sep")
 
 
 def get_config(rounds: str = "all") -> ConfigDict:
-    if rounds not in ("all", "random_round", *PATTERNS):
-        raise ValueError(
-            f"the config takes 'all', one of {PATTERNS}, or 'random_round', got {rounds!r}."
-        )
+    variants = ("all", "random_round", *PATTERNS)
+    if rounds not in variants:
+        raise ValueError(f"the config takes {', '.join(map(repr, variants))}, got {rounds!r}.")
     config = ConfigDict(
         {
             # of the initial parameters and the order of public examples, not of any noise

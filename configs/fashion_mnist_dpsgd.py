@@ -54,6 +54,7 @@ def get_config() -> ConfigDict:
                 "physical_batch_size": 0,  # the library chooses
                 "steps": 600,
                 **clipping(1.0),
+                "exact": False,  # True sums and draws noise by integers
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 2.0,
                 **optimizer(momentum=0.9),

@@ -115,7 +115,7 @@ def programs_of(
     def programs(memory: int | None) -> Programs:
         state = trainer.init(params)
         sizes = trainer.physical(state, source, memory=memory)
-        batches = [sizes.counts(len(sampler.batch(k))) for k in range(_DRAWS)]
+        batches = [sizes.counts(len(sampler.batch(k))) for k in range(min(_DRAWS, steps))]
         calls: dict[str, float] = {}
         for size in sizes.sizes:
             each = float(np.mean([counts[size] for counts in batches]))

@@ -112,7 +112,7 @@ def _finetune(run: Run) -> Published:
     if "private" in result:
         accounts = frame.cell_folder(run.root, Model("private"))
         share = _share(run, "private")
-    else:  # A training on noisy labels has released the labels.
+    else:  # What has paid is a search, or the release of noisy labels.
         accounts = _books(run)
         share = _share(run, "accuracy")
     return Published(
@@ -275,6 +275,7 @@ def _paid(run: Run, life: document.Life) -> Books:
 MAKERS: Mapping[str, Callable[[Run], Published]] = {
     "finetune": _finetune,
     "label_dp": _finetune,
+    "tune": _finetune,
     "lm": _lm,
     "pretrain": _pretrain,
     "recalibrate": _source("source.safetensors"),

@@ -83,6 +83,7 @@ def get_config(size: str = "small") -> ConfigDict:
                 "physical_batch_size": 5000,
                 "steps": 30,
                 **clipping(0.15),
+                "exact": False,  # True sums and draws noise by integers
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 64.0,
                 **optimizer(momentum=0.9),

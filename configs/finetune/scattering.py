@@ -88,6 +88,7 @@ def get_config(chosen: str = "cifar10") -> ConfigDict:
                 "physical_batch_size": 5000,
                 "steps": steps,
                 **clipping(0.15),
+                "exact": False,  # True sums and draws noise by integers
                 "allow_nonfinite": False,  # True starts with many NaN or infinite gradients
                 "learning_rate": 64.0,
                 **optimizer(momentum=0.9),

@@ -70,15 +70,17 @@ class Owners:
         """The number of classes that the records declare, or 0."""
         return getattr(self.source, "num_classes", 0)
 
-    def sampler(self, sampling_probability: float, **options: Any) -> PoissonSampler:
+    def sampler(self, sampling_probability: float, *, seed: bytes | None = None) -> PoissonSampler:
         """Returns a sampler of these records, whose event is for one owner.
 
         Args:
           sampling_probability: q, with which each record joins a batch.
-          **options: Of `PoissonSampler`.
+          seed: As in `PoissonSampler`. None, the default, takes it from the operating system.
         """
-        options = {"records_per_owner": self.max_records} | options
-        return PoissonSampler(len(self), sampling_probability, **options)
+        sampler = PoissonSampler(
+            len(self), sampling_probability, records_per_owner=self.max_records
+        )
+        return sampler if seed is None else dataclasses.replace(sampler, seed=seed)
 
     def gather(self, indices: np.ndarray) -> Any:
         """Returns the records at `indices`, integers [B] in [0, n)."""

@@ -105,7 +105,8 @@ def _buffered(pattern: Mapping[str, Any], buffers: int | None) -> CorrelatedNois
     """Returns the noise of buffered linear Toeplitz matrices."""
     from jax_privacy.matrix_factorization import buffered_toeplitz
 
-    with jax.enable_x64(True):
+    # The optimiser of jax_privacy promotes ranks.
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
         best = buffered_toeplitz.optimize(
             n=pattern["steps"],
             min_sep=pattern["min_separation"],

@@ -150,6 +150,8 @@ class PrivateTrainer(StepFunctions):
 
     def _first_buffers(self, params: Any, layout: Layout | None) -> Any:
         """Returns the buffers of correlated noise before the first step, or None."""
+        if self.privatizer.noise is None:
+            return None
         sums = jax.eval_shape(self.query.zeros, params)
 
         def zeros() -> Any:

@@ -437,6 +437,8 @@ def _clipped_sum(
         clip_norm=constants.clip_norm,
         clip_rule=program.clip_rule,
     )
+    if program.grid is None:
+        return in_floats
     # The clip norm is traced, so that `on_grid` cannot compare it.
     return dataclasses.replace(in_floats, grid=program.grid)
 

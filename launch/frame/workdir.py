@@ -27,6 +27,7 @@ _ADDED = {
     "private.method_options.sla_clip.clip_range": [0.1, 50.0],
     "private.method_options.sla_clip.unit_norm": True,
     "private.clip_parts": "",
+    "private.exact": False,
     "private.truncated_batch_size": 0,
     "training.threat": "add_remove",
     "training.dampening": 0.0,

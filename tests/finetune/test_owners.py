@@ -159,7 +159,7 @@ def test_wrong_units_and_options_are_refused():
     with pytest.raises(ValueError, match="unit must name an owner of records"):
         trainer_of(group=True)
     with pytest.raises(ValueError, match="truncated_batch_size must be None"):
-        mails().sampler(Q, truncated_batch_size=5)
+        data.PoissonSampler(5, Q, records_per_owner=2, truncated_batch_size=3)
     with pytest.raises(ValueError, match="records_per_owner must be at least 1"):
         data.PoissonSampler(5, Q, records_per_owner=0)
     rows = data.by_owners(data.from_arrays(features=X), OWNERS, max_records=1)

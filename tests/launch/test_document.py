@@ -134,7 +134,8 @@ def test_nothing_that_is_forged_becomes_markup(root):
                 shown += not isinstance(value, int | float)
             for page in root.glob("*.html"):
                 assert "<script" not in page.read_text(), (path, where)
-                assert page.read_text().count("&lt;script") < 24
+                # One forged value stands in each section, and the name of a data set in each table.
+                assert page.read_text().count("&lt;script") < 40
         path.write_text(text)
     assert refused > 40 and shown > 10
     assert "<script" not in document.write(root).read_text()

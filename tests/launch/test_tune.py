@@ -9,7 +9,7 @@ from configs import digits_dpsgd
 from configs.finetune import tune
 from jaxdp.finetune import RandomRuns
 from jaxdp.privacy import Ledger
-from launch import finetune
+from launch import finetune, release
 from launch.tune import with_grid
 
 
@@ -42,6 +42,9 @@ def test_a_search_is_one_charge_of_its_epsilon_and_tells_nothing_of_its_runs(tmp
     assert left == {"lock", "charges.jsonl", "released.safetensors"}
     assert not [path for path in root.rglob("*") if "metrics" in path.name]
     finetune.experiment(_config(score="charged"), str(root))  # is finished, and free
+    folder = release.write(root, tmp_path / "release")
+    card = json.loads((folder / "card.json").read_text())
+    assert f"{result['epsilon']:.4g}"[:4] in json.dumps(card)
 
 
 @pytest.mark.parametrize(
