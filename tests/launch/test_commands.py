@@ -77,10 +77,11 @@ def module_of(line):
 
 
 # The noise of AdpAlloc is calibrated for one kind of step after the other, which takes seconds.
-# So is that of balls in bins, by simulations.
+# So is that of balls in bins, by simulations, and the search for the best bands.
 FASTER = {
     "configs/dpadapter_table1.py:digits": "--config.private.epochs=1",
     "configs/digits_dpsgd.py:balls_in_bins": "--config.private.steps=12",
+    "configs/finetune/correlated.py": "--config.private.noise.bands=2",
 }
 COMMANDS = documented()
 LAUNCHERS = sorted({module_of(line) for line in COMMANDS})
