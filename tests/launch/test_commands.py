@@ -6,6 +6,7 @@ a field that does not exist, a value of another type, a config that no study acc
 
 import ast
 import contextlib
+import dataclasses
 import importlib
 import io
 import re
@@ -20,7 +21,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from jaxdp.models.checkpoints import blank_inputs
-from launch import catalogue, command, models, plans, report
+from launch import catalogue, command, models, plans, report, trainers
 from launch.frame import program as frame_program
 from tests.launch import program
 
@@ -77,11 +78,10 @@ def module_of(line):
 
 
 # The noise of AdpAlloc is calibrated for one kind of step after the other, which takes seconds.
-# So is that of balls in bins, by simulations, and the search for the best bands.
+# So are those of two buffers and of many bands.
 FASTER = {
     "configs/dpadapter_table1.py:digits": "--config.private.epochs=1",
-    "configs/digits_dpsgd.py:balls_in_bins": "--config.private.steps=12",
-    "configs/finetune/correlated.py": "--config.private.noise.bands=2",
+    "configs/finetune/correlated.py": "--config.private.noise.bands=1",
 }
 COMMANDS = documented()
 LAUNCHERS = sorted({module_of(line) for line in COMMANDS})
@@ -113,6 +113,11 @@ def zeros(network, seed):
     inputs = blank_inputs(network.preprocessing)
     shapes = jax.eval_shape(network.model.init, jax.random.key(seed), inputs)["params"]
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def few_draws(*terms):
+    """Balls in bins whose account is simulated by few draws, which is faster."""
+    return dataclasses.replace(trainers._balls_in_bins(*terms), draws=2**12)
 
 
 def not_parsed(parser, words):
@@ -153,6 +158,7 @@ def mistake(line):
         else:
             # The plan is built. What it would compile and time is another test's.
             patched.enter_context(replace(models, "fresh", zeros))
+            patched.enter_context(mock.patch.dict(trainers._PATTERNS, balls_in_bins=few_draws))
             patched.enter_context(replace(plans, "_here", lambda item: plans._Estimate()))
             patched.enter_context(replace(plans, "_elsewhere", lambda *_: plans._Estimate()))
             config = rest[rest.index("--config") + 1]
