@@ -34,7 +34,7 @@ def test_an_error_of_a_field_names_flag_and_remedy(error, words):
 
 
 def test_a_variant_that_a_config_lacks_is_named():
-    with pytest.raises(ValueError, match=r"^--config=digits_dpsgd:x: .*'random_round', .*got 'x'\.$"):
+    with pytest.raises(ValueError, match=r"^--config=digits_dpsgd:x: .*'random_round', .*'x'\.$"):
         catalogue.load("digits_dpsgd:x")
 
 
