@@ -194,7 +194,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
         for method in METHODS:
             rows = [row for row in report["rows"] if (row["task"], row["method"]) == (task, method)]
             rows.sort(key=lambda row: row["epsilon"])
-            cells = [f"{_accuracy(row)}, {row['error']:.3g}" for row in rows]
+            cells = [f"{timing.accuracy(row)}, {row['error']:.3g}" for row in rows]
             lines.append([method, f"{rows[0]['buffers']}", *cells])
         header = ["noise", "buffers", *(f"epsilon {e:g}" for e in EPSILONS)]
         pages[task] = timing.page_table(header, lines)
@@ -205,11 +205,6 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
     ]
     pages["costs"] = timing.page_table(["noise", "processor ms a step", "over independent"], lines)
     return pages
-
-
-def _accuracy(row: Mapping[str, Any]) -> str:
-    values = 100 * np.asarray(row["accuracies"])
-    return f"{values.mean():.1f} ({values.std(ddof=1):.1f})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

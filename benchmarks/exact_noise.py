@@ -9,11 +9,10 @@ import argparse
 import json
 import pathlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 import jaxdp
 from benchmarks import gate, timing
@@ -127,14 +126,9 @@ def _accuracy_table(report: Mapping[str, Any]) -> str:
     lines = []
     for form in FORMS:
         rows = [row for row in report["accuracy"] if row["form"] == form]
-        lines.append([form, *map(_accuracy, rows)])
+        lines.append([form, *map(timing.accuracy, rows)])
     header = ["sums and noise", *(f"epsilon {epsilon:g}" for epsilon in EPSILONS)]
     return timing.page_table(header, lines)
-
-
-def _accuracy(row: Mapping[str, Sequence[float]]) -> str:
-    values = 100 * np.asarray(row["accuracies"])
-    return f"{values.mean():.1f} ({values.std(ddof=1):.1f})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from benchmarks import timing
 from configs import digits_dpsgd
 from configs.finetune import labels
@@ -69,14 +67,9 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
         rows = [row for row in report["rows"] if row["method"] == method]
         protects = "image and label" if method == "DP-SGD" else "label"
         by_epsilon = sorted(rows, key=lambda row: row["epsilon"])
-        lines.append([method, protects, *map(_accuracy, by_epsilon)])
+        lines.append([method, protects, *map(timing.accuracy, by_epsilon)])
     header = ["prior or method", "what is protected", *(f"epsilon {e:g}" for e in EPSILONS)]
     return {"labels": timing.page_table(header, lines)}
-
-
-def _accuracy(row: Mapping[str, Any]) -> str:
-    values = 100 * np.asarray(row["accuracies"])
-    return f"{values.mean():.1f} ({values.std(ddof=1):.1f})"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

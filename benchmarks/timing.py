@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 import jaxdp
 from benchmarks.registry import Benchmark
@@ -77,6 +78,12 @@ def show(
         names = row if columns is None else columns
         table.append({"step": step} | {name: row.get(name) for name in names})
     print(f"\n{title}\n{format_table(table, digits=3)}", flush=True)
+
+
+def accuracy(row: Mapping[str, Any]) -> str:
+    """Returns the mean "accuracies" of a row in percent, and in brackets their deviation."""
+    percent = 100 * np.asarray(row["accuracies"])
+    return f"{percent.mean():.1f} ({percent.std(ddof=1):.1f})"
 
 
 def page_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

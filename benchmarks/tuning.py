@@ -209,11 +209,6 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     return {"rows": rows, "runs": flags.runs}
 
 
-def _accuracy(row: Mapping[str, Any]) -> str:
-    values = 100 * np.asarray(row["accuracies"])
-    return f"{values.mean():.1f} ({values.std(ddof=1):.1f})"
-
-
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of a report."""
     by_strategy: dict[str, Sequence[Mapping[str, Any]]] = {}
@@ -221,7 +216,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
         by_strategy[strategy] = [row for row in report["rows"] if row["strategy"] == strategy]
     accuracies = []
     for strategy in STRATEGIES:
-        lines = map(_accuracy, by_strategy[strategy])
+        lines = map(timing.accuracy, by_strategy[strategy])
         accuracies.append([strategy, *lines])
     targets = [f"epsilon {target:g}" for target in EPSILONS]
     costs = []

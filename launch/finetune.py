@@ -18,7 +18,7 @@ import jax
 
 from jaxdp import finetune
 from jaxdp.data import augmentation
-from jaxdp.models import merge_pretrained, save_params
+from jaxdp.models import save_params
 from jaxdp.privacy import Account, ComposedDpEvent
 from jaxdp.release import Hosts, locked, notes
 from jaxdp.report import Callback, format_table, plot_training
@@ -69,13 +69,10 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     config = work.config
     opened = _scaled(work)
     task = opened.task
-    start = models.fresh(task.network, config.init_seed)
-    backbone = None
-    if cell.model != "no_pretraining":
-        backbone = tasks.backbone(config, task, work)
-    if backbone is not None:
-        exclude = ("head",) if config.pretrain.new_head else ()
-        start = merge_pretrained(start, backbone, exclude=exclude)
+    if cell.model == "no_pretraining":
+        start = models.fresh(task.network, config.init_seed)
+    else:
+        start = tasks.start(config, task, work)
     if cell.model == "no_privacy":
         return work.hosts.first(lambda: _without_privacy(config, task, start))
     return _private(cell, work, opened, start)

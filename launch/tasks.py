@@ -12,7 +12,7 @@ from jaxdp.data.protocol import check_source
 from jaxdp.data.selection import units
 from jaxdp.data.spec import open_parts
 from jaxdp.finetune.scaler import columns_of
-from jaxdp.models import Pretrained, load_params, merge_lora
+from jaxdp.models import Pretrained, load_params, merge_lora, merge_pretrained
 
 from . import data, frozen, models, trainers
 from .study import PrivateSet
@@ -246,6 +246,16 @@ def _check_start(config: Any, sources: Mapping[str, Examples]) -> None:
             "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no "
             "public examples."
         )
+
+
+def start(config: Any, task: Task, work: Any) -> Params:
+    """Returns the parameters from which private training starts: fresh ones, with the backbone."""
+    fresh = models.fresh(task.network, config.init_seed)
+    pretrained = backbone(config, task, work)
+    if pretrained is None:
+        return fresh
+    exclude = ("head",) if config.pretrain.new_head else ()
+    return merge_pretrained(fresh, pretrained, exclude=exclude)
 
 
 def backbone(config: Any, task: Task, work: Any) -> Params | None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import jaxdp
 from jaxdp import finetune
 from jaxdp.data import Groups
-from jaxdp.models import merge_pretrained, save_params
+from jaxdp.models import save_params
 from jaxdp.privacy import (
     ComposedDpEvent,
     DpEvent,
@@ -185,10 +185,7 @@ def _score(config: Any, task: tasks.Task) -> Any:
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     config, private = work.config, work.config.private
     task = work.shared.task
-    start = models.fresh(task.network, config.init_seed)
-    backbone = tasks.backbone(config, task, work)
-    if backbone is not None:
-        start = merge_pretrained(start, backbone, exclude=("head",) * config.pretrain.new_head)
+    start = tasks.start(config, task, work)
     terms = task.terms(private)
     with work.account(task.private.name, label="search", **terms) as account:
         best = jaxdp.tune(

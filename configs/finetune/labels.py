@@ -9,39 +9,17 @@ seconds on two CPU cores.
 
 from ml_collections import ConfigDict
 
-from configs.method_options import TUNING
-from configs.people import PEOPLE
+from configs import digits_dpsgd
 
 
 def get_config() -> ConfigDict:
+    whole = digits_dpsgd.get_config()
+    # The unit is that of digits_dpsgd: the label of one example is protected.
+    whole.data.adjacency = "replace_label"
+    shared = {name: whole[name] for name in ("init_seed", "watch", "data", "model", "pretrain")}
     return ConfigDict(
         {
-            "init_seed": 0,
-            "watch": "",  # "tensorboard", "wandb" or both with a comma
-            "data": {
-                "source": "bundled",
-                "name": "digits",
-                "split_seed": 0,
-                "parts": {"public": 0.05, "private": 0.65, "test": 0.3},
-                "unit": "example",  # whose label is protected
-                "adjacency": "replace_label",
-                **PEOPLE,
-                "crop_padding": 1,
-                "flip": False,
-            },
-            "model": {
-                **TUNING,
-                "name": "cnn",
-                "options": {"widths": (32, 64), "dense": 0},
-                "preprocessing": {"size": 8, "mean": (0.3,), "std": (0.4,)},
-            },
-            "pretrain": {
-                "weights": "",
-                "new_head": False,
-                "steps": 400,
-                "batch_size": 64,
-                "learning_rate": 2e-3,
-            },
+            **shared,
             "labels": {  # see launch/label_dp.py
                 "prior": "stages",  # or "none", "public", "histogram"
                 "stages": 2,

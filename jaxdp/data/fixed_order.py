@@ -10,7 +10,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from jaxdp.data.sampling import _check_seed, _generator
+from jaxdp.data.sampling import _check_batches, _generator
 from jaxdp.files import check_count
 
 _FIXED_ORDER = 8  # the upper-most counter word, beside those of `jaxdp.data.sampling`
@@ -50,14 +50,7 @@ class FixedOrderSampler:
     seed: bytes = bytes(16)
 
     def __post_init__(self) -> None:
-        check_count("num_examples", self.num_examples, 1)
-        check_count("batch_size", self.batch_size, 1)
-        if self.batch_size > self.num_examples:
-            raise ValueError(
-                f"batch_size must be at most num_examples={self.num_examples}, got "
-                f"{self.batch_size}."
-            )
-        _check_seed(self.seed)
+        _check_batches(self.num_examples, self.batch_size, self.seed)
 
     @property
     def steps_per_epoch(self) -> int:

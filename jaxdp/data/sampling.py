@@ -44,6 +44,17 @@ def _check_seed(seed: bytes) -> None:
         raise ValueError(f"{rule}, got {len(seed)}.")
 
 
+def _check_batches(num_examples: int, batch_size: int, seed: bytes) -> None:
+    """Raises for a sampler of equal batches whose numbers or seed are wrong."""
+    check_count("num_examples", num_examples, 1)
+    check_count("batch_size", batch_size, 1)
+    if batch_size > num_examples:
+        raise ValueError(
+            f"batch_size must be at most num_examples={num_examples}, got {batch_size}."
+        )
+    _check_seed(seed)
+
+
 @dataclasses.dataclass(frozen=True)
 class PoissonSampler:
     """Poisson sampling: each example takes part in each step independently, with one probability.
@@ -83,9 +94,7 @@ class PoissonSampler:
     num_examples: int
     sampling_probability: float
     _: dataclasses.KW_ONLY
-    seed: bytes = dataclasses.field(
-        default_factory=lambda: secrets.token_bytes(_SEED_BYTES), repr=False
-    )
+    seed: bytes = dataclasses.field(default_factory=_new_seed, repr=False)
     truncated_batch_size: int | None = None
     # Not in the text of a sampler, which is a fact of releases of earlier versions.
     records_per_owner: int | None = dataclasses.field(default=None, repr=False)
@@ -230,19 +239,10 @@ class FixedBatchSampler:
     num_examples: int
     batch_size: int
     _: dataclasses.KW_ONLY
-    seed: bytes = dataclasses.field(
-        default_factory=lambda: secrets.token_bytes(_SEED_BYTES), repr=False
-    )
+    seed: bytes = dataclasses.field(default_factory=_new_seed, repr=False)
 
     def __post_init__(self) -> None:
-        check_count("num_examples", self.num_examples, 1)
-        check_count("batch_size", self.batch_size, 1)
-        if self.batch_size > self.num_examples:
-            raise ValueError(
-                f"batch_size must be at most num_examples={self.num_examples}, got "
-                f"{self.batch_size}."
-            )
-        _check_seed(self.seed)
+        _check_batches(self.num_examples, self.batch_size, self.seed)
 
     @property
     def steps_per_epoch(self) -> int:

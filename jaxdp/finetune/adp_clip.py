@@ -32,8 +32,14 @@ import optax
 
 from jaxdp.data.physical import Sampler
 from jaxdp.files import shows_keywords
-from jaxdp.finetune.options import CLIP_NORMS, OPTION_DEFAULTS, Options, noise_and_options
-from jaxdp.finetune.query import Query, QuerySums, moving_params
+from jaxdp.finetune.options import (
+    CLIP_NORMS,
+    OPTION_DEFAULTS,
+    Options,
+    check_one_noise,
+    noise_and_options,
+)
+from jaxdp.finetune.query import Query, QuerySums, is_example, moving_params
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 from jaxdp.transforms.clipping import ClippedGrad
 
@@ -106,13 +112,13 @@ class QuantileClipping(Query):
         gradient = self._clipped_to(carried)
         out = gradient(params, batch, mask, key=key)
         scale = self.gradient_weight / gradient.sensitivity()
-        is_example = mask.any(1) if mask.ndim == 2 else mask  # A mask of groups is [B, k].
+        present = is_example(mask)
         norms, limits = out.norms, carried
         if gradient.patterns is not None:
             norms = jnp.stack([out.part_norms[part] for part in gradient.patterns], axis=1)
-            is_example, limits = is_example[:, None], carried[None]
+            present, limits = present[:, None], carried[None]
         # b_i - 1/2. A norm that is not finite is not below C_t.
-        below = jnp.where(is_example, (norms <= limits) - 0.5, 0.0)
+        below = jnp.where(present, (norms <= limits) - 0.5, 0.0)
         grads = jax.tree.map(lambda g: g * scale, out.grads)
         total = _Contribution(grads, 2 * self.count_weight * below.sum(axis=0))
         return QuerySums.of(total, out)
@@ -181,8 +187,7 @@ def adp_clip(
     """
     noise_multiplier, others = noise_and_options(noise_multiplier, options, sampler)
     batch_size = sampler.expected_batch_size
-    if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}.")
+    check_one_noise(noise_multiplier)
     if not 0 <= quantile <= 1:
         raise ValueError(f"quantile must be in [0, 1], got {quantile}. 0.5 is the median.")
     if not 0 < clip_learning_rate <= 100:

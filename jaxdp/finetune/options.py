@@ -1,5 +1,6 @@
 """The options that all methods share, and the noise that meets a target."""
 
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
@@ -239,6 +240,12 @@ def check_optimizer_state(state: Any) -> None:
 
     if any(map(accumulates, jax.tree.leaves(state, is_leaf=accumulates))):
         raise ValueError(_ACCUMULATES)
+
+
+def check_one_noise(noise_multiplier: Any) -> None:
+    """Raises ValueError for a schedule of noise, or for a step without noise."""
+    if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
+        raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}.")
 
 
 def check_clip_norm(name: str, value: float | Mapping[str, float]) -> None:

@@ -100,6 +100,11 @@ class Query(abc.ABC):
         """
 
 
+def is_example(mask: jax.Array) -> jax.Array:
+    """Returns which rows [B] of a mask [B], or [B, k] of groups, are examples and no padding."""
+    return mask.any(1) if mask.ndim == 2 else mask
+
+
 def moving_params(gradient: ClippedGrad, params: Any) -> Any:
     """Returns the trained parameters in float32 or wider, as the optimizer sees them."""
     return jax.tree.map(wide, gradient.trainable_params(params))

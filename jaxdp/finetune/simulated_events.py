@@ -24,14 +24,14 @@ def of_run(trainer: PrivateTrainer, workdir: pathlib.Path | None, hosts: Hosts) 
     if not trainer.is_whole:
         return trainer
     event = from_json(hosts.first(lambda: _text(trainer, workdir)))
-    if event == trainer.event(0, getattr(trainer.sampler, "steps", 0)):
+    if event == trainer.event(0, trainer.whole_steps):
         return trainer
     return dataclasses.replace(trainer, simulated_event=event)
 
 
 def _text(trainer: PrivateTrainer, workdir: pathlib.Path | None) -> str:
     """Returns the JSON of the event in the workdir, which is written if there is none."""
-    new = trainer.event(0, getattr(trainer.sampler, "steps", 0))
+    new = trainer.event(0, trainer.whole_steps)
     path = None if workdir is None else workdir / FILE
     if path is None or not path.exists():
         if path is not None:

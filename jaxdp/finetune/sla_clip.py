@@ -29,15 +29,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdp.data import PoissonSampler
+from jaxdp.data.physical import Sampler
 from jaxdp.files import check_count, check_numbers, shows_keywords
 from jaxdp.finetune.options import (
     OPTION_DEFAULTS,
     Options,
     check_clip_norm,
+    check_one_noise,
     noise_and_options,
 )
-from jaxdp.finetune.query import Query, QuerySums, moving_params
+from jaxdp.finetune.query import Query, QuerySums, is_example, moving_params
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 
 # The 99.5 % quantile of the normal distribution, in the rule for K (equation 36).
@@ -98,10 +99,10 @@ class SlackClipping(Query):
         """Sums the clipped gradients and the slots, both over C_t."""
         gradient = dataclasses.replace(self.gradient, clip_norm=carried)
         out = gradient(params, batch, mask, key=key)
-        is_example = mask.any(1) if mask.ndim == 2 else mask  # A mask of groups is [B, k].
+        present = is_example(mask)
         # Padding has norm 0, and would fill all slots. An example without a finite loss
         # contributes nothing at all.
-        counts = is_example & jnp.isfinite(out.losses)
+        counts = present & jnp.isfinite(out.losses)
         slots = jnp.where(counts[:, None], self.filled(out.norms, carried), 0)
         grads = jax.tree.map(lambda g: g / carried, out.grads)
         return QuerySums.of(_Contribution(grads, slots.sum(axis=0)), out)
@@ -144,7 +145,7 @@ def sla_clip(
     clip_learning_rate: float = 0.5,
     clip_range: tuple[float, float] = (0.1, 50.0),
     unit_norm: bool = True,
-    sampler: PoissonSampler,
+    sampler: Sampler,
     **options: Unpack[Options],
 ) -> PrivateTrainer:
     """Returns a trainer for SlaClip, whose clip norm follows the slack of the gradient norms.
@@ -174,8 +175,7 @@ def sla_clip(
       and C_0 only. Under replace-one the sensitivity doubles, as the accountant assumes.
     """
     noise_multiplier, others = noise_and_options(noise_multiplier, options, sampler)
-    if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier must be positive and finite, got {noise_multiplier}.")
+    check_one_noise(noise_multiplier)
     if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
         raise TypeError(
             f"clip_norm must be one number, got {type(clip_norm).__name__}. The slack is that of "

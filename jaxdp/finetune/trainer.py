@@ -414,13 +414,18 @@ class PrivateTrainer(StepFunctions):
         return noise.event(self.privatizer.multiplier_at(0))
 
     @property
+    def whole_steps(self) -> int:
+        """The steps of a run whose steps have an event together only, or 0."""
+        return getattr(self.sampler, "steps", 0)
+
+    @property
     def is_whole(self) -> bool:
         """Whether only all steps of a run together have an event."""
-        return hasattr(self.sampler, "steps")
+        return self.whole_steps > 0
 
     def _whole_event(self, first: int, last: int) -> DpEvent:
         """Returns the event of all steps, from one simulation for all calls."""
-        steps = getattr(self.sampler, "steps", 0)
+        steps = self.whole_steps
         if (first, last) != (0, steps):
             raise ValueError(
                 f"first and last must be 0 and {steps}, the steps of the sampler, got {first} and "
@@ -431,7 +436,7 @@ class PrivateTrainer(StepFunctions):
 
     @functools.cached_property
     def _simulated(self) -> DpEvent:
-        return self.sampler.run_event(self.privatizer.event, getattr(self.sampler, "steps", 0))
+        return self.sampler.run_event(self.privatizer.event, self.whole_steps)
 
     def programs(
         self,
