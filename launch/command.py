@@ -297,7 +297,7 @@ def _correlated(options: argparse.Namespace, account: "Account | None") -> list[
     )
     rows = plan.facts()
     if account is not None:
-        left = left_after(account, plan.noise.event(plan.noise_multiplier))
+        left = left_after(account, plan.event)
         rows.append(("ledger", f"{shown(options.ledger)}, dataset {shown(account.name)}: {left}"))
     return rows
 

@@ -86,7 +86,9 @@ def training(
         noise += f" to {last:.6g}"
     correlated = trainer.privatizer.noise
     if correlated is not None:
-        noise += f" over a sensitivity of {correlated.sensitivity:.6g}, correlated"
+        noise += ", correlated"
+        if not trainer.is_amplified:
+            noise += f" over a sensitivity of {correlated.sensitivity:.6g}"
     rows = facts(
         trainer.event,
         records=sampler.num_examples,
@@ -98,7 +100,7 @@ def training(
         terms={"unit": "example", **terms},
     )
 
-    if correlated is not None:
+    if correlated is not None and not trainer.is_amplified:
         order = f"{sampler.expected_batch_size:g} on average, in a fixed order"
         rows = [(name, order if name == "batch size" else value) for name, value in rows]
     programs = programs_of(trainer, source, params, steps)

@@ -71,9 +71,9 @@ def make(
         allow_nonfinite              True starts although more than a tenth of the first examples
                                      have no finite gradient; no field is False
         noise                        {"strategy": a key of `jaxdp.finetune.STRATEGIES`, "bands": N}
-                                     correlates the noise of dp_sgd on batches in a fixed order; 0
-                                     bands are chosen; no field, or "" as strategy, is independent
-                                     noise
+                                     correlates the noise of dp_sgd, on batches of `participation`
+                                     or, without that, in a fixed order; 0 bands are chosen; no
+                                     field, or "" as strategy, is independent noise
         scaler_noise_multiplier      of tables: above 0, the target also pays a `charged_scaler` of
                                      the columns with public ranges; 0 or no field has none
         exact                        True sums and draws noise by integers (dp_sgd); no field is
@@ -179,12 +179,12 @@ def sampler_of(config: Any, private: Any, part: str) -> Sampler:
         )
     share = config.batch_size / count
     truncated_batch_size = config.get("truncated_batch_size") or None
-    if _strategy(config):
-        if truncated_batch_size:
-            raise ValueError(
-                f"config.{part}.truncated_batch_size must be 0 with correlated noise, whose "
-                f"batches have a fixed order, got {truncated_batch_size}."
-            )
+    if _strategy(config) and truncated_batch_size:
+        raise ValueError(
+            f"config.{part}.truncated_batch_size must be 0 with correlated noise, whose batches "
+            f"follow a pattern, got {truncated_batch_size}."
+        )
+    if _strategy(config) and "participation" not in config:
         return FixedOrderSampler(count, config.batch_size)
     if "participation" not in config:
         return PoissonSampler(

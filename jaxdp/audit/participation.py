@@ -60,8 +60,9 @@ def audit_participation(
     bound.check(upper)
     root = new_seed() if seed is None else seed
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(root, "little")))
-    shifts = _histories(sampler, _HISTORIES, derive(root, "law")) / noise_multiplier
-    present = _histories(sampler, trials, derive(root, "canaries")) / noise_multiplier
+    steps = sampler.steps
+    shifts = histories(sampler, steps, _HISTORIES, derive(root, "law")) / noise_multiplier
+    present = histories(sampler, steps, trials, derive(root, "canaries")) / noise_multiplier
 
     def scores(shift: Any) -> np.ndarray:
         values = shift + rng.standard_normal((trials, sampler.steps))
@@ -72,10 +73,17 @@ def audit_participation(
     return bounds.multi_run(scores(present), scores(0.0), upper=upper, **dataclasses.asdict(bound))
 
 
-def _histories(sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: bytes) -> np.ndarray:
-    """Returns who of `count` records takes part in which step, 0 or 1, float64 [count, steps]."""
+def histories(sampler: Any, steps: int, count: int, seed: bytes) -> np.ndarray:
+    """Returns who of `count` records takes part in which step, 0 or 1, float64 [count, steps].
+
+    Args:
+      sampler: A sampler whose records take part independently.
+      steps: The number of steps.
+      count: The number of records, in place of the sampler's own.
+      seed: 16 secret bytes of the sampler.
+    """
     of_trials = dataclasses.replace(sampler, num_examples=count).of_run(seed)
-    included = np.zeros((count, sampler.steps))
-    for step in range(sampler.steps):
+    included = np.zeros((count, steps))
+    for step in range(steps):
         included[of_trials.batch(step), step] = 1.0
     return included

@@ -2,7 +2,8 @@
 
     print(audit_whole_run(trainer, params, public_examples, trials=1000, delta=1e-5).describe())
 
-The attacker sees the noisy sums of all steps, and knows in which of them the canary may be.
+The attacker sees the noisy sums of all steps. It knows in which of them the canary is, or by which
+law that is drawn.
 """
 
 import functools
@@ -11,15 +12,20 @@ from typing import Any, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import special
 
 from jaxdp.audit import bounds
+from jaxdp.audit.participation import histories
 from jaxdp.audit.trials import NoiseTerms, Trials
 from jaxdp.data import Source
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.release import stream
+from jaxdp.privacy.accounting import Adjacency
+from jaxdp.release import derive, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
+# Histories that stand for the law of a secret sampler in the score.
+_HISTORIES = 512
 # Of the mean variance. Noise of less variance in some direction hides nothing there.
 _LEAST_VARIANCE = 1e-8
 
@@ -35,9 +41,10 @@ def audit_whole_run(
 ) -> bounds.Audit:
     """Audits a run with correlated noise by many runs with and without a canary.
 
-    The steps are those in which the trainer's sampler has the canary. Its clipped gradient is that
-    at `params` in all of them, as for a linear loss. All other examples are left out: a known sum
-    can be subtracted. Sums and noise are the trainer's own.
+    The steps are those in which the trainer's sampler has the canary, drawn anew for every run if
+    the sampler is secret. Its clipped gradient is that at `params` in all of them, as for a linear
+    loss. All other examples are left out: a known sum can be subtracted. Sums and noise are the
+    trainer's own.
 
     Args:
       trainer: A trainer of `dp_sgd` with `noise=jaxdp.correlated(...)`.
@@ -51,8 +58,9 @@ def audit_whole_run(
       The `Audit` of 2 `trials` runs, with the ledger's epsilon of `trainer.event(0, steps)`.
 
     Formal guarantees:
-      As `bounds.multi_run` with the Gaussian claim. The attack is fixed before the runs. For
-      Gaussian noise of the covariance that separate draws show it is the likelihood ratio.
+      As `bounds.multi_run`, with the Gaussian claim for a public order. The attack is fixed before
+      the runs. For Gaussian noise of the covariance that separate draws show it is the likelihood
+      ratio, where 512 drawn histories stand for the law of a secret sampler.
 
     Raises:
       ValueError: The noise is not correlated, or a term is out of range.
@@ -64,69 +72,86 @@ def audit_whole_run(
             "jaxdp.audit.finetune.audit_step."
         )
     event = trainer.event(0, noise.steps)
-    runs = Trials(charge=event, allowed=("add_remove", "replace_one"), **terms)
+    allowed: tuple[Adjacency, ...] = ("add_remove", "replace_one")
+    # The claim of a mixture is not that of a Gaussian.
+    shape: bounds.Claim = "approximate" if trainer.is_amplified else "gaussian"
+    runs = Trials(charge=event, allowed=allowed, claim=shape, **terms)
     state = trainer.refreshed(trainer.init(params))
     nobody = trainer.sums(state, source, np.arange(0))
     canary = trainer.sums(state, source, np.array([row]))
-    present = [
-        canary if row in trainer.sampler.batch(step) else nobody for step in range(noise.steps)
-    ]
-    with_canary = jax.tree.map(lambda *x: jnp.stack(x), *present)
+    direction = _flat(canary) - _flat(nobody)
     neighbour = -1.0 if runs.adjacency == "replace_one" else 0.0
-    without = jax.tree.map(lambda x: neighbour * x, with_canary)
 
-    def released(sums: Any, purpose: str) -> np.ndarray:
+    def steps_of(count: int, purpose: str) -> np.ndarray:
+        if not trainer.is_amplified:
+            batches = map(trainer.sampler.batch, range(noise.steps))
+            return np.array([[row in batch for batch in batches]], np.float64)
+        return histories(trainer.sampler, noise.steps, count, derive(runs.seed, purpose))
+
+    def released(share: float, purpose: str) -> np.ndarray:
         keys = jax.random.split(stream(runs.seed, purpose), runs.trials)
-        noisy = _runs(trainer.privatizer, sums, keys)
+        is_in = steps_of(runs.trials, f"{purpose}, participation")
+        shares = np.broadcast_to(share * is_in, (runs.trials, noise.steps))
+        noisy = _runs(trainer.privatizer, (nobody, canary), keys, shares.astype(np.float32))
         return np.asarray(jax.device_get(noisy), np.float64)
 
-    nothing = jax.tree.map(jnp.zeros_like, with_canary)
-    draws = released(nothing, "what the noise is like")
-    moved = _flat(with_canary) - _flat(without)
-    weights = _weights(draws, moved)
+    covariance = _covariance(released(0.0, "what the noise is like"))
+    law = steps_of(_HISTORIES, "law")
 
-    def scores(sums: Any, purpose: str) -> np.ndarray:
-        seen = released(sums, purpose)
-        # The likelihood ratio of noisy sums, [runs, steps, values].
-        of_runs: np.ndarray = np.tensordot(seen, weights, axes=2)
-        return of_runs
+    def log_ratio(values: np.ndarray, share: float) -> np.ndarray:
+        """Returns the logarithm of the density ratio to no participation, [runs]."""
+        shifts = share * law
+        solved = np.linalg.solve(covariance, shifts.T)
+        squares = (shifts.T * solved).sum(axis=0)
+        moved = direction @ direction
+        exponents = values @ solved - moved * squares / 2
+        ratio: np.ndarray = special.logsumexp(exponents, axis=1)
+        return ratio
 
-    return runs.judge(scores, with_canary, without)
+    def scores(share: float, purpose: str) -> np.ndarray:
+        # The product with the contribution of the canary has all that the values tell.
+        along = released(share, purpose) @ direction
+        return log_ratio(along, 1.0) - log_ratio(along, neighbour)
+
+    return runs.judge(scores, 1.0, neighbour)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _runs(privatizer: Privatizer, sums: Any, keys: jax.Array) -> jax.Array:
-    """Returns the noisy sums of runs under their keys, [runs, steps, values]."""
-    first = jax.tree.map(lambda x: x[0], sums)
+def _runs(privatizer: Privatizer, sums: Any, keys: jax.Array, shares: jax.Array) -> jax.Array:
+    """Returns the noisy sums of runs under their keys, [runs, steps, values].
 
-    def step(state: PrivatizeState, own: Any) -> tuple[PrivatizeState, jax.Array]:
+    `sums` are those without and with the canary, of which a step has a share.
+    """
+    nobody, canary = sums
+
+    def step(state: PrivatizeState, share: jax.Array) -> tuple[PrivatizeState, jax.Array]:
+        own = jax.tree.map(lambda a, b: a + share * (b - a), nobody, canary)
         mean, state = privatizer.update(own, state)
         leaves = [x.reshape(-1) for x in jax.tree.leaves(mean)]
         return state, privatizer.divisor * jnp.concatenate(leaves)
 
-    def run(key: jax.Array) -> jax.Array:
-        start = PrivatizeState(key, jnp.int32(0), privatizer.init_buffers(first))
-        _, noisy = jax.lax.scan(step, start, sums)
+    def run(terms: tuple[jax.Array, jax.Array]) -> jax.Array:
+        key, of_steps = terms
+        start = PrivatizeState(key, jnp.int32(0), privatizer.init_buffers(nobody))
+        _, noisy = jax.lax.scan(step, start, of_steps)
         return noisy
 
-    return jax.lax.map(run, keys)
+    return jax.lax.map(run, (keys, shares))
 
 
 def _flat(sums: Any) -> np.ndarray:
-    """Returns the sums of all steps, float64 [steps, values]."""
-    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(sums)]
-    return np.concatenate([x.reshape(len(x), -1) for x in leaves], axis=1)
+    """Returns a sum as float64 [values]."""
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(sums)])
 
 
-def _weights(draws: np.ndarray, moved: np.ndarray) -> np.ndarray:
-    """Returns the direction of the attack, [steps, values].
+def _covariance(draws: np.ndarray) -> np.ndarray:
+    """Returns the covariance of noise over the steps, [steps, steps].
 
-    The noise has one covariance over the steps for all values. `draws` of it are [runs, steps,
-    values], and `moved` is the difference of the two sums.
+    It is one for all values. `draws` of the noise are [runs, steps, values].
     """
     steps = draws.shape[1]
     rows = np.moveaxis(draws, 1, 0).reshape(steps, -1)
     covariance = rows @ rows.T / rows.shape[1]
     least = _LEAST_VARIANCE * np.trace(covariance) / steps
-    weights: np.ndarray = np.linalg.solve(covariance + least * np.eye(steps), moved)
-    return weights / np.abs(weights).max()
+    regular: np.ndarray = covariance + least * np.eye(steps)
+    return regular

@@ -101,9 +101,6 @@ class FixedOrderSampler:
             f"{self.steps_per_epoch} steps, the same in every epoch"
         )
 
-    def check_chunks(self, steps: int, every: int) -> None:
-        """Does nothing. A run with correlated noise pays for all its chunks at its start."""
-
     def event(self, inner_event: object) -> NoReturn:
         """Raises ValueError: a step has no event of its own."""
         raise ValueError(
@@ -115,6 +112,9 @@ class FixedOrderSampler:
     def run_event(self, inner_event: object, steps: int) -> NoReturn:
         """Raises ValueError as `event`: the event of steps is that of their correlated noise."""
         self.event(inner_event)
+
+    def check_strategy(self, strategy: object) -> None:
+        """Does nothing. The sensitivity of any strategy covers this order."""
 
 
 @functools.lru_cache(maxsize=8)

@@ -44,6 +44,15 @@ class _Pattern:
         """Returns the sampler of a run with its own secret seed, 16 bytes."""
         return dataclasses.replace(self, seed=seed)
 
+    @property
+    def least_separation(self) -> int:
+        """The least distance of two steps of a record, b."""
+        raise NotImplementedError
+
+    def participation(self, steps: int) -> tuple[int, int]:
+        """Returns the most steps among `steps` that a record is in, and their separation."""
+        return -(-steps // self.least_separation), self.least_separation
+
 
 class _Sizes:
     """The sizes of batches that each of n records joins with one probability."""
@@ -128,17 +137,51 @@ class CyclicPoissonSampler(_Sizes, _Pattern):
         sampler = PoissonSampler(len(members), self.sampling_probability, seed=self.seed)
         return members[sampler.batch(step)]
 
+    @property
+    def least_separation(self) -> int:
+        """b, `cycle_length`."""
+        return self.cycle_length
+
     def event(self, inner_event: "dp_event.DpEvent") -> "dp_event.DpEvent":
         """Returns the privacy event of one step alone, `PoissonSampledDpEvent(q, inner_event)`."""
         sampler = PoissonSampler(self.num_examples, self.sampling_probability)
         return sampler.event(inner_event)
 
-    def run_event(self, inner_event: "dp_event.DpEvent", steps: int) -> "dp_event.DpEvent":
-        """Returns the privacy event of consecutive steps: ceil(steps / b) times `event`."""
+    def run_event(
+        self,
+        inner_event: "dp_event.DpEvent",
+        steps: int,
+        *,
+        strategy: np.ndarray | None = None,
+    ) -> "dp_event.DpEvent":
+        """Returns the privacy event of consecutive steps: ceil(steps / b) times `event`.
+
+        With the strategy of correlated noise, it is that of a whole run
+        (`jaxdp.privacy.participation.cyclic_poisson_event`).
+
+        Raises:
+          ValueError: The strategy has more than b bands, or inner_event is not Gaussian beside one.
+        """
         from dp_accounting import dp_event
 
+        if strategy is not None:
+            from jaxdp.privacy.participation import cyclic_poisson_event
+
+            return cyclic_poisson_event(
+                _multiplier(inner_event),
+                cycle_length=self.cycle_length,
+                sampling_probability=self.sampling_probability,
+                steps=steps,
+                strategy=strategy,
+            )
         rounds = -(-steps // self.cycle_length)
         return dp_event.SelfComposedDpEvent(self.event(inner_event), rounds)
+
+    def check_strategy(self, strategy: np.ndarray) -> None:
+        """Raises ValueError for a strategy, [T] or [T, T], without a proof for this sampling."""
+        from jaxdp.privacy.participation import checked_strategy
+
+        checked_strategy(strategy, len(strategy), cycle_length=self.cycle_length)
 
     def check_chunks(self, steps: int, every: int) -> None:
         """Raises ValueError if steps that are divided into chunks cost more than together."""
@@ -158,8 +201,21 @@ class CyclicPoissonSampler(_Sizes, _Pattern):
         )
 
 
+def _multiplier(inner_event: "dp_event.DpEvent") -> float:
+    """Returns the noise multiplier of a step, or raises ValueError for other noise."""
+    from jaxdp.privacy.events import GaussianDpEvent, compose, composition
+
+    inner = compose(composition(inner_event))
+    if not isinstance(inner, GaussianDpEvent):
+        raise ValueError(
+            f"inner_event must be a GaussianDpEvent, got {type(inner).__name__}. Use "
+            "PoissonSampler for other noise."
+        )
+    return float(inner.noise_multiplier)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _WholeRun(_Sizes, _Pattern):
+class SimulatedSampler(_Sizes, _Pattern):
     """A pattern whose steps share their randomness, so that only all of them have an event."""
 
     num_examples: int
@@ -179,10 +235,6 @@ class _WholeRun(_Sizes, _Pattern):
             "who takes part. Use run_event(inner_event, steps), or PoissonSampler."
         )
 
-    def check_chunks(self, steps: int, every: int) -> None:
-        """Raises ValueError for a run of other steps. All steps are one chunk."""
-        self._check_steps(steps)
-
     def _check_steps(self, steps: int) -> None:
         if steps != self.steps:
             raise ValueError(
@@ -198,22 +250,9 @@ class _WholeRun(_Sizes, _Pattern):
                 "does not cover it."
             )
 
-    def _noise(self, inner_event: "dp_event.DpEvent", steps: int) -> float:
-        """Returns the noise multiplier of the Gaussian of a step."""
-        from jaxdp.privacy.events import GaussianDpEvent, compose, composition
-
-        self._check_steps(steps)
-        inner = compose(composition(inner_event))
-        if not isinstance(inner, GaussianDpEvent):
-            raise ValueError(
-                f"inner_event must be a GaussianDpEvent, got {type(inner).__name__}. Use "
-                "PoissonSampler for other noise."
-            )
-        return float(inner.noise_multiplier)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BallsInBinsSampler(_WholeRun):
+class BallsInBinsSampler(SimulatedSampler):
     """Random bins that are used in turn, the same bins in every epoch.
 
         sampler = jaxdp.data.BallsInBinsSampler(num_examples=len(source), bins=20, steps=400)
@@ -261,22 +300,44 @@ class BallsInBinsSampler(_WholeRun):
         self._check_step(step)
         return self._members[step % self.bins]
 
+    @property
+    def least_separation(self) -> int:
+        """b, `bins`."""
+        return self.bins
+
     def run_event(
-        self, inner_event: "dp_event.DpEvent", steps: int, *, seed: bytes | None = None
+        self,
+        inner_event: "dp_event.DpEvent",
+        steps: int,
+        *,
+        strategy: np.ndarray | None = None,
+        seed: bytes | None = None,
     ) -> "dp_event.DpEvent":
         """Returns the privacy event of all steps, from new draws.
 
         It is `jaxdp.privacy.participation.balls_in_bins_event`. A seed, 16 bytes, repeats draws.
 
         Raises:
-          ValueError: `steps` are others than the sampler's. inner_event is not Gaussian.
+          ValueError: `steps` are others than the sampler's. inner_event is not Gaussian. The
+            strategy of correlated noise has a negative entry.
         """
         from jaxdp.privacy.participation import balls_in_bins_event
 
-        noise_multiplier = self._noise(inner_event, steps)
+        self._check_steps(steps)
         return balls_in_bins_event(
-            noise_multiplier, bins=self.bins, steps=steps, draws=self.draws, seed=seed
+            _multiplier(inner_event),
+            bins=self.bins,
+            steps=steps,
+            strategy=strategy,
+            draws=self.draws,
+            seed=seed,
         )
+
+    def check_strategy(self, strategy: np.ndarray) -> None:
+        """Raises ValueError for a strategy, [T] or [T, T], without a proof for this sampling."""
+        from jaxdp.privacy.participation import checked_strategy
+
+        checked_strategy(strategy, self.steps, no_negative=True)
 
     def words(self, units: str) -> str:
         """Returns the sampling in words for a report."""
@@ -287,7 +348,7 @@ class BallsInBinsSampler(_WholeRun):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BMinSepSampler(_WholeRun):
+class BMinSepSampler(SimulatedSampler):
     """Poisson sampling of records that took no part in the last b - 1 steps.
 
         sampler = jaxdp.data.BMinSepSampler(
@@ -342,26 +403,45 @@ class BMinSepSampler(_WholeRun):
         self._check_step(step)
         return self._past.batch(step)
 
+    @property
+    def least_separation(self) -> int:
+        """b, `separation`."""
+        return self.separation
+
     def run_event(
-        self, inner_event: "dp_event.DpEvent", steps: int, *, seed: bytes | None = None
+        self,
+        inner_event: "dp_event.DpEvent",
+        steps: int,
+        *,
+        strategy: np.ndarray | None = None,
+        seed: bytes | None = None,
     ) -> "dp_event.DpEvent":
         """Returns the privacy event of all steps, from new draws.
 
         It is `jaxdp.privacy.participation.b_min_sep_event`. A seed, 16 bytes, repeats draws.
 
         Raises:
-          ValueError: `steps` are others than the sampler's. inner_event is not Gaussian.
+          ValueError: `steps` are others than the sampler's. inner_event is not Gaussian. The
+            strategy of correlated noise has a negative entry, or more than b bands.
         """
         from jaxdp.privacy.participation import b_min_sep_event
 
+        self._check_steps(steps)
         return b_min_sep_event(
-            self._noise(inner_event, steps),
+            _multiplier(inner_event),
             separation=self.separation,
             sampling_probability=self.sampling_probability,
             steps=steps,
+            strategy=strategy,
             draws=self.draws,
             seed=seed,
         )
+
+    def check_strategy(self, strategy: np.ndarray) -> None:
+        """Raises ValueError for a strategy, [T] or [T, T], without a proof for this sampling."""
+        from jaxdp.privacy.participation import checked_strategy
+
+        checked_strategy(strategy, self.steps, no_negative=True, separation=self.separation)
 
     def words(self, units: str) -> str:
         """Returns the sampling in words for a report."""

@@ -203,9 +203,6 @@ class PoissonSampler:
 
         return dp_event.SelfComposedDpEvent(self.event(inner_event), steps)
 
-    def check_chunks(self, steps: int, every: int) -> None:
-        """Does nothing. Steps cost as much in chunks as together."""
-
     def words(self, units: str) -> str:
         """Returns the sampling in words for a report."""
         if self.records_per_owner:

@@ -9,13 +9,10 @@ own secret. Therefore:
   twice.
 * If anything differs, noise and batches are fresh, and the ledger charges again.
 
-A run with correlated noise is one release. Its first chunk pays for all steps, and the others pay
-nothing. A later chunk that runs again and differs pays for the whole run once more
-(`jaxdp.finetune.whole_runs` says why that is enough).
-
-A sampler whose steps share who takes part has one event for the whole run (`BallsInBinsSampler`,
-`BMinSepSampler`). Such a run is one chunk. After a crash it repeats from its first step, bit for
-bit and at no charge. If anything differs, bins and noise are fresh, and all of it is charged again.
+A run with correlated noise is one release, and so is one whose steps share who takes part
+(`BallsInBinsSampler`, `BMinSepSampler`). Its first chunk pays for all steps, and the others pay
+nothing. `jaxdp.finetune.whole_runs` says what a later chunk pays that runs again and differs, and
+when it is refused.
 
 The ledger holds the whole rest of the run before the first chunk, so that a run that does not fit
 spends nothing.
@@ -35,10 +32,10 @@ import jax
 import numpy as np
 
 from jaxdp import memory
-from jaxdp.data import Owners, Source, check_source
+from jaxdp.data import CyclicPoissonSampler, Owners, Source, check_source
 from jaxdp.data.physical import FIRST_STEPS
 from jaxdp.files import check_count, check_function, shown, shows_keywords
-from jaxdp.finetune import run_notes, simulated_events, whole_runs
+from jaxdp.finetune import run_notes, whole_runs
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.programs import Programs
 from jaxdp.finetune.step import TrainState
@@ -179,16 +176,16 @@ def fit(
 
     Formal guarantees:
       At any instant the ledger has reserved the budget for everything that the process has computed
-      on private data. With correlated noise that is the whole run from its first step on, also if
-      the run stops early. On one device, a run that is killed and resumed repeats the interrupted
+      on private data. If the run is one release, that is the whole run from its first step on, also
+      if it stops early. On one device, a run that is killed and resumed repeats the interrupted
       chunk bit for bit. With a given `seed` it ends bit-identical to a run that is not killed. A
       loss that calls back to Python is not repeated: its interrupted chunk is charged again. No
-      secret is left when the call returns, or when it fails between two chunks. Only a run with
-      correlated noise that may go on leaves one: its checkpoints hold earlier noise until its last
-      step. Whether a run starts may depend on the first examples, before anything is released. It
-      is no part of the guarantee.
-      Nothing later depends on more than released values. The times in the metrics
-      are not protected: the time of a step tells about the size of its sampled batch.
+      secret is left when the call returns, or when it fails between two chunks. Only a run that is
+      one release and may go on leaves some: its checkpoints hold earlier noise and the pattern of
+      participation until its last step. Whether a run starts may depend on the first examples,
+      before anything is released. It is no part of the guarantee. Nothing later depends on more
+      than released values. The times in the metrics are not protected: the time of a step tells
+      about the size of its sampled batch.
     """
     options = dataclasses.replace(options, **keywords)
     hosts = Hosts(trainer.mesh)
@@ -197,7 +194,8 @@ def fit(
         check_source(source)
         trainer.check(source)
         _check_options(steps, options)
-        trainer.sampler.check_chunks(steps, options.checkpoint_every)
+        if isinstance(trainer.sampler, CyclicPoissonSampler) and not trainer.is_whole:
+            trainer.sampler.check_chunks(steps, options.checkpoint_every)
         if hosts.leads:
             check_account(trainer, account, options.delta, source)
 
@@ -208,7 +206,7 @@ def fit(
         opened.enter_context(hosts.explained())
         till = opened.enter_context(Till(options.workdir, seed=options.seed, hosts=hosts))
         files = opened.enter_context(contextlib.closing(_Files(till.workdir, hosts)))
-        trainer = simulated_events.of_run(trainer, till.workdir, hosts)
+        trainer = whole_runs.with_event(trainer, till.workdir, hosts)
         programs = opened.enter_context(trainer.compile(source))
         run = _Run(
             steps=steps,
@@ -311,7 +309,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.trainer = self.programs.trainer
         self.source = self.programs.source
-        self.noise = self.trainer.privatizer.noise
+        self.whole: whole_runs.WholeRun | None = None
         self.shown: dict[str, float] = {}
 
     def train(self, params: Any) -> TrainState:
@@ -366,11 +364,9 @@ class _Run:
 
     def _restored(self, params: Any) -> tuple[TrainState, int]:
         """Returns the state to start from, on the devices, and the number of finished steps."""
-        if self.noise is not None:
-            self.files.whole_run = (
-                self.noise.steps,
-                whole_runs.identity(self.trainer, self.source),
-            )
+        if self.trainer.is_whole:
+            self.whole = whole_runs.WholeRun.of(self.trainer, self.source)
+            self.files.whole_run = self.whole
         state, first = self.files.restore(self.trainer.init(params))
         if first < self.steps:
             # The parameters of an earlier chunk are released, so an error may depend on them.
@@ -405,11 +401,6 @@ class _Run:
 
     def _settle(self, first: int) -> None:
         """Accounts for what a killed process left, once the workdir is known to fit the run."""
-        if first and self.trainer.is_whole and first != self.steps:
-            raise ValueError(
-                f"workdir holds a run of {first} steps, and this run of {self.steps} steps is one "
-                "release. Use a new workdir."
-            )
         if first > self.steps:
             raise ValueError(
                 f"workdir holds a run of {first} steps, more than steps={self.steps}. Use a new "
@@ -427,7 +418,7 @@ class _Run:
         """
         # A chunk that was interrupted has been charged and needs no room.
         is_paid = first < self.steps and self.pays.paid(token)
-        if self.noise is None:
+        if self.whole is None:
             unpaid = self._end(first) if is_paid else first
             rest = self.trainer.event(unpaid, self.steps)
         else:
@@ -437,28 +428,27 @@ class _Run:
 
     def _end(self, first: int) -> int:
         """Returns the step after the last one of the chunk that begins at `first`."""
-        if self.trainer.is_whole:
-            return self.steps
         return min(first + self.options.checkpoint_every, self.steps)
 
     def _chunk(self, start: TrainState, first: int) -> Release[TrainState]:
         """Returns the release of the chunk that begins at step `first` in the state `start`."""
         last = self._end(first)
         label = f"training, steps {first}..{last - 1}"
-        if self.noise is None:
+        if self.whole is None:
             event = self.trainer.event(first, last)
             return self._release(start, range(first, last), [(self.pays, event)], label=label)
         note = {"first_step": first}
         free = self._release(start, range(first, last), [], label=label, note=note)
-        if first and not self._pays_again(free, first):
+        if first and not self._is_fork(free, first):
             return free
-        whole = self.trainer.event(0, last)
-        label += f" of {self.noise.steps} with correlated noise, which are one release"
-        pays = [(self.pays, whole)]
+        if first:
+            whole_runs.check_fork(self.whole, first)
+        label += f" of {self.whole.steps}, which are one release"
+        pays = [(self.pays, self.trainer.event(0, last))]
         return self._release(start, range(first, last), pays, label=label, note=note)
 
-    def _pays_again(self, chunk: Release[TrainState], first: int) -> bool:
-        """Returns whether a later chunk of a run with correlated noise pays for a whole run."""
+    def _is_fork(self, chunk: Release[TrainState], first: int) -> bool:
+        """Returns whether a later chunk of a run that is one release may be released again."""
         if self.till.workdir is None:
             return False
         rows = self.hosts.first(self.till.notes)
@@ -479,6 +469,8 @@ class _Run:
 
         `words` are the label and the note.
         """
+        seed = self.whole.sampling_seed if self.whole is not None and steps.start else None
+        of_pattern = [] if seed is None else [seed.hex()]
         return Release(
             charges=charges,
             facts=lambda: [
@@ -486,6 +478,7 @@ class _Run:
                 repr(self.trainer.sampler),
                 self.trainer.query.public,
                 _resumable(start),
+                *of_pattern,
             ],
             # The text also holds how a batch is cut into physical batches (`jaxdp.data.physical`).
             programs=lambda: [self.programs.text],
@@ -501,6 +494,11 @@ class _Run:
         noise = PrivatizeState(stream(secret, "gradient noise"), state.step)
         key = stream(secret, "augmentation", impl="threefry2x32")
         state = trainer.placed(state._replace(noise=noise, key=key))
+        seed = None
+        if self.whole is not None:
+            if not steps.start:
+                self.whole.draw(secret)
+            seed = self.whole.sampling_seed
         metrics: dict[str, jax.Array] = {}
 
         def finish_previous() -> None:
@@ -509,7 +507,7 @@ class _Run:
                 if metrics:
                     self._finished(state, _fetched(metrics), last=False)
 
-        with trainer.batches(state, self.source, len(steps)) as batches:
+        with trainer.batches(state, self.source, len(steps), seed=seed) as batches:
             for step in steps:
                 # A process that cannot read its part of a batch stops all.
                 batch = self.hosts.together(lambda: next(batches))
@@ -570,8 +568,7 @@ class _Files:
     """The checkpoints and metrics of a run in its workdir."""
 
     def __init__(self, workdir: pathlib.Path | None, hosts: Hosts):
-        # The last step of a run with correlated noise, and its identity.
-        self.whole_run: tuple[int, np.ndarray] | None = None
+        self.whole_run: whole_runs.WholeRun | None = None
         self._checkpoints: Checkpoints | None = None
         self._hosts = hosts
         self._opened = contextlib.ExitStack()
@@ -597,11 +594,8 @@ class _Files:
             return state, 0
         saved, step = self._checkpoints.restore(self._checkpoint(state))
         if self.whole_run is not None:
-            end, own = self.whole_run
-            identity = saved.pop("identity")
-            if step < end:
-                whole_runs.check_identity(identity, own)
-            else:
+            self.whole_run.take(saved, step)
+            if step >= self.whole_run.steps:
                 self._forget()
         # The run repeats the steps after the checkpoint.
         self._hosts.first(lambda: self._metrics.truncate_after(step))
@@ -617,7 +611,7 @@ class _Files:
         if self._checkpoints is None:
             return
         step = int(state.step)
-        is_end = self.whole_run is not None and step == self.whole_run[0]
+        is_end = self.whole_run is not None and self.whole_run.is_end(state)
         if is_end:
             state = whole_runs.without_secrets(state)
         self._checkpoints.save(step, self._checkpoint(state))
@@ -625,12 +619,10 @@ class _Files:
             self._forget()
 
     def _checkpoint(self, state: TrainState) -> dict[str, Any]:
-        """Returns what a checkpoint holds of a state, and the identity of a run as a whole."""
+        """Returns what a checkpoint holds of a state, and of a run as a whole."""
         content = _resumable(state)
         if self.whole_run is not None:
-            end, identity = self.whole_run
-            is_end = int(state.step) == end
-            content["identity"] = np.zeros_like(identity) if is_end else identity
+            content |= self.whole_run.content(state)
         return content
 
     def _forget(self) -> None:

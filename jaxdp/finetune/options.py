@@ -8,12 +8,15 @@ from typing import Any, TypedDict
 import jax
 import optax
 
+from jaxdp.data import FixedOrderSampler
+from jaxdp.data.participation import SimulatedSampler
 from jaxdp.data.physical import Sampler
 from jaxdp.files import check_numbers
 from jaxdp.privacy import (
     ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
+    NonPrivateDpEvent,
     calibrate_noise,
 )
 from jaxdp.privacy.accounting import Adjacency, Method
@@ -128,51 +131,38 @@ def noise_and_options(
     warn_if_weak(epsilon=target["epsilon"], delta=target["delta"], records=sampler.num_examples)
     if "accountant" in target:
         target["method"] = target.pop("accountant")
-    return (calibrate or _constant_noise)(sampler, **target), others
+    return (calibrate or calibrated)(sampler, **target), others
 
 
-def _constant_noise(
-    sampler: Sampler, *, steps: int, besides: DpEvent | None = None, **target: Any
+def calibrated(
+    sampler: Sampler,
+    *,
+    steps: int,
+    besides: DpEvent | None = None,
+    noise: CorrelatedNoise | None = None,
+    **target: Any,
 ) -> float:
-    """Returns the smallest noise multiplier with which steps and `besides` meet a target."""
+    """Returns the smallest noise multiplier with which steps and `besides` meet a target.
+
+    Raises:
+      ValueError: `steps` are not those of correlated noise.
+    """
+    if noise is not None and steps != noise.steps:
+        raise ValueError(
+            f"steps must be {noise.steps}, as in correlated(..., steps={noise.steps}), got {steps}."
+        )
     terms: dict[str, Any] = {}
-    if hasattr(sampler, "steps"):
+    if isinstance(sampler, SimulatedSampler):
         # The search repeats public draws, so that a resumed run finds the same noise. Its result
         # is only a noise multiplier: the charged event has draws of its own.
         terms["seed"] = bytes(16)
 
     def whole(noise_multiplier: float) -> DpEvent:
-        inner = GaussianDpEvent(noise_multiplier)
-        return beside(sampler.run_event(inner, steps, **terms), besides)
+        return beside(event(noise_multiplier, sampler, steps, noise, **terms), besides)
 
     with counting(whole, label="noise", unit="trial") as tried:
         noise_multiplier = calibrate_noise(tried, **target)
     return noise_multiplier * _MORE_NOISE if terms else noise_multiplier
-
-
-def calibrated(
-    noise: CorrelatedNoise,
-    sampler: Sampler,
-    *,
-    steps: int,
-    besides: DpEvent | None = None,
-    **target: Any,
-) -> float:
-    """Returns the smallest noise multiplier with which a run with correlated noise meets a target.
-
-    Raises:
-      ValueError: `steps` are not the steps of the noise.
-    """
-    if steps != noise.steps:
-        raise ValueError(
-            f"steps must be {noise.steps}, as in correlated(..., steps={noise.steps}), got {steps}."
-        )
-
-    def whole(noise_multiplier: float) -> DpEvent:
-        return beside(noise.event(noise_multiplier), besides)
-
-    with counting(whole, label="noise", unit="trial") as tried:
-        return calibrate_noise(tried, **target)
 
 
 def beside(steps: DpEvent, besides: DpEvent | None) -> DpEvent:
@@ -180,12 +170,36 @@ def beside(steps: DpEvent, besides: DpEvent | None) -> DpEvent:
     return steps if besides is None else ComposedDpEvent([besides, steps])
 
 
-def event(noise_multiplier: float, sampler: Sampler, steps: int) -> DpEvent:
+def event(
+    noise_multiplier: float,
+    sampler: Sampler,
+    steps: int,
+    noise: CorrelatedNoise | None = None,
+    **terms: Any,
+) -> DpEvent:
     """Returns the event of `steps` steps of any method, before there is a trainer.
 
     A schedule of noise needs `PrivateTrainer.event` or `calibrate_schedule`.
+
+    Args:
+      noise_multiplier: The standard deviation of a row of independent noise over the clip norm.
+      sampler, noise: As in `dp_sgd`. With correlated noise, the event is that of all its steps.
+      steps: The number of steps.
+      terms: `seed=` of a simulated event, 16 bytes for tests.
+
+    Raises:
+      ValueError: The sampler's pattern has no proof for these steps or this noise.
     """
-    return sampler.run_event(GaussianDpEvent(noise_multiplier), steps)
+    if not noise_multiplier:
+        return NonPrivateDpEvent()
+    inner = GaussianDpEvent(noise_multiplier)
+    if noise is None:
+        return sampler.run_event(inner, steps, **terms)
+    if isinstance(sampler, FixedOrderSampler):
+        return noise.event(noise_multiplier)  # A public order amplifies nothing.
+    # A secret pattern amplifies: `jaxdp.privacy.participation` has the proofs.
+    options: dict[str, Any] = {"strategy": noise.column, **terms}
+    return sampler.run_event(inner, noise.steps, **options)
 
 
 _ACCUMULATES = (
@@ -226,7 +240,7 @@ def check_sampler(sampler: Any, noise: CorrelatedNoise | None = None) -> None:
         )
     if noise is not None:
         noise.check_sampler(sampler)
-    elif hasattr(sampler, "participation"):
+    elif isinstance(sampler, FixedOrderSampler):
         # It raises: no step has an event of its own.
         sampler.event(GaussianDpEvent(1.0))
 

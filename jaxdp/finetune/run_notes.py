@@ -15,7 +15,6 @@ from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, epsilon, unit_words
 from jaxdp.privacy.events import describe
 from jaxdp.report.runs import FILE
-from jaxdp.transforms.noise import CorrelatedNoise
 from jaxdp.version import __version__
 
 # Rows of the epsilons of owners, each of which costs a composition.
@@ -70,15 +69,16 @@ def _settings(trainer: PrivateTrainer, steps: int, account: Account) -> dict[str
         "noise multiplier": noise if isinstance(noise, int | float) else "a schedule",
         "sampling": trainer.sampler.words(unit_words(trainer.unit).many),
         "event": describe(trainer.event(0, steps)),
-        **_correlation(trainer.privatizer.noise),
+        **_correlation(trainer),
         "unit": trainer.unit,
         "adjacency": account.adjacency,
         "delta": account.delta,
     }
 
 
-def _correlation(noise: CorrelatedNoise | None) -> dict[str, str]:
+def _correlation(trainer: PrivateTrainer) -> dict[str, str]:
     """Returns the setting of correlated noise, if there is any."""
+    noise = trainer.privatizer.noise
     if noise is None:
         return {}
     pattern = "each in one step at most"
@@ -86,8 +86,9 @@ def _correlation(noise: CorrelatedNoise | None) -> dict[str, str]:
         pattern = (
             f"each in {noise.participations} steps at most, {noise.min_separation} or more apart"
         )
+    secret = ", by a secret draw that amplifies" if trainer.is_amplified else ""
     return {
-        "correlated noise": f"{noise.steps} steps are one release, {pattern}, sensitivity "
+        "correlated noise": f"{noise.steps} steps are one release, {pattern}{secret}, sensitivity "
         f"{noise.sensitivity:.6g} clip norms, {noise.buffers} buffers"
     }
 

@@ -9,6 +9,7 @@ rate, for fixed gradients.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,20 +17,27 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdp.data import FixedOrderSampler
+from jaxdp.data import (
+    BallsInBinsSampler,
+    BMinSepSampler,
+    CyclicPoissonSampler,
+    FixedOrderSampler,
+)
 from jaxdp.files import check_count
-from jaxdp.privacy import GaussianDpEvent, calibrate_noise, plan_training
+from jaxdp.finetune.options import calibrated, event
+from jaxdp.privacy import DpEvent, GaussianDpEvent, calibrate_noise, plan_training
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.events import describe
 from jaxdp.transforms.noise import CorrelatedNoise, correlated
 
+Pattern = FixedOrderSampler | CyclicPoissonSampler | BallsInBinsSampler | BMinSepSampler
 _DIGITS = 5  # so that another machine, whose optimiser ends a little elsewhere, has the same noise
 _MOST_BANDS = 64
 _MOST_BUFFERS = 6
 
 
 def optimal_noise(
-    sampler: FixedOrderSampler,
+    sampler: Pattern,
     *,
     steps: int,
     strategy: str = "banded",
@@ -39,6 +47,7 @@ def optimal_noise(
 
     Args:
       sampler: The sampler of the run. With T steps an example takes part `participation(T)` times.
+        Cyclic Poisson and b-min-sep sampling have proofs for "banded" only.
       steps: T.
       strategy: "banded", a banded Toeplitz matrix by `toeplitz.optimize_banded_toeplitz`, "blt", a
         buffered linear Toeplitz matrix by `buffered_toeplitz.optimize`, or "bisr", the banded
@@ -64,15 +73,10 @@ def optimal_noise(
 
 def _banded(pattern: Mapping[str, Any], bands: int | None) -> CorrelatedNoise:
     """Returns the noise of banded Toeplitz matrices."""
-    from jax_privacy.matrix_factorization import toeplitz
-
     steps = pattern["steps"]
 
     def of(count: int) -> CorrelatedNoise:
-        coefficients = np.ones(1)
-        if count > 1:
-            coefficients = toeplitz.optimize_banded_toeplitz(n=steps, bands=count)
-        return correlated(np.round(np.asarray(coefficients), _DIGITS), **pattern)
+        return correlated(_bands(steps, count), **pattern)
 
     if bands is not None:
         return of(min(bands, steps))
@@ -80,8 +84,20 @@ def _banded(pattern: Mapping[str, Any], bands: int | None) -> CorrelatedNoise:
     most = min(steps, _MOST_BANDS)
     if pattern["participations"] > 1:
         most = min(most, pattern["min_separation"])
-    counts = {2**power for power in range(int(math.log2(most)) + 1)} | {most}
+    counts = {*_powers_of_two(most), most}
     return min(map(of, sorted(counts)), key=_mean_error)
+
+
+@functools.lru_cache(maxsize=64)  # a plan compares patterns with equal bands
+def _bands(steps: int, count: int) -> tuple[float, ...]:
+    """Returns the coefficients of the best banded Toeplitz matrix."""
+    from jax_privacy.matrix_factorization import toeplitz
+
+    if count == 1:
+        return (1.0,)
+    coefficients = toeplitz.optimize_banded_toeplitz(n=steps, bands=count)
+    rounded: list[float] = np.round(np.asarray(coefficients), _DIGITS).tolist()
+    return tuple(rounded)
 
 
 def _inverse_root(pattern: Mapping[str, Any], bands: int | None) -> CorrelatedNoise:
@@ -97,8 +113,7 @@ def _inverse_root(pattern: Mapping[str, Any], bands: int | None) -> CorrelatedNo
     if bands is not None:
         return of(min(bands, steps))
     most = min(steps, _MOST_BANDS)
-    counts = {2**power for power in range(int(math.log2(most)) + 1)}
-    return min(map(of, sorted(counts)), key=_mean_error)
+    return min(map(of, _powers_of_two(most)), key=_mean_error)
 
 
 def _buffered(pattern: Mapping[str, Any], buffers: int | None) -> CorrelatedNoise:
@@ -128,8 +143,18 @@ STRATEGIES: Mapping[str, Callable[..., Any]] = {
 }
 
 
+def _powers_of_two(most: int) -> list[int]:
+    """Returns the powers of two up to a number, ascending."""
+    return [2**power for power in range(most.bit_length())]
+
+
 def _mean_error(noise: CorrelatedNoise) -> float:
     return float(noise.error().mean())
+
+
+def _error(noise: CorrelatedNoise, noise_multiplier: float) -> float:
+    """Returns the root mean squared error of the sum of the noise until a step."""
+    return noise_multiplier / noise.sensitivity * math.sqrt(_mean_error(noise))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,17 +162,21 @@ class CorrelatedPlan:
     """A run with correlated noise that costs a target, beside DP-SGD at the same cost.
 
     Attributes:
+      sampler: Who takes part: cyclic Poisson sampling, which amplifies, or a fixed order.
       noise: The noise of the best banded strategy.
       noise_multiplier: The standard deviation of its independent rows over the clip norm.
       error: The root of the mean squared error of the sum of noise until a step, in clip norms.
+      fixed_order_error: The same of the best banded strategy in a fixed order.
       dp_sgd_error: The same of DP-SGD on Poisson samples of the same expected size, with its
         amplification by sampling.
-      unamplified_error: The same of independent noise in the order of the run.
+      unamplified_error: The same of independent noise in a fixed order.
     """
 
+    sampler: FixedOrderSampler | CyclicPoissonSampler
     noise: CorrelatedNoise
     noise_multiplier: float
     error: float
+    fixed_order_error: float
     dp_sgd_error: float
     unamplified_error: float
 
@@ -156,25 +185,32 @@ class CorrelatedPlan:
         """The number of bands."""
         return self.noise.buffers + 1
 
+    @property
+    def event(self) -> DpEvent:
+        """The event of the run."""
+        return event(self.noise_multiplier, self.sampler, self.noise.steps, self.noise)
+
     def facts(self) -> list[tuple[str, str]]:
         """Returns the plan as (name, value) rows for people."""
         noise = self.noise
-        pattern = f"each record in {noise.participations} of {noise.steps} steps at most"
-        if noise.participations > 1:
-            pattern += f", {noise.min_separation} or more apart"
         gain = self.dp_sgd_error / self.error
         verdict = "less error"
         if gain <= 1:
             verdict = "no gain: take DP-SGD with Poisson sampling"
+        pattern = f"each record in {noise.participations} of {noise.steps} steps at most"
+        if noise.participations > 1:
+            pattern += f", {noise.min_separation} or more apart"
         return [
-            ("order", f"fixed, {pattern}"),
+            ("participation", self.sampler.words("records")),
+            ("steps of a record", pattern),
             ("bands", f"{self.bands}, memory of {noise.buffers} copies of the parameters"),
             ("sensitivity", f"{noise.sensitivity:.6g} clip norms"),
             ("noise multiplier", f"{self.noise_multiplier:.6g}"),
-            ("event", describe(noise.event(self.noise_multiplier))),
+            ("event", describe(self.event)),
             ("error of the sum of noise", f"{self.error:.4g} clip norms, root mean square"),
+            ("of a fixed order", f"{self.fixed_order_error:.4g}, with its best bands"),
             ("of DP-SGD at this epsilon", f"{self.dp_sgd_error:.4g}, with Poisson sampling"),
-            ("of independent noise", f"{self.unamplified_error:.4g}, in this order"),
+            ("of independent noise", f"{self.unamplified_error:.4g}, in a fixed order"),
             ("gain over DP-SGD", f"{gain:.3g} times, {verdict}"),
         ]
 
@@ -195,31 +231,59 @@ def plan_correlated(
         )
         plan.bands, plan.dp_sgd_error / plan.error
 
+    More groups of cyclic Poisson sampling allow more bands, whose noise cancels better. But they
+    sample a record of a group with a larger probability, which amplifies less (Choquette-Choo et
+    al. 2023, "(Amplified) banded matrix factorization"). So the plan takes the best of the numbers
+    of groups that are powers of two, and of the fixed order.
+
     Args:
-      records, batch_size: Of a `jaxdp.data.FixedOrderSampler`.
+      records, batch_size: As of a `jaxdp.data.FixedOrderSampler`. Samples have the same expected
+        size.
       steps: The number of steps of the run.
       epsilon, delta, adjacency: The target, as in `jaxdp.privacy.calibrate_noise`.
 
     Raises:
       ValueError: An argument is out of range, or no noise meets the target.
     """
-    sampler = FixedOrderSampler(records, batch_size)
+    order = FixedOrderSampler(records, batch_size)
     target: Any = {"epsilon": epsilon, "delta": delta, "adjacency": adjacency}
-    noise = optimal_noise(sampler, steps=steps)
-    most, separation = sampler.participation(steps)
-    independent = correlated(
-        np.ones(1), steps=steps, participations=most, min_separation=separation
-    )
     # One Gaussian of this multiplier is all that the target pays.
     multiplier = calibrate_noise(GaussianDpEvent, **target)
+    independent = optimal_noise(order, steps=steps, bands=1)
+    in_order = optimal_noise(order, steps=steps)
+    plans = [(order, in_order, multiplier * in_order.sensitivity)]
+    plans += amplified_plans(order, steps=steps, **target)
+    errors = [_error(noise, sigma) for _, noise, sigma in plans]
+    sampler, noise, sigma = plans[int(np.argmin(errors))]
     sampled = plan_training(
-        records=records, batch_size=sampler.expected_batch_size, steps=steps, **target
+        records=records, batch_size=order.expected_batch_size, steps=steps, **target
     )
     return CorrelatedPlan(
+        sampler=sampler,
         noise=noise,
-        noise_multiplier=multiplier * noise.sensitivity,
-        error=multiplier * math.sqrt(_mean_error(noise)),
+        noise_multiplier=sigma,
+        error=min(errors),
+        fixed_order_error=errors[0],
         # The sum of t independent rows has t times the variance of one.
         dp_sgd_error=sampled.noise_multiplier * math.sqrt((steps + 1) / 2),
-        unamplified_error=multiplier * math.sqrt(_mean_error(independent)),
+        unamplified_error=_error(independent, multiplier * independent.sensitivity),
     )
+
+
+def amplified_plans(
+    order: FixedOrderSampler, *, steps: int, **target: Any
+) -> list[tuple[CyclicPoissonSampler, CorrelatedNoise, float]]:
+    """Returns sampler, noise and noise multiplier of each number of groups of cyclic sampling.
+
+    Args:
+      order: A fixed order whose batches have the expected size of the samples.
+      steps, target: As in `plan_correlated`.
+    """
+    records = order.num_examples
+    plans = []
+    for groups in _powers_of_two(min(order.steps_per_epoch - 1, steps, _MOST_BANDS))[1:]:
+        share = order.expected_batch_size * groups / records
+        sampler = CyclicPoissonSampler(records, min(1.0, share), cycle_length=groups)
+        noise = optimal_noise(sampler, steps=steps, bands=groups)
+        plans.append((sampler, noise, calibrated(sampler, steps=steps, noise=noise, **target)))
+    return plans

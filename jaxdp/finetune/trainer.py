@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.data import Groups, Owners, PhysicalSizes, Source
+from jaxdp.data import FixedOrderSampler, Groups, Owners, PhysicalSizes, Source
 from jaxdp.data.physical import Sampler
 from jaxdp.data.protocol import check_members
 from jaxdp.data.storage import on_device
@@ -188,10 +188,10 @@ class PrivateTrainer(StepFunctions):
 
         Raises:
           ValueError: The noise of one of the steps is not positive or not finite. The message
-              names the step. Or correlated noise is of a run of fewer steps.
+              names the step. Or the run is one release of fewer steps.
         """
-        if steps and self.privatizer.noise is not None:
-            self.privatizer.noise.check_step(steps - 1)
+        if self.is_whole:
+            self._check_whole(steps)
         if not steps or not isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
             return self
         if steps not in self._plans:  # Each has programs of its own, to be compiled once.
@@ -279,17 +279,19 @@ class PrivateTrainer(StepFunctions):
 
     @contextlib.contextmanager
     def batches(
-        self, state: TrainState, source: Source, steps: int
+        self, state: TrainState, source: Source, steps: int, *, seed: bytes | None = None
     ) -> Iterator[Iterator[list[PhysicalBatch]]]:
         """Yields the iterator of the batches of the next `steps` steps, for `step`.
 
         A thread draws and reads the next batch while the device computes. It reads several small
-        ones at once. The batches are those of `drawn`.
+        ones at once. The batches are those of `drawn`, or of the sampler with a secret seed.
 
         Raises:
           ValueError: A schedule of noise is not known for these steps, as in `step`.
         """
         first, sampler = self._sampler_of(state)
+        if seed is not None:
+            sampler = self.sampler.of_run(seed)
         self.privatizer.check_step(first + steps - 1)
 
         def load(step: int) -> list[PhysicalBatch]:
@@ -378,22 +380,25 @@ class PrivateTrainer(StepFunctions):
     def event(self, first: int, last: int) -> DpEvent:
         """Returns the privacy event of steps first, ..., last - 1.
 
-        With correlated noise that is the event of the whole run, whatever `last` is, and later
-        steps have none of their own.
+        If the run is one release (`is_whole`), that is the event of all its steps, whatever `last`
+        is, and later steps have none of their own.
 
         Raises:
-          ValueError: `first` exceeds `last`, or the sampler has an event for all steps only. Or
-              with correlated noise, `first` is not 0, or `last` exceeds the steps of the run.
+          ValueError: `first` exceeds `last`. Or the run is one release, and `first` is not 0 or
+              `last` exceeds its steps.
         """
         if not 0 <= first <= last:
             raise ValueError(
                 f"first and last must satisfy 0 <= first <= last, got first={first}, last={last}."
             )
-        noise = self.privatizer.noise
-        if noise is not None:
-            return self._whole_run(noise, first, last)
-        if self.is_whole and first < last:
-            return self._whole_event(first, last)
+        if self.is_whole and last:
+            self._check_whole(last)
+            if first:
+                raise ValueError(
+                    f"first must be 0, got {first}. All {self.whole_steps} steps of the run are "
+                    "one release, which is charged before the first step: event(0, steps)."
+                )
+            return self.simulated_event or self._whole_event
         if not isinstance(self.privatizer.noise_multiplier, NoiseSchedule):
             if first == last:
                 return NoOpDpEvent()
@@ -401,21 +406,14 @@ class PrivateTrainer(StepFunctions):
         counts = collections.Counter(map(self.privatizer.event_at, range(first, last)))
         return compose({self.sampler.event(event): count for event, count in counts.items()})
 
-    def _whole_run(self, noise: CorrelatedNoise, first: int, last: int) -> DpEvent:
-        """Returns the event of a run with correlated noise, of which steps 0, ..., last - 1 are."""
-        if not last:
-            return NoOpDpEvent()
-        noise.check_step(last - 1)
-        if first:
-            raise ValueError(
-                f"first must be 0 with correlated noise, got {first}. All {noise.steps} steps are "
-                "one release, which is charged before the first step: event(0, steps)."
-            )
-        return noise.event(self.privatizer.multiplier_at(0))
-
     @property
     def whole_steps(self) -> int:
-        """The steps of a run whose steps have an event together only, or 0."""
+        """The steps of a run that have an event together only, or 0.
+
+        These are the steps of correlated noise, or of a pattern that they share.
+        """
+        if self.privatizer.noise is not None:
+            return self.privatizer.noise.steps
         return getattr(self.sampler, "steps", 0)
 
     @property
@@ -423,20 +421,24 @@ class PrivateTrainer(StepFunctions):
         """Whether only all steps of a run together have an event."""
         return self.whole_steps > 0
 
-    def _whole_event(self, first: int, last: int) -> DpEvent:
-        """Returns the event of all steps, from one simulation for all calls."""
-        steps = self.whole_steps
-        if (first, last) != (0, steps):
+    @property
+    def is_amplified(self) -> bool:
+        """Whether the event of a whole run rests on a secret pattern that its steps share."""
+        return self.is_whole and not isinstance(self.sampler, FixedOrderSampler)
+
+    def _check_whole(self, last: int) -> None:
+        """Raises ValueError for more steps than the event of a whole run has."""
+        if last > self.whole_steps:
             raise ValueError(
-                f"first and last must be 0 and {steps}, the steps of the sampler, got {first} and "
-                f"{last}. Its steps share who takes part, so a part of them has no event, and more "
-                "steps need another sampler and a new run."
+                f"steps must be at most {self.whole_steps}, got {last}: all steps of the run are "
+                "one release, whose event has that many. Make noise and sampler for more."
             )
-        return self.simulated_event or self._simulated
 
     @functools.cached_property
-    def _simulated(self) -> DpEvent:
-        return self.sampler.run_event(self.privatizer.event, self.whole_steps)
+    def _whole_event(self) -> DpEvent:
+        """The event of a whole run, from one simulation for all calls."""
+        noise_multiplier = self.privatizer.multiplier_at(0)
+        return event(noise_multiplier, self.sampler, self.whole_steps, self.privatizer.noise)
 
     def programs(
         self,
@@ -508,7 +510,7 @@ def make_trainer(
     check_sampler(sampler, noise)
     calibrate = None
     if noise is not None:
-        calibrate = functools.partial(calibrated, noise)
+        calibrate = functools.partial(calibrated, noise=noise)
         if options.get("epsilon") is not None:
             options.setdefault("steps", noise.steps)
     noise_multiplier, fields = noise_and_options(noise_multiplier, options, sampler, calibrate)

@@ -26,7 +26,7 @@ import functools
 import math
 
 import numpy as np
-from scipy import special
+from scipy import linalg, special
 
 from jaxdp.files import check_count, check_numbers
 from jaxdp.privacy.events import (
@@ -60,16 +60,17 @@ def cyclic_poisson_event(
         cycle_length: b, the number of groups.
         sampling_probability: q, with which a record of the step's group is sampled.
         steps: T.
-        strategy: C, float [T, T], lower triangular with at most b bands. None is DP-SGD.
+        strategy: C, float [T, T], lower triangular with at most b bands, or the first column [T]
+            of a Toeplitz matrix. None is DP-SGD.
 
     Raises:
         TypeError, ValueError: An argument is not as above.
     """
     check_count("cycle_length", cycle_length, 1)
-    matrix = _checked_strategy(strategy, steps)
+    matrix = checked_strategy(strategy, steps, cycle_length=cycle_length)
     norm = 1.0
     if matrix is not None:
-        _check_bands(matrix, cycle_length, "cycle_length")
+        # No column of a Toeplitz matrix is longer than the first.
         norm = float(np.linalg.norm(matrix, axis=0).max())
     step = PoissonSampledDpEvent(sampling_probability, GaussianDpEvent(noise_multiplier / norm))
     return SelfComposedDpEvent(step, -(-steps // cycle_length))
@@ -93,7 +94,8 @@ def balls_in_bins_event(
         noise_multiplier: sigma, the standard deviation of Z over the clip norm.
         bins: b, the number of bins.
         steps: T, all steps of the run.
-        strategy: C, float [T, T], lower triangular without negative entries. None is DP-SGD.
+        strategy: C, float [T, T], lower triangular without negative entries, or the first column
+            [T] of a Toeplitz matrix. None is DP-SGD.
         draws: The draws of each estimate. 2**18 take a second or two for ten bins.
         failure_probability: The probability over the draws that the event is too cheap, in
             (0, 1). It is a part of every delta of the event.
@@ -106,11 +108,11 @@ def balls_in_bins_event(
         TypeError, ValueError: An argument is not as above.
     """
     check_count("bins", bins, 1)
-    matrix = _checked_strategy(strategy, steps, no_negative=True)
+    matrix = checked_strategy(strategy, steps, no_negative=True)
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
     taking_part = (np.arange(steps)[:, None] % bins == np.arange(bins)).astype(float)
-    shifts = taking_part if matrix is None else matrix @ taking_part
+    shifts = taking_part if matrix is None else _whole(matrix) @ taking_part
     mixture = Bins(shifts.T @ shifts / noise_multiplier**2)
     name = f"BallsInBins({bins}, {steps}, {_text(noise_multiplier, strategy)})"
     return _event(mixture, name, draws, failure_probability, seed)
@@ -132,8 +134,8 @@ def b_min_sep_event(
     Args:
         separation: b, the least distance of two steps of a record.
         sampling_probability: p, with which a record that may take part does, in (0, 1].
-        strategy: C, float [T, T], lower triangular without negative entries, with at most b bands.
-            None is DP-SGD.
+        strategy: C, float [T, T], lower triangular without negative entries, with at most b bands,
+            or the first column [T] of a Toeplitz matrix. None is DP-SGD.
         noise_multiplier, steps, draws, failure_probability, seed: As in `balls_in_bins_event`. The
             time of a draw grows with the steps.
 
@@ -147,12 +149,10 @@ def b_min_sep_event(
     check_numbers(sampling_probability=sampling_probability)
     if not 0 < sampling_probability <= 1:
         raise ValueError(f"sampling_probability must be in (0, 1], got {sampling_probability}.")
-    matrix = _checked_strategy(strategy, steps, no_negative=True)
+    matrix = checked_strategy(strategy, steps, no_negative=True, separation=separation)
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
-    if matrix is None:
-        matrix = np.eye(steps)
-    _check_bands(matrix, separation, "separation")
+    matrix = np.eye(steps) if matrix is None else _whole(matrix)
     mixture = Renewals(matrix / noise_multiplier, separation, sampling_probability)
     pattern = f"{separation}, {sampling_probability:.9g}, {steps}"
     name = f"BMinSep({pattern}, {_text(noise_multiplier, strategy)})"
@@ -187,17 +187,35 @@ def _text(noise_multiplier: float, strategy: np.ndarray | None) -> str:
     return noise if strategy is None else f"{noise}, correlated"
 
 
-def _checked_strategy(
-    strategy: np.ndarray | None, steps: int, *, no_negative: bool = False
+def checked_strategy(
+    strategy: np.ndarray | None,
+    steps: int,
+    *,
+    no_negative: bool = False,
+    **most_bands: int,
 ) -> np.ndarray | None:
-    """Returns a strategy as float64, or raises TypeError or ValueError."""
+    """Returns a strategy as float64, [T, T] or the first column [T], if a proof holds for it.
+
+    Args:
+        strategy: C, or None, which is the identity.
+        steps: T.
+        no_negative: Whether the proof needs entries without a sign.
+        most_bands: The most bands of the proof, by the name of the argument that sets them.
+
+    Raises:
+        TypeError, ValueError: The strategy is no finite lower triangular matrix, or has entries
+            that the proof does not allow.
+    """
     check_count("steps", steps, 1)
     if strategy is None:
         return None
     matrix = np.asarray(strategy, np.float64)
-    if matrix.shape != (steps, steps):
-        raise ValueError(f"strategy must have shape {(steps, steps)}, got {matrix.shape}.")
-    if not np.isfinite(matrix).all() or np.triu(matrix, 1).any():
+    if matrix.shape not in ((steps,), (steps, steps)):
+        raise ValueError(
+            f"strategy must have shape {(steps, steps)} or {(steps,)}, got {matrix.shape}."
+        )
+    has_later = matrix.ndim == 2 and np.triu(matrix, 1).any()
+    if not np.isfinite(matrix).all() or has_later:
         raise ValueError(
             "strategy must be finite and lower triangular: a step has the noise of steps before."
         )
@@ -206,16 +224,28 @@ def _checked_strategy(
             f"strategy must have no negative entry, got {matrix.min():g}. The dominating pair is "
             "proven for such strategies only. Use cyclic Poisson sampling."
         )
+    for name, most in most_bands.items():
+        _check_bands(matrix, most, name)
     return matrix
 
 
+def _whole(matrix: np.ndarray) -> np.ndarray:
+    """Returns the lower triangular matrix [T, T] of a checked strategy."""
+    if matrix.ndim == 2:
+        return matrix
+    whole: np.ndarray = linalg.toeplitz(matrix, np.zeros_like(matrix))
+    return whole
+
+
 def _check_bands(matrix: np.ndarray, most: int, name: str) -> None:
-    rows, columns = np.nonzero(matrix)
-    bands = int((rows - columns).max(initial=-1)) + 1
+    places = np.nonzero(matrix)
+    # In the first column of a Toeplitz matrix the row is the distance from the diagonal.
+    distances = places[0] - places[1] if matrix.ndim == 2 else places[0]
+    bands = int(distances.max(initial=-1)) + 1
     if bands > most:
         raise ValueError(
-            f"strategy must have at most {name}={most} bands, got {bands}. Use more separation or "
-            "fewer bands."
+            f"strategy must have at most {name}={most} bands, got {bands}. Use more separation, or "
+            "a banded strategy of fewer bands."
         )
 
 

@@ -149,6 +149,7 @@ class Till:
         self._forget = forget
         # Whether a release was paid and is not done. It needs the seed to be repeated.
         self._unfinished = False
+        self._left_unfinished = False  # by an earlier process
         self._files = contextlib.ExitStack()
         self._settled: set[str] = set()
         self._environment: dict[str, Any] | None = None
@@ -172,9 +173,10 @@ class Till:
         if self.forked:
             self._files.close()
             return
-        # Releases of a "run" share the seed, so a run that failed needs it when it is resumed.
-        run_goes_on = failed and self._forget == "run"
-        if not self._unfinished and not run_goes_on:
+        # Releases of a "run" share the seed, so a run that failed needs it when it is resumed. So
+        # does a release that an earlier process left, if this one was refused before it.
+        goes_on = failed and (self._forget == "run" or self._left_unfinished)
+        if not self._unfinished and not goes_on:
             self._delete_seed()
         self._files.close()
 
@@ -223,6 +225,7 @@ class Till:
             secret = self._hosts.first(lambda: self._pay(what, token, reservation).hex())
             yield bytes.fromhex(secret)
         self._unfinished = False
+        self._left_unfinished = False
         if self._forget == "release":
             self._delete_seed()
 
@@ -353,6 +356,7 @@ class Till:
             files.enter_context(alone(self.workdir))
             if self._seed_path.exists() or self._given_seed is not None:
                 # Raises if the file is damaged or holds another seed.
+                self._left_unfinished = self._seed_path.exists()
                 secrets.stored(self._seed_path, self._given_seed)
             writer = MetricsWriter(self.workdir / charge_notes.FILE, fsync=True)
             self._writer = files.enter_context(writer)

@@ -1,6 +1,7 @@
 """Audits of whole runs with correlated noise, by a banded and by a buffered strategy.
 
-A run has three epochs of four steps, and the canary is in three of them.
+A run has three epochs of four steps, and the canary is in three of them. The run with amplification
+has two cycles of four steps, and the canary is in those of one group, with a probability each.
 """
 
 import functools
@@ -16,7 +17,7 @@ import jaxdp
 from jaxdp import finetune
 from jaxdp.audit import Audit
 from jaxdp.audit.whole_runs import audit_whole_run
-from jaxdp.data import FixedOrderSampler
+from jaxdp.data import CyclicPoissonSampler, FixedOrderSampler, PoissonSampler
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
@@ -103,4 +104,74 @@ def _cases() -> Iterator[Case]:
     )
 
 
-CASES = tuple(_cases())
+class NoGroups(CyclicPoissonSampler):
+    """Cyclic Poisson sampling that draws groups anew in every step."""
+
+    def batch(self, step: int) -> np.ndarray:
+        of_all = PoissonSampler(self.num_examples, self.sampling_probability, seed=self.seed)
+        return of_all.batch(step)
+
+
+CYCLIC = CyclicPoissonSampler(len(EXAMPLES), 0.7, cycle_length=4)
+CYCLIC_STEPS = 2 * CYCLIC.cycle_length
+CYCLIC_SIGMA = 0.9  # of the Gaussian of a group's step
+CYCLIC_DELTA = 0.03
+STEEP = np.array([1.0, 0.9, 0.8, 0.7])
+
+
+def _amplified(share: float = 1.0, sampler: CyclicPoissonSampler = CYCLIC) -> PrivateTrainer:
+    """Returns a trainer with a share of the noise that its claim needs."""
+    participations, separation = CYCLIC.participation(CYCLIC_STEPS)
+    pattern = {"participations": participations, "min_separation": separation}
+    noise = jaxdp.correlated(STEEP, steps=CYCLIC_STEPS, **pattern)
+    return finetune.dp_sgd(
+        loss,
+        optax.sgd(0.1),
+        noise=noise,
+        noise_multiplier=share * CYCLIC_SIGMA * float(np.linalg.norm(STEEP)),
+        sampler=sampler,
+        clip_norm=CLIP,
+        physical_batch_size=3,
+    )
+
+
+def _amplified_case() -> Case:
+    @functools.cache
+    def honest() -> PrivateTrainer:
+        return _amplified()
+
+    def audit(make: Callable[[], PrivateTrainer], **options: Any) -> Run:
+        terms: dict[str, Any] = {"delta": CYCLIC_DELTA, "confidence": case.CONFIDENCE} | options
+
+        def run(trials: int, seed: bytes) -> Audit:
+            event = honest().event(0, CYCLIC_STEPS)
+            claimed = claim(event, adjacency="add_remove", delta=CYCLIC_DELTA)
+            seen = audit_whole_run(make(), PARAMS, EXAMPLES, trials=trials, seed=seed, **terms)
+            return under(seen, claimed)
+
+        return run
+
+    of_one_band = 1 / float(np.linalg.norm(STEEP))
+    no_groups = NoGroups(len(EXAMPLES), CYCLIC.sampling_probability, cycle_length=4)
+    twins: dict[str, Run | str] = {
+        case.HALF_THE_NOISE: audit(lambda: _amplified(0.5)),
+        case.NO_CLIPPING: audit(lambda: unclipped(honest())),
+        case.SENSITIVITY_OFF_BY_TWO: audit(lambda: doubled(honest())),
+        case.REUSED_KEY: audit(lambda: with_one_key(honest())),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(honest, adjacency="replace_one"),
+        "an account as of one band": audit(lambda: _amplified(of_one_band)),
+        "groups drawn anew in every step": audit(lambda: _amplified(sampler=no_groups)),
+    }
+    return Case(
+        "amplified correlated noise",
+        f"a run of {CYCLIC_STEPS} steps, four bands, cyclic Poisson: 2 sampled Gaussians of "
+        f"probability 0.7 and multiplier {CYCLIC_SIGMA:g}",
+        "with bands up to the separation, the steps of a record move disjoint rows of C G "
+        "(Choquette-Choo et al. 2023, arXiv:2306.08153, theorem 4); `jaxdp.privacy.participation`",
+        audit(honest),
+        twins,
+        trials=4000,
+    )
+
+
+CASES = (*_cases(), _amplified_case())

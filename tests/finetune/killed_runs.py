@@ -73,7 +73,7 @@ def trainer_of(num_examples, clip_norm=0.5, correlated=False):
 
     sampler, noise = data.PoissonSampler(num_examples, 0.1), None
     if correlated:
-        sampler = data.FixedOrderSampler(num_examples, num_examples // 4)
+        sampler = data.CyclicPoissonSampler(num_examples, 0.4, cycle_length=4)
         noise = jaxdp.correlated([1.0, 0.5, 0.25], steps=STEPS, participations=3, min_separation=4)
     trainer = finetune.dp_sgd(
         loss,

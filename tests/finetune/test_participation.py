@@ -1,11 +1,18 @@
 """Runs with patterns of participation: what they charge, refuse and repeat."""
 
+import dataclasses
+import functools
+import json
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
+from scipy import linalg
 
+import jaxdp
 from jaxdp import finetune, losses
 from jaxdp.data import (
     BallsInBinsSampler,
@@ -14,8 +21,8 @@ from jaxdp.data import (
     by_group,
     from_arrays,
 )
-from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent
-from jaxdp.privacy.events import MonteCarloDpEvent, composition
+from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent, participation
+from jaxdp.privacy.events import MonteCarloDpEvent, composition, to_json
 
 N, STEPS = 60, 8
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
@@ -24,17 +31,23 @@ START = {"w": jnp.zeros((3, 2))}
 CYCLIC = CyclicPoissonSampler(N, 0.5, cycle_length=4)
 BINS = BallsInBinsSampler(num_examples=N, bins=4, steps=STEPS, draws=2**12)
 SEPARATED = BMinSepSampler(
-    num_examples=N, sampling_probability=0.3, separation=3, steps=STEPS, draws=2**10
+    num_examples=N, sampling_probability=0.3, separation=4, steps=STEPS, draws=2**10
 )
+NOISE = jaxdp.correlated([1.0, 0.5, 0.25], steps=STEPS, participations=2, min_separation=4)
+EVENT = GaussianDpEvent(1.0)
 
 
 def loss(params, example):
     return losses.softmax_cross_entropy(example["features"] @ params["w"], example["label"])
 
 
-def trainer(sampler, **options):
+def half(params, example):
+    return 0.5 * loss(params, example)
+
+
+def trainer(sampler, loss_fn=loss, **options):
     return finetune.dp_sgd(
-        loss,
+        loss_fn,
         optax.sgd(0.5),
         sampler=sampler,
         clip_norm=1.0,
@@ -64,30 +77,128 @@ def kill(step, metrics, params):
         raise Killed
 
 
+SEED = bytes(range(16))
+
+
+@functools.cache
+def shared(pattern):
+    """Returns the trainer of a pattern, with correlated noise or without."""
+    if pattern == "bins":
+        return trainer(BINS)
+    sampler = CYCLIC if pattern == "correlated cyclic" else SEPARATED
+    return trainer(sampler, noise=NOISE)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sampler", [BINS, SEPARATED], ids=["bins", "separated"])
-def test_a_killed_run_repeats_bit_for_bit_and_is_charged_once(sampler, tmp_path):
-    seed = bytes(range(16))
+@pytest.mark.parametrize("pattern", ["bins", "correlated cyclic", "correlated separated"])
+def test_a_killed_run_repeats_bit_for_bit_and_is_charged_once(pattern, tmp_path, monkeypatch):
     whole = ledger()
-    straight = fit(trainer(sampler), whole, workdir=tmp_path / "a", seed=seed)
-    [event] = composition(whole.events("d")[None])
-    assert isinstance(event, MonteCarloDpEvent)
+    straight = fit(shared(pattern), whole, workdir=tmp_path / "a", seed=SEED)
+    events = composition(whole.events("d")[None])
+    event_file = tmp_path / "a" / "event.json"
+    assert event_file.exists() == (pattern != "correlated cyclic")
+    (tmp_path / "b").mkdir()
+    if event_file.exists():
+        [event] = events
+        assert isinstance(event, MonteCarloDpEvent) and events[event] == 1
+        # Another run would draw another event, and so another token and other noise.
+        (tmp_path / "b" / "event.json").write_bytes(event_file.read_bytes())
+    # A run that is killed or goes on needs no simulation.
+    monkeypatch.setattr(participation, "simulated", None)
     cut = ledger()
+    arguments = {"workdir": tmp_path / "b", "seed": SEED}
     with pytest.raises(Killed):
-        fit(trainer(sampler), cut, workdir=tmp_path / "b", callbacks=[kill])
-    paid = cut.events("d")[None]
-    # A new process makes a new trainer, whose simulation would draw another event.
-    state = fit(trainer(sampler), cut, workdir=tmp_path / "b")
-    assert cut.events("d")[None] == paid and len(composition(paid)) == 1
-    assert int(state.step) == int(straight.step) == STEPS
-    # Seeds that are given repeat bits, those of the operating system do not.
-    (tmp_path / "c").mkdir()
-    (tmp_path / "c" / "event.json").write_bytes((tmp_path / "a" / "event.json").read_bytes())
-    again = fit(trainer(sampler), ledger(), workdir=tmp_path / "c", seed=seed)
-    np.testing.assert_array_equal(again.params["w"], straight.params["w"])
-    assert not np.array_equal(state.params["w"], straight.params["w"])
-    with pytest.raises(ValueError, match=r"workdir holds the run MonteCarlo.*not MonteCarlo"):
-        fit(trainer(sampler, noise_multiplier=3.0), cut, workdir=tmp_path / "b")
+        fit(shared(pattern), cut, callbacks=[kill], **arguments)
+    assert composition(cut.events("d")[None]) == events
+    saved = ocp.StandardCheckpointer().restore(tmp_path / "b" / "checkpoints" / "4" / "default")
+    assert saved["pattern"].any() and saved["identity"].any()
+    state = fit(shared(pattern), cut, **arguments)
+    np.testing.assert_array_equal(state.params["w"], straight.params["w"])
+    assert composition(cut.events("d")[None]) == events
+    # The run has ended, so no checkpoint tells who took part.
+    (checkpoint,) = (tmp_path / "b" / "checkpoints").iterdir()
+    saved = ocp.StandardCheckpointer().restore(checkpoint / "default")
+    assert not saved["pattern"].any() and not saved["identity"].any()
+    assert pattern == "bins" or not saved["buffers"]["w"].any()
+
+
+@pytest.mark.slow
+def test_what_a_run_shares_is_not_drawn_or_released_twice(tmp_path):
+    book = ledger()
+    chosen = shared("correlated cyclic")
+    fit(chosen, book, workdir=tmp_path, steps=4)
+    with pytest.raises(Killed):
+        fit(chosen, book, workdir=tmp_path, callbacks=[kill])
+    paid = book.events("d")[None]
+    other_loss = functools.partial(trainer, CYCLIC, noise=NOISE, loss_fn=half)
+    with pytest.raises(ValueError, match="step 4 was begun before with another program"):
+        fit(other_loss(), book, workdir=tmp_path)
+    with pytest.raises(ValueError, match="another sampler, clip norm"):
+        fit(other_loss(noise_multiplier=3.0), book, workdir=tmp_path)
+    state = fit(chosen, book, workdir=tmp_path)
+    assert int(state.step) == STEPS and book.events("d")[None] == paid
+    with pytest.raises(ValueError, match="steps must be at most 8, got 9"):
+        fit(chosen, book, workdir=tmp_path, steps=STEPS + 1)
+
+
+@pytest.mark.slow
+def test_all_chunks_of_a_run_share_their_groups(monkeypatch):
+    drawn = []
+    load = finetune.PrivateTrainer.load
+
+    def noted(self, state, source, rows, *, step=None):
+        if step is not None:  # the first examples are read without one, for a check
+            drawn.append((step, rows))
+        return load(self, state, source, rows, step=step)
+
+    monkeypatch.setattr(finetune.PrivateTrainer, "load", noted)
+    fit(shared("correlated cyclic"), ledger(), checkpoint_every=2)
+    groups = {}
+    for step, rows in drawn:
+        for row in rows:
+            groups.setdefault(row, set()).add(step % 4)
+    assert len(drawn) == STEPS and len(groups) > N / 2
+    assert all(len(of_row) == 1 for of_row in groups.values())
+
+
+def test_another_run_needs_another_workdir(tmp_path):
+    (tmp_path / "event.json").write_text(json.dumps({"event": to_json(EVENT), "facts": ""}))
+    with pytest.raises(ValueError, match=r"workdir holds the run Gaussian\(1\), which has other"):
+        fit(shared("bins"), ledger(), workdir=tmp_path)
+
+
+BANDED = {"steps": STEPS, "participations": 2, "min_separation": 4}
+REFUSED = [
+    (CYCLIC, [1.0, 0.4, 0.3, 0.2, 0.1], r"strategy must have at most cycle_length=4 bands, got 5"),
+    (SEPARATED, [1.0, 0.4, 0.3, 0.2, 0.1], r"strategy must have at most separation=4 bands"),
+    (BINS, [1.0, -0.4], r"strategy must have no negative entry.*Use cyclic Poisson"),
+    (dataclasses.replace(BINS, steps=4), [1.0, 0.5], "sampler has steps=4.*Give both the same"),
+]
+
+
+@pytest.mark.parametrize("sampler, strategy, message", REFUSED)
+def test_noise_without_a_proof_for_the_pattern_is_refused(sampler, strategy, message):
+    noise = jaxdp.correlated(strategy, **BANDED)
+    with pytest.raises(ValueError, match=message):
+        trainer(sampler, noise=noise)
+
+
+def test_the_event_of_correlated_noise_has_its_strategy():
+    column = np.array([1.0, 0.5, 0.25])
+    (event,) = composition(shared("correlated cyclic").event(0, STEPS))
+    expected = 2.0 / np.linalg.norm(column)
+    assert event.sampling_probability == 0.5
+    assert event.event.noise_multiplier == pytest.approx(expected, rel=1e-9)
+    assert event.event.noise_multiplier < expected
+    # The events of bins take the matrix: their claims are those of its rows.
+    seed = {"seed": SEED}
+    own = finetune.event(2.0, BINS, STEPS, NOISE, **seed)
+    matrix = linalg.toeplitz(NOISE.column, np.zeros(STEPS))
+    bins = {"bins": 4, "steps": STEPS, "draws": BINS.draws}
+    assert own == jaxdp.privacy.balls_in_bins_event(2.0, strategy=matrix, **bins, **seed)
+    independent = finetune.event(2.0, BINS, STEPS, **seed)
+    costs = [jaxdp.privacy.epsilon(each, delta=1e-3) for each in (independent, own)]
+    assert costs[1] > 1.2 * costs[0]
 
 
 @pytest.mark.slow
@@ -105,11 +216,13 @@ def test_cyclic_chunks_cost_what_the_run_costs():
 def test_a_part_of_a_run_or_a_longer_one_has_no_event():
     chosen = trainer(BINS)
     assert chosen.event(0, STEPS) == chosen.event(0, STEPS)
-    for first, last in [(0, 4), (4, STEPS), (0, STEPS + 1)]:
-        with pytest.raises(ValueError, match="first and last must be 0 and 8"):
-            chosen.event(first, last)
+    assert chosen.event(0, 4) == chosen.event(0, STEPS)
+    with pytest.raises(ValueError, match=r"first must be 0, got 4. All 8 steps"):
+        chosen.event(4, STEPS)
+    with pytest.raises(ValueError, match="steps must be at most 8, got 9"):
+        chosen.event(0, STEPS + 1)
     book = ledger()
-    with pytest.raises(ValueError, match="steps must be 8"):
+    with pytest.raises(ValueError, match="steps must be at most 8"):
         fit(chosen, book, steps=STEPS + 1)
     assert book.epsilon("d", delta=1e-3) == 0
 

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax_privacy.matrix_factorization import toeplitz
+from scipy import linalg
 
 import jaxdp
 from jaxdp.data import FixedOrderSampler
 from jaxdp.finetune import optimal_noise, plan_correlated
+from jaxdp.privacy import GaussianDpEvent
+from jaxdp.privacy.events import composition
 from launch.command import main
 
 SAMPLER = FixedOrderSampler(40, 10)
@@ -45,19 +48,33 @@ def test_the_inverse_square_root_has_its_bands_in_the_inverse():
 
 @pytest.mark.slow
 def test_a_plan_costs_its_target_and_compares_equal_budgets(capsys):
-    plan = plan_correlated(records=40, batch_size=10, steps=STEPS, **TARGET)
-    event = plan.noise.event(plan.noise_multiplier)
-    assert 7.99 < jaxdp.privacy.epsilon(event, delta=1e-5) <= 8.0
-    multiplier = plan.noise_multiplier / plan.noise.sensitivity
-    assert plan.error == pytest.approx(multiplier * np.sqrt(plan.noise.error().mean()))
+    steps = 18
+    target = {"epsilon": 4.0, "delta": 1e-5}
+    plan = plan_correlated(records=60, batch_size=10, steps=steps, **target)
+    assert 3.99 < jaxdp.privacy.epsilon(plan.event, delta=1e-5) <= 4.0
+    # At this epsilon two groups amplify more than they lose by few bands.
+    assert (plan.sampler.cycle_length, plan.bands) == (2, 2)
+    assert plan.sampler.expected_batch_size == 10
+    (sampled,) = composition(plan.event)
+    assert sampled.sampling_probability == pytest.approx(1 / 3)
+    # The error by hand: rows of C^-1 are summed, and each has the noise multiplier.
+    inverse = np.linalg.inv(linalg.toeplitz(plan.noise.column, np.zeros(steps)))
+    errors = np.square(np.cumsum(inverse, axis=0)).sum(axis=1)
+    assert plan.error == pytest.approx(plan.noise_multiplier * np.sqrt(errors.mean()), rel=1e-6)
+    assert plan.error < min(plan.fixed_order_error, plan.dp_sgd_error)
     # k participations of independent rows cost sqrt(k) of one. 1, ..., T have mean (T + 1) / 2.
-    independent = multiplier * np.sqrt(2) * np.sqrt((STEPS + 1) / 2)
+    multiplier = jaxdp.privacy.calibrate_noise(GaussianDpEvent, **target)
+    independent = multiplier * np.sqrt(3) * np.sqrt((steps + 1) / 2)
     assert plan.unamplified_error == pytest.approx(independent, rel=1e-6)
-    assert plan.error < plan.unamplified_error
-    words = ["--records", "40", "--batch-size", "10", "--steps", "8", "--epsilon", "8"]
+    assert plan.fixed_order_error < plan.unamplified_error
+    words = ["--records", "60", "--batch-size", "10", "--steps", "18", "--epsilon", "4"]
     main(["plan", *words, "--delta", "1e-5", "--correlated"])
     printed = capsys.readouterr().out
     assert f"{plan.noise_multiplier:.6g}" in printed and "gain over DP-SGD" in printed
+    assert "cyclic Poisson: each of 60 records is in one of 2 groups" in " ".join(printed.split())
+    # With less noise the order that hides nothing has the smaller error, by more bands.
+    plan = plan_correlated(records=60, batch_size=10, steps=steps, epsilon=8.0, delta=1e-5)
+    assert isinstance(plan.sampler, FixedOrderSampler) and plan.bands == 6
 
 
 def test_what_a_plan_lacks_is_named(capsys):

@@ -81,6 +81,7 @@ def test_every_mechanism_has_a_case():
         "Poisson sampling",
         "correlated noise",
         "correlated noise of buffers",
+        "amplified correlated noise",
     }
     adaptation = {
         f"private {name}"

@@ -369,6 +369,11 @@ def test_the_field_of_participation_reaches_the_sampler():
     examples = range(1216)
     sampler = trainers.sampler_of(config.private, examples, "private")
     assert sampler.cycle_length == 6 and sampler.expected_batch_size == 64
+    config.private.noise = {"strategy": "banded", "bands": 1}
+    assert trainers.sampler_of(config.private, examples, "private").cycle_length == 6
+    noise = trainers._noise(config.private, sampler, "private")
+    assert (noise.steps, noise.participations, noise.min_separation) == (6, 1, 6)
+    config.private.noise.strategy = ""
     config.private.participation.kind = "b_min_sep"
     sampler = trainers.sampler_of(config.private, examples, "private")
     assert sampler.separation == 6 and sampler.expected_batch_size == pytest.approx(64)

@@ -198,12 +198,20 @@ class CorrelatedNoise:
     def event(self, noise_multiplier: float) -> dp_event.DpEvent:
         """Returns the event of the whole run, one Gaussian mechanism.
 
+        `jaxdp.finetune.event` has that of a run whose secret pattern of participation amplifies.
+
         Args:
           noise_multiplier: The standard deviation of an entry of Z over the clip norm.
         """
         if not noise_multiplier:
             return dp_event.NonPrivateDpEvent()
         return dp_event.GaussianDpEvent(noise_multiplier / self.sensitivity)
+
+    @functools.cached_property
+    def column(self) -> np.ndarray:
+        """The first column of C, rounded up, float64 [steps]."""
+        column: np.ndarray = self.strategy.coefficients(self.steps) * _ROUNDED_UP
+        return column
 
     def error(self) -> np.ndarray:
         """Returns the expected squared errors of the sums of the noise of 1 to `steps` steps.
@@ -252,13 +260,23 @@ class CorrelatedNoise:
             )
 
     def check_sampler(self, sampler: Any) -> None:
-        """Raises ValueError for a sampler in which a unit may take part more than is stated."""
+        """Raises ValueError for a sampler in which a unit may take part more than is stated.
+
+        Or its pattern has no proof for the strategy.
+        """
         participation = getattr(sampler, "participation", None)
         if participation is None:
             raise ValueError(
                 f"sampler must bound how often an example takes part for noise=correlated(...), "
                 f"got {type(sampler).__name__}, in which it may be in any step. Use "
-                "jaxdp.data.FixedOrderSampler(num_examples, batch_size)."
+                "jaxdp.data.CyclicPoissonSampler(num_examples, q, cycle_length=), or another "
+                "pattern of jaxdp.data, or FixedOrderSampler(num_examples, batch_size)."
+            )
+        own_steps = getattr(sampler, "steps", self.steps)
+        if own_steps != self.steps:
+            raise ValueError(
+                f"sampler has steps={own_steps}, but correlated was given steps={self.steps}. "
+                "They are of one run. Give both the same number."
             )
         most, separation = participation(self.steps)
         if most > self.participations:
@@ -273,6 +291,7 @@ class CorrelatedNoise:
                 f"was given min_separation={self.min_separation}. Give it "
                 f"min_separation={separation}."
             )
+        sampler.check_strategy(self.column)
 
 
 def correlated(
