@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import jax.ref
 from jax import lax
 
-from jaxdp.transforms import sites
+from jaxdp.transforms import forms, sites
 from jaxdp.transforms.jaxprs import CALLS, REMATS, has_custom_vjp, is_complex, scan_layout
 
 # These are in `jaxprs`, and are found here under their old names too.
@@ -46,6 +46,10 @@ MOVES = frozenset(
 )
 # Primitives by which scales and biases meet data. They broadcast scalars and axes of length one.
 _BROADCASTING = {"add": lax.add, "mul": lax.mul}
+
+# Platforms where loops form gradients of at most 1 / `_SMALLER` of the entries of their factors.
+_FORMING = ("cuda", "tpu")
+_SMALLER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -475,7 +479,7 @@ class _Walk:
             self.sites += [self.site_on_weight(eqn.invars[i]) for i in step.weights]
             return step
         rule = _rule(eqn, weights)
-        if rule is not None:
+        if rule is not None and not self._is_formed(rule):
             (weight,) = weights
             (result,) = eqn.outvars
             self.sites.append(self._site(eqn.invars[weight], rule, tap_on=result))
@@ -485,6 +489,19 @@ class _Walk:
         first = tuple(i for i in weights if operands[i] not in operands[:i])
         self.sites += [self.site_on_weight(eqn.invars[i]) for i in first]
         return _Step("tap", eqn, weights=first)
+
+    def _is_formed(self, rule: sites.Rule) -> bool:
+        """Returns whether a loop forms the gradients of a layer, as a plain step would.
+
+        A loop stacks what it returns. The gradient of an adapter of rank 8 is smaller than its
+        factors, which XLA copies into another layout for the norm: 7 % of the step of GPT-2 on a
+        TPU. So such a weight has its tap on itself.
+        """
+        if not self._loops or not rule.is_dense or forms.platform() not in _FORMING:
+            return False
+        of_gradient = rule.rows * rule.cols
+        of_factors = rule.positions * (rule.rows + rule.cols)
+        return _SMALLER * of_gradient <= of_factors
 
     def site_on_weight(self, variable: Any) -> sites.Site:
         """Returns the site of a weight whose tap is on the weight itself."""
