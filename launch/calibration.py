@@ -13,6 +13,7 @@ from jaxdp.report import format_table, plot_panels, plot_reliability
 
 from . import frame
 from .simulation import Setting
+from .study import Fields, Lines, Result, Row, Rows
 
 # The factor that varies, its name in figures, and the fixed factors.
 FACTORS = {
@@ -24,18 +25,18 @@ CENTRE, NO_PRIVACY = "centre", "no privacy"
 DIVISION = "division"  # of the same records among few or many sources
 
 
-def _paid(cost: Mapping[str, Any]) -> float:
+def _paid(cost: Row) -> float:
     return math.inf if cost["epsilon"] is None else cost["epsilon"]
 
 
-def _shifted(result: Mapping[str, Any]) -> list[str]:
+def _shifted(result: Result) -> list[str]:
     """Returns the shifts for medians and means: no clean images, since row 1 of Table 1 is a mean
     of Table 4.
     """
     return [shift for shift in result["cells"] if shift != CLEAN] or [CLEAN]
 
 
-def _overall(result: Mapping[str, Any], *factors: str) -> list[dict[str, str]]:
+def _overall(result: Result, *factors: str) -> Lines:
     """Returns rows of Table 1."""
     rows = []
     for cost in result["costs"]:
@@ -52,7 +53,7 @@ def _overall(result: Mapping[str, Any], *factors: str) -> list[dict[str, str]]:
     return rows
 
 
-def _per_shift(result: Mapping[str, Any], part: str) -> list[dict[str, str]]:
+def _per_shift(result: Result, part: str) -> Lines:
     """Returns rows of Table 4, with the accuracies of Table 3."""
     rows = []
     for shift, cells in result["cells"].items():
@@ -62,12 +63,12 @@ def _per_shift(result: Mapping[str, Any], part: str) -> list[dict[str, str]]:
     return rows
 
 
-def _mean_of(cells: Sequence[Mapping[str, Any]]) -> list[float]:
+def _mean_of(cells: Rows) -> list[float]:
     """Returns the mean ECE over shifts of each setting, from one part of the cells."""
     return np.mean([cell["ece"] for cell in cells], 0).tolist()
 
 
-def by_division(result: Mapping[str, Any]) -> dict[str, list[float]]:
+def by_division(result: Result) -> dict[str, list[float]]:
     """Returns the mean ECE over shifts of each method, by number of sources of the same records."""
     shifts = _shifted(result)
     errors = {}
@@ -77,7 +78,7 @@ def by_division(result: Mapping[str, Any]) -> dict[str, list[float]]:
     return errors
 
 
-def by_option(result: Mapping[str, Any], option: str, part: str) -> dict[str, list[float]]:
+def by_option(result: Result, option: str, part: str) -> dict[str, list[float]]:
     """Returns the mean ECE over shifts of each method, by value of an option."""
     cells = result["options"][option]["cells"]
     shifts = _shifted(result)
@@ -87,7 +88,7 @@ def by_option(result: Mapping[str, Any], option: str, part: str) -> dict[str, li
     return errors
 
 
-def by_severity(result: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+def by_severity(result: Result) -> dict[str, dict[int, float]]:
     """Returns the mean ECE at the centre of each method, by severity of the shifts."""
     levels = sorted({result["severities"][shift] for shift in _shifted(result)})
     errors: dict[str, dict[int, float]] = {cost["method"]: {} for cost in result["costs"]}
@@ -98,10 +99,10 @@ def by_severity(result: Mapping[str, Any]) -> dict[str, dict[int, float]]:
     return errors
 
 
-def _sweeps(result: Mapping[str, Any]) -> dict[str, Any]:
+def _sweeps(result: Result) -> Fields:
     """Returns tables of the sweeps that a config may leave out, rows by title."""
     over, centre = f"over {len(_shifted(result))} shifts", _centre(result)
-    tables: dict[str, Any] = {}
+    tables: Fields = {}
     for option, swept in result["options"].items():
         rows = []
         for part, suffix in ((CENTRE, ""), (NO_PRIVACY, ", no privacy")):
@@ -127,7 +128,7 @@ def _row(name: str, factor: str, values: Iterable[Any], errors: Iterable[float])
     return {"method": name} | {f"{factor} {value}": f"{error:.4f}" for value, error in pairs}
 
 
-def _centre(result: Mapping[str, Any]) -> str:
+def _centre(result: Result) -> str:
     return "{} sources of {} samples at epsilon = {:g}".format(*result["settings"][CENTRE][0])
 
 
@@ -139,7 +140,7 @@ _CONSTANT = (
 )
 
 
-def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
+def tables(result: Result, work: frame.Work) -> Fields:
     """Returns Tables 1 and 4, and the costs."""
     centre, over = _centre(result), f"Calibration over {len(_shifted(result))} shifts"
     standard_errors = list[float]()
@@ -173,7 +174,7 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     }
 
 
-def figures(result: Mapping[str, Any], work: frame.Work) -> None:
+def figures(result: Result, work: frame.Work) -> None:
     """Draws the error against each factor, under each shift and under all, and the reliability
     diagrams.
     """
@@ -215,14 +216,14 @@ def figures(result: Mapping[str, Any], work: frame.Work) -> None:
     )
 
 
-def _sweep_panels(result: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+def _sweep_panels(result: Result, names: Sequence[str]) -> Fields:
     """Returns panels of the sweeps that a config may leave out, by the name of their figure."""
 
-    def curves(at: Sequence[Any], errors: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    def curves(at: Sequence[Any], errors: Mapping[str, Sequence[float]]) -> Fields:
         drawn = [name for name in errors if name in names] or list(errors)
         return {name: list(zip(at, errors[name], strict=True)) for name in drawn}
 
-    figures: dict[str, Any] = {}
+    figures: Fields = {}
     for option, swept in result["options"].items():
         panels = {}
         titles = {
@@ -251,7 +252,7 @@ def _title(shift: str) -> str:
     return f"Calibration on images under {shift.replace('_', ' ')}"
 
 
-def summary(result: Mapping[str, Any]) -> str:
+def summary(result: Result) -> str:
     """Returns the text for the terminal."""
     overall, at_centre = _overall(result, *FACTORS), _overall(result, CENTRE)
     rows = []

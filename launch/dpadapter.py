@@ -28,6 +28,7 @@ from jaxdp.report import plot_panels, plot_points
 
 from . import data, frame, models, plans, pretrain, results, trainers
 from .config_dict import ConfigDict
+from .study import Fields, Lines, Result, Row, Rows
 
 Params = Any
 
@@ -107,7 +108,7 @@ class _Bench:
         spec = self.specs(dataset)["private"]
         return trainers.make(private, network, source, public, spec, unit=spec.unit)
 
-    def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
+    def upstream(self, name: str, seed: int) -> tuple[Params, Row]:
         """Returns the parameters of an upstream model and its results. Trains the model first if it
         is missing.
         """
@@ -115,7 +116,7 @@ class _Bench:
         known = frame.compute(pretrain.STUDY, self.upstream_config(name, seed), folder)
         return load_params(folder / "params.safetensors"), known
 
-    def terms(self, dataset: str, private: Any) -> dict[str, Any]:
+    def terms(self, dataset: str, private: Any) -> Fields:
         """Returns the terms of a private set in a ledger, with the budget of a cell."""
         budget = {
             "records": len(self.task(dataset)[1]),
@@ -172,7 +173,7 @@ def _tuned(cell: Cell, work: frame.Work) -> float | None:
     return results.best(rows)["learning_rate"]
 
 
-def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
+def _run(cell: Cell, work: frame.Work) -> Fields:
     bench, robust = work.shared, work.config.robust
     network, source, test = bench.task(cell.dataset)
     rate = _tuned(cell, work)
@@ -199,7 +200,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     }
 
 
-def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+def _result(rows: Rows, work: frame.Work) -> Fields:
     models_by_seed = dict.fromkeys((row["upstream"], row["seed"]) for row in rows)
     upstreams = [_upstream(work, name, seed) for name, seed in models_by_seed if name != SCRATCH]
     means = []
@@ -218,7 +219,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     }
 
 
-def _upstream(work: frame.Work, name: str, seed: int) -> dict[str, Any]:
+def _upstream(work: frame.Work, name: str, seed: int) -> Fields:
     """Returns what is known of an upstream model of a seed."""
     robust = work.config.robust
     _, known = work.shared.upstream(name, seed)
@@ -238,7 +239,7 @@ def _upstream(work: frame.Work, name: str, seed: int) -> dict[str, Any]:
     }
 
 
-def _grid_result(rows: Sequence[frame.Row], grid: Any, config: Any) -> dict[str, Any]:
+def _grid_result(rows: Rows, grid: Any, config: Any) -> Fields:
     mine = _of_grid(rows, grid, config)
     # A grid with fewer methods or upstreams has fewer comparisons.
     known = {*grid.upstreams, *grid.methods}
@@ -257,7 +258,7 @@ def _seeds(grid: Any, config: Any) -> tuple[int, ...]:
     return tuple(map(int, grid.get("seeds", config.seeds)))
 
 
-def _of_grid(rows: Sequence[frame.Row], grid: Any, config: Any) -> list[frame.Row]:
+def _of_grid(rows: Rows, grid: Any, config: Any) -> list[Row]:
     return results.select(
         rows,
         epsilon=tuple(map(float, grid.epsilons)),
@@ -268,7 +269,7 @@ def _of_grid(rows: Sequence[frame.Row], grid: Any, config: Any) -> list[frame.Ro
     )
 
 
-def layout(rows: Sequence[frame.Row], grid: Any, value: str = "accuracy") -> list[dict[str, str]]:
+def layout(rows: Rows, grid: Any, value: str = "accuracy") -> Lines:
     """Returns Table 1: a line per method and upstream, a column per data set and epsilon, averages
     last.
     """
@@ -287,7 +288,7 @@ def layout(rows: Sequence[frame.Row], grid: Any, value: str = "accuracy") -> lis
     return table
 
 
-def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) -> str:
+def _difference(rows: Rows, key: str, first: Any, second: Any) -> str:
     mean, error, higher, pairs = results.paired_difference(
         rows, key, first, second, coordinates=Cell._fields
     )
@@ -295,8 +296,8 @@ def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) ->
     return f"{second} over {first}: {mean:+.4f}{known}, higher in {higher} of {pairs}"
 
 
-def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
-    tables: dict[str, Any] = {}
+def _tables(result: Result) -> Fields:
+    tables: Fields = {}
     for name, grid in result["grids"].items():
         title = f"{name}: accuracy, mean ± standard deviation over {grid['seeds']} seeds"
         tables[title] = grid["table"]
@@ -307,7 +308,7 @@ def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
     return tables
 
 
-def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+def _figures(result: Result, work: frame.Work) -> None:
     config, upstreams = work.config, result["upstreams"]
     if not upstreams:
         return
@@ -321,8 +322,8 @@ def _draw(
     config: Any,
     stem: pathlib.Path,
     grid: Any,
-    rows: Sequence[frame.Row],
-    known: Sequence[frame.Row],
+    rows: Rows,
+    known: Rows,
 ) -> None:
     """Draws Figures 1 to 3, 5 and 6, at the grid's first method and epsilon."""
     method = grid.methods[0]
@@ -358,8 +359,8 @@ class _Drawn(NamedTuple):
 
     stem: pathlib.Path
     grid: Any
-    rows: Sequence[frame.Row]
-    known: Sequence[frame.Row]
+    rows: Rows
+    known: Rows
     families: Mapping[str, str]
     text: str
     spread: str
@@ -384,7 +385,7 @@ class _Drawn(NamedTuple):
 def _draw_robustness(drawn: _Drawn) -> None:
     """Draws Figures 6 and 2: private models against the robust accuracy of their upstream model."""
     families, sets = drawn.families, drawn.grid.sets
-    by_family = dict[str, Any]()
+    by_family = Fields()
     for upstream, family in families.items():
         points = by_family.setdefault(_FAMILIES[family], [])
         points.append(drawn.point(upstream, "accuracy", sets))
@@ -413,7 +414,7 @@ def _draw_magnitude(drawn: _Drawn) -> None:
     """
     field = drawn.grid.get("field", "gamma")
     magnitude = {row["upstream"]: row[field] for row in drawn.known}
-    curves: dict[str, tuple[Sequence[frame.Row], str]] = {
+    curves: dict[str, tuple[Rows, str]] = {
         name: (results.select(drawn.rows, dataset=name), "accuracy") for name in drawn.grid.sets
     }
     curves["upstream"] = drawn.known, "accuracy"

@@ -35,13 +35,14 @@ from jaxdp.release import alone
 
 from . import frame, links, plans, recalibrate
 from .settings import check_numbers
+from .study import Fields
 
 _Path = str | os.PathLike[str]
 _LIMITS = Limits(bytes=2**20, arrays=1)  # of a question or an answer
 _FAREWELL_SECONDS = 30.0
 
 
-def _agreed(config: Any) -> tuple[Any, dict[str, Any], str]:
+def _agreed(config: Any) -> tuple[Any, Fields, str]:
     """Returns the method, the arguments of `noise_scale`, and the terms as text, which everybody
     may know.
     """
@@ -104,7 +105,7 @@ def run_server(
 
             variance = 0.0 if scale is None else scale.variance * len(first)
             leaves = jax.tree.leaves(recalibration.play(method, total, variance))
-            arrays: dict[str, Any] = {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
+            arrays: Fields = {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
             write_durably(root / "recalibration.npz", lambda file: np.savez(file, **arrays))
             result = {"terms": terms, "began": len(first), "ended": asked}
             write_json(
@@ -144,7 +145,7 @@ def load(config: Any, workdir: _Path) -> recalibration.Recalibration:
 # --- A hospital ---------------------------------------------------------------------------------
 
 
-def _records(path: str, num_classes: int) -> dict[str, Any]:
+def _records(path: str, num_classes: int) -> Fields:
     """Returns logits, labels and possibly group, from an .npz file or a table.
 
     A table has the columns label and possibly group. Its other columns are the logits of the
@@ -155,7 +156,7 @@ def _records(path: str, num_classes: int) -> dict[str, Any]:
     group = "group" if "group" in read_table(path).columns else ""
     table = from_csv(path, label="label", num_classes=num_classes, group=group)
     columns = everything(table)
-    records: dict[str, Any] = {"logits": columns["features"], "labels": columns["label"]}
+    records: Fields = {"logits": columns["features"], "labels": columns["label"]}
     if group:
         records["group"] = table.text(group)
     return records
@@ -262,7 +263,7 @@ def _name(mine: Any) -> str:
     return mine.dataset or pathlib.Path(mine.records).stem
 
 
-def _private_set(mine: Any, records: dict[str, Any]) -> frame.PrivateSet:
+def _private_set(mine: Any, records: Fields) -> frame.PrivateSet:
     """Returns the records by which the registry knows them: without the group, which is no part of
     a record.
     """

@@ -54,12 +54,13 @@ from jaxdp.split.server import adapt_by_client
 
 from . import data, frame, links, models, plans
 from .settings import check_numbers
+from .study import Fields
 
 DATASET = "client"  # the default of config.dataset
 _MOST = 1000  # images by which the projection is fitted
 _BATCH = 256  # queries that are answered together
 _Path = str | os.PathLike[str]
-_Images = dict[str, Any]  # image and label
+_Images = Fields  # image and label
 
 # --- The server ----------------------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ def run_server(
     *,
     timeout: float = 3600.0,
     limits: Limits | None = None,
-) -> dict[str, Any]:
+) -> Fields:
     """Runs the server: sends a frontend, adapts the backend to a client's upload, answers the
     client's queries.
 
@@ -137,7 +138,7 @@ class _Conversation:
             )
         return answers[name]
 
-    def result(self, backbone: split.Backbone) -> dict[str, Any]:
+    def result(self, backbone: split.Backbone) -> Fields:
         """Sends the frontend, adapts the backend to the upload, and answers the queries."""
         frontend = read_package(self.root / "frontend")
         shipment = messages.unpack_frontend(frontend)
@@ -214,12 +215,10 @@ def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) ->
     write_package(root / "frontend", messages.pack_frontend(shipment))
 
 
-def _adapted(
-    config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients
-) -> dict[str, Any]:
+def _adapted(config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients) -> Fields:
     secret = stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32")
     copies_key, key = jax.random.split(secret)
-    options: dict[str, Any] = {"num_classes": upload.num_classes, **config.adaptation}
+    options: Fields = {"num_classes": upload.num_classes, **config.adaptation}
     backbone, copying = shipment.backbone, _copying(shipment)
     if isinstance(upload, messages.Uploaded):
         return adapt_by_client(key, backbone, back, jax.device_put(upload), ask, **options).back
@@ -237,7 +236,7 @@ def _adapted(
     return split.adapt(key, backbone, back, copies, labels, label_noise=matrix, **options).back
 
 
-def _copying(shipment: messages.Shipment) -> dict[str, Any]:
+def _copying(shipment: messages.Shipment) -> Fields:
     return {
         "copies": shipment.copies,
         "n_patches": shipment.n_patches,
@@ -256,7 +255,7 @@ def run_client(
     choice: frame.Choice = frame.DEFAULT,
     queries: bool | None = None,
     limits: Limits | None = None,
-) -> dict[str, Any]:
+) -> Fields:
     """Runs the client: uploads representations of its few images, and has its test images
     classified.
 
@@ -315,7 +314,7 @@ class _Client:
     limits: Limits | None
     till: Till
     bound: contextlib.ExitStack
-    result: dict[str, Any] | None = None
+    result: Fields | None = None
 
     def answer(self, question: bytes) -> bytes:
         """Answers a question, a repeated one as before."""
@@ -418,7 +417,7 @@ class _Client:
         config = self.config
         common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
         common |= frame.people(config, "client")
-        unproven: dict[str, Any] = common | {"allow_unproven": True}
+        unproven: Fields = common | {"allow_unproven": True}
         terms = unproven
         if config.mode == "private":  # the budget of the images is what their upload costs
             terms = common | {"epsilon": config.epsilon}
@@ -567,7 +566,7 @@ def client_charges(
     return charges
 
 
-def _statement(result: dict[str, Any]) -> str:
+def _statement(result: Fields) -> str:
     lines, epsilon = [f"client: uploaded {result['bytes']:,} bytes"], result["epsilon"]
     if result["accuracy"] is not None:
         lines.append(f"accuracy {result['accuracy']:.4f} on {result['queries']} test images")
@@ -673,7 +672,7 @@ def _prepared(
     return few, test
 
 
-def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
+def _check_same_images(arrays: Fields, path: pathlib.Path) -> None:
     """Raises ValueError for images that differ from the images of the workdir's upload."""
     sums = {
         name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()

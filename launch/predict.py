@@ -33,7 +33,7 @@ from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves, progress_bar
 
 from . import data, features, frame, models, plans, results
-from .study import PrivateSet
+from .study import Fields, Lines, PrivateSet, Result, Row, Rows
 from .teachers import (
     GLOBAL,
     MECHANISMS,
@@ -81,7 +81,7 @@ def _cells(config: Any) -> Iterator[Cell]:
         yield EXACT
 
 
-def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
+def _run(cell: Cell, work: frame.Work) -> Fields:
     bench = work.shared
     if cell == RELEASED:
         return _release(work)
@@ -93,7 +93,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         return reference(cell, work, account)
 
 
-def _own_terms(work: frame.Work) -> dict[str, Any]:
+def _own_terms(work: frame.Work) -> Fields:
     """Returns the terms of the private records in a ledger, without a budget."""
     return {**_terms(work.config), "records": len(work.shared.task.train)}
 
@@ -104,12 +104,12 @@ def _references(work: frame.Work) -> AbstractContextManager[Account]:
     return frame.account(work.root / _REFERENCES, train.name, **_own_terms(work))
 
 
-def _terms(config: Any) -> dict[str, Any]:
+def _terms(config: Any) -> Fields:
     """Returns unit and adjacency for the ledger. The bounds cover the neighbours of the ledger."""
     return data.terms(config.data, adjacency=config.training.threat)
 
 
-def _release(work: frame.Work) -> dict[str, Any]:
+def _release(work: frame.Work) -> Fields:
     """Releases the answers, and trains the student on them."""
     bench, rows = work.shared, work.shared.asked(0)
     if bench.task.network is not None:  # kept before anything is certified for it
@@ -140,7 +140,7 @@ def _release(work: frame.Work) -> dict[str, Any]:
     }
 
 
-def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
+def _answers(cell: Cell, work: frame.Work, account: Account) -> Fields:
     """Returns scores of a teacher's answers and its students. Each repetition has other queries and
     fresh noise.
     """
@@ -149,7 +149,7 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     queries = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
     answer, event = _mechanism(cell, bench)
 
-    def compute(secret: bytes) -> dict[str, Any]:
+    def compute(secret: bytes) -> Fields:
         key = stream(secret, "repetitions")
         answers = [answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(queries)]
         return {"answers": np.stack(answers)}
@@ -169,7 +169,7 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
     )
     with Till(work.folder(cell) / "scratch") as till:
         answers = till.once(what)["answers"]
-    scores: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
+    scores: Fields = {"per_query": [], "student": [], "answered": []}
     repetitions = range(config.repetitions)
     for repetition in progress_bar(repetitions, label=cell.answers, unit="repetition"):
         rows, labels = queries[repetition], answers[repetition]
@@ -313,7 +313,7 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
     )
 
 
-def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
+def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> Fields:
     """Trains the same model by DP-SGD, several times."""
     bench = work.shared
     train = bench.task.train
@@ -351,7 +351,7 @@ def _private(bench: Bench) -> list[PrivateSet]:
 # --- Results ------------------------------------------------------------------------------------
 
 
-def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+def _result(rows: Rows, work: frame.Work) -> Fields:
     bench, (released, *references) = work.shared, rows
     result = {
         "dataset": bench.task.train.name,
@@ -374,14 +374,14 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 Curves = dict[str, list[tuple[float, float]]]
 
 
-def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+def _figures(result: Result, work: frame.Work) -> None:
     if "rows" in result:
         _draw_certified(result, work)
         _draw_accuracies(result, work)
         _draw_flips(result, work)
 
 
-def _draw_certified(result: Mapping[str, Any], work: frame.Work) -> None:
+def _draw_certified(result: Result, work: frame.Work) -> None:
     tested = len(work.shared.test["label"])
     curves = Curves()
     for name, pool in work.shared.pools.items():
@@ -397,7 +397,7 @@ def _draw_certified(result: Mapping[str, Any], work: frame.Work) -> None:
     )
 
 
-def _draw_accuracies(result: Mapping[str, Any], work: frame.Work) -> None:
+def _draw_accuracies(result: Result, work: frame.Work) -> None:
     """Draws the accuracy of an answer over epsilon, and over the number of queries."""
     bench, plan = work.shared, work.shared.plan
     mechanisms_shown = [MECHANISMS[name] for name in reversed(work.config.mechanisms)]
@@ -442,7 +442,7 @@ def _total(plan: Any) -> str:
     return f"({plan.epsilon:g}, {_power(plan.delta)})"
 
 
-def _draw_flips(result: Mapping[str, Any], work: frame.Work) -> None:
+def _draw_flips(result: Result, work: frame.Work) -> None:
     """Draws the probability of another answer than the model's, over the calibrated distance."""
     classes, plan, epsilon = work.shared.classes, work.shared.plan, result["epsilon_per_query"]
     distance = np.arange(101)
@@ -466,11 +466,11 @@ def _draw_flips(result: Mapping[str, Any], work: frame.Work) -> None:
     )
 
 
-def _table(result: Mapping[str, Any]) -> list[dict[str, str]]:
+def _table(result: Result) -> Lines:
     return [_line(row, result["queries"]) for row in result["rows"]]
 
 
-def _line(row: Mapping[str, Any], queries: int) -> dict[str, str]:
+def _line(row: Row, queries: int) -> dict[str, str]:
     answered = "all"
     if "answered" in row:
         answered = f"{np.mean(row['answered']):.0f}/{queries}"
@@ -484,7 +484,7 @@ def _line(row: Mapping[str, Any], queries: int) -> dict[str, str]:
     }
 
 
-def _summary(result: Mapping[str, Any]) -> str:
+def _summary(result: Result) -> str:
     released, each = result["released"], result["epsilon_per_query"]
     text = (
         f"{result['queries']} answers about {result['dataset']}, pure epsilon {each:.4f} each: "
