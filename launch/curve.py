@@ -11,7 +11,7 @@ all points would cost the sum.
 import copy
 import functools
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxdp import finetune
@@ -19,6 +19,7 @@ from jaxdp.models import save_params
 from jaxdp.report import format_table, plot_curves
 
 from . import frame, models, plans, results, tasks, trainers
+from .study import Fields, Lines, Result, Rows
 
 
 class Point(NamedTuple):
@@ -61,7 +62,7 @@ def _cells(config: Any) -> Iterator[Point]:
             yield Point(epsilon, run)
 
 
-def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
+def _run(cell: Point, work: frame.Work) -> Fields:
     task, trainer = work.shared.task, work.shared.trainer(cell.epsilon)
     private, folder = _private(work.config, cell.epsilon), work.folder(cell)
     start = models.fresh(task.network, work.config.init_seed)
@@ -80,7 +81,7 @@ def _run(cell: Point, work: frame.Work) -> dict[str, Any]:
     }
 
 
-def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+def _result(rows: Rows, work: frame.Work) -> Fields:
     points = []
     for epsilon in work.config.curve.epsilons:
         runs = results.select(rows, epsilon=epsilon)
@@ -114,7 +115,7 @@ def _without(work: frame.Work) -> float:
     return finetune.accuracy(task.network.apply_fn, params, task.test)
 
 
-def _table(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _table(result: Result) -> Lines:
     rows = [
         {
             "epsilon": f"{p['epsilon']:g}",
@@ -128,7 +129,7 @@ def _table(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     )
 
 
-def _summary(result: Mapping[str, Any]) -> str:
+def _summary(result: Result) -> str:
     return (
         f"{format_table(_table(result))}\n\n{result['records']} private records of "
         f"{result['dataset']}, delta = "
@@ -138,7 +139,7 @@ def _summary(result: Mapping[str, Any]) -> str:
     )
 
 
-def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+def _figures(result: Result, work: frame.Work) -> None:
     plain = result["without_privacy"]
     plot_curves(
         work.root / "curve.png",

@@ -28,10 +28,13 @@ from jaxdp.report import plot_panels, plot_points
 
 from . import data, frame, models, plans, pretrain, results, trainers
 from .config_dict import ConfigDict
+from .study import Fields, Lines, Result, Row, Rows
 
 Params = Any
 
 SCRATCH = "none"  # no upstream model
+Points = list[tuple[float, float]]  # of a curve
+_ROBUSTNESS = "robust accuracy of the upstream model"  # an axis of figures
 _FAMILIES = {"standard": "standard", "sam": "SAM", "amp": "SAM (AMP)", "dpadapter": "DPAdapter"}
 
 
@@ -66,8 +69,10 @@ class _Bench:
         private = copy.deepcopy(self.config.private)
         private.update(self.config.methods[method])
         private.learning_rate = rate or private.learning_rate
+        _, source, _ = self.task(dataset)
         # epochs of ceil(1 / q) steps
-        steps = private.epochs * -(-len(self.task(dataset)[1]) // private.batch_size)
+        epoch = -(-len(source) // private.batch_size)
+        steps = private.epochs * epoch
         with private.unlocked():
             private.update({"epsilon": epsilon, "steps": steps})
             private.checkpoint_every = min(private.checkpoint_every, steps)
@@ -79,11 +84,11 @@ class _Bench:
         """
         images = copy.deepcopy(self.config.pretrain.data)
         private = self.config.sets[dataset]
-        source = private.get("source", images.source)
-        same_set = (source, private.name) == (images.source, images.name)
+        public_set = images.source, images.name
+        private_set = private.get("source", images.source), private.name
         with images.unlocked(), images.ignore_type():
-            if not same_set:
-                images.parts = {}  # another set, whose records are not those of the public part
+            if private_set != public_set:
+                images.parts = {}  # the records of another set are not those of the public part
             images.update(private)
         return images
 
@@ -92,43 +97,45 @@ class _Bench:
 
     def _task(self, dataset: str) -> tuple[Pretrained, Examples, Examples]:
         sources = open_parts(self.specs(dataset))
-        network = models.with_classes(self.network, sources["private"].num_classes)
-        private = models.resize(network, sources["private"])
-        test = models.resize(network, sources["test"])
-        return network, dataclasses.replace(private, name=dataset), test
+        private, test = sources["private"], sources["test"]
+        network = models.with_classes(self.network, private.num_classes)
+        resized = models.resize(network, private)
+        named = dataclasses.replace(resized, name=dataset)
+        return network, named, models.resize(network, test)
 
     def _trainer(self, method: str, epsilon: float, dataset: str, rate: float | None = None) -> Any:
         network, source, _ = self.task(dataset)
         private = self.private(method, epsilon, dataset, rate)
         public = None
         if private.method == "gep":
-            images = data.parts(self.config.pretrain.data, "public")
-            public = models.resize(network, images["public"])
+            sources = data.parts(self.config.pretrain.data, "public")
+            public = models.resize(network, sources["public"])
         spec = self.specs(dataset)["private"]
         return trainers.make(private, network, source, public, spec, unit=spec.unit)
 
-    def upstream(self, name: str, seed: int) -> tuple[Params, Mapping[str, Any]]:
+    def upstream(self, name: str, seed: int) -> tuple[Params, Row]:
         """Returns the parameters of an upstream model and its results. Trains the model first if it
         is missing.
         """
         folder = self.root / "upstream" / frame.file_name(name) / str(seed)
-        known = frame.compute(pretrain.STUDY, self.upstream_config(name, seed), folder)
-        return load_params(folder / "params.safetensors"), known
+        config = self.upstream_config(name, seed)
+        result = frame.compute(pretrain.STUDY, config, folder)
+        params = load_params(folder / "params.safetensors")
+        return params, result
 
-    def terms(self, dataset: str, private: Any) -> dict[str, Any]:
+    def terms(self, dataset: str, private: Any) -> Fields:
         """Returns the terms of a private set in a ledger, with the budget of a cell."""
-        budget = {
-            "records": len(self.task(dataset)[1]),
-            "epsilon": private.epsilon,
-            "delta": private.delta,
-        }
-        return self.specs(dataset)["private"].terms | budget
+        _, source, _ = self.task(dataset)
+        spec = self.specs(dataset)["private"]
+        budget = {"epsilon": private.epsilon, "delta": private.delta}
+        return spec.terms | {"records": len(source)} | budget
 
     def upstream_config(self, name: str, seed: int) -> Any:
         """Returns the config of an upstream model."""
         config = copy.deepcopy(self.config.pretrain)
         config.update(self.config.upstreams[name])
-        config.seed, config.watch = seed, self.config.get("watch", "")
+        config.seed = seed
+        config.watch = self.config.get("watch", "")
         return config
 
 
@@ -136,6 +143,18 @@ def _cells(config: Any) -> Iterator[Cell]:
     """Yields all cells of all grids. Seeds come outermost, so that an unfinished table has whole
     seeds.
     """
+    _check(config)
+    for seed, grid in itertools.product(config.seeds, config.grids.values()):
+        if seed not in _seeds(grid, config):
+            continue
+        epsilons = map(float, grid.epsilons)
+        axes = grid.sets, grid.methods, epsilons, grid.upstreams
+        for coordinates in itertools.product(*axes):
+            yield Cell(*coordinates, int(seed))
+
+
+def _check(config: Any) -> None:
+    """Refuses a config that names a part which it does not have."""
     upstreams = [SCRATCH, *config.upstreams]
     for names in (upstreams, config.methods, config.sets):
         frame.distinct((name,) for name in names)
@@ -143,21 +162,16 @@ def _cells(config: Any) -> Iterator[Cell]:
         frame.known("tuning.set", [tuning.set], config.sets)
         frame.known("tuning.methods", tuning.methods, config.methods)
     sweep = "relative_std" if config.robust.relative else "std"
-    frame.known("robust.std", [config.robust.std], config.pretrain.robustness[sweep])
+    stds = config.pretrain.robustness[sweep]
+    frame.known("robust.std", [config.robust.std], stds)
     for name, grid in config.grids.items():
-        frame.known(f"grids.{name}.upstreams", grid.upstreams, upstreams)
-        frame.known(f"grids.{name}.methods", grid.methods, config.methods)
-        frame.known(f"grids.{name}.sets", grid.sets, config.sets)
+        field = f"grids.{name}"
+        frame.known(f"{field}.upstreams", grid.upstreams, upstreams)
+        frame.known(f"{field}.methods", grid.methods, config.methods)
+        frame.known(f"{field}.sets", grid.sets, config.sets)
         for key, *pair in grid.comparisons:
             choices = config.methods if key == "method" else upstreams
-            frame.known(f"grids.{name}.comparisons", pair, choices)
-    for seed, grid in itertools.product(config.seeds, config.grids.values()):
-        if seed not in _seeds(grid, config):
-            continue
-        for dataset, method, epsilon, upstream in itertools.product(
-            grid.sets, grid.methods, grid.epsilons, grid.upstreams
-        ):
-            yield Cell(dataset, method, float(epsilon), upstream, int(seed))
+            frame.known(f"{field}.comparisons", pair, choices)
 
 
 def _tuned(cell: Cell, work: frame.Work) -> float | None:
@@ -167,17 +181,20 @@ def _tuned(cell: Cell, work: frame.Work) -> float | None:
     tuning = work.config.get("tuning")
     if not tuning or cell.method in tuning.methods:
         return None
-    on_public = cell._replace(dataset=tuning.set)
-    rows = [work.row(on_public._replace(method=method)) for method in tuning.methods]
-    return results.best(rows)["learning_rate"]
+    rows = []
+    for method in tuning.methods:
+        on_public = cell._replace(dataset=tuning.set, method=method)
+        rows.append(work.row(on_public))
+    best = results.best(rows)
+    return best["learning_rate"]
 
 
-def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
+def _run(cell: Cell, work: frame.Work) -> Fields:
     bench, robust = work.shared, work.config.robust
     network, source, test = bench.task(cell.dataset)
-    rate = _tuned(cell, work)
-    private = bench.private(cell.method, cell.epsilon, cell.dataset, rate)
-    trainer = bench.trainer(cell.method, cell.epsilon, cell.dataset, rate)
+    options = cell.method, cell.epsilon, cell.dataset, _tuned(cell, work)
+    private = bench.private(*options)
+    trainer = bench.trainer(*options)
     start = models.fresh(network, cell.seed)
     if cell.upstream != SCRATCH:
         backbone, _ = bench.upstream(cell.upstream, cell.seed)
@@ -189,17 +206,20 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         params, cost = trainers.fit(
             trainer, start, source, private, account, folder / "scratch", writers
         )
+    predict = network.apply_fn
     noise = {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
+    under_noise = robust_accuracy(predict, params, test, **noise)
     return {
-        "accuracy": finetune.accuracy(network.apply_fn, params, test),
-        "robust_accuracy": float(robust_accuracy(network.apply_fn, params, test, **noise).mean()),
+        "accuracy": finetune.accuracy(predict, params, test),
+        "robust_accuracy": float(under_noise.mean()),
         "delta": private.delta,
         "learning_rate": private.learning_rate,
         **cost,
     }
 
 
-def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+def _result(rows: Rows, work: frame.Work) -> Fields:
+    config = work.config
     models_by_seed = dict.fromkeys((row["upstream"], row["seed"]) for row in rows)
     upstreams = [_upstream(work, name, seed) for name, seed in models_by_seed if name != SCRATCH]
     means = []
@@ -207,143 +227,163 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         of_upstream = results.select(upstreams, upstream=name)
         mean = {"upstream": name}
         for key in ("accuracy", "robust_accuracy", "rho", "perturbation_norm"):
-            mean[key] = results.over_seeds(of_upstream, key).mean
+            moments = results.over_seeds(of_upstream, key)
+            mean[key] = moments.mean
         means.append(mean)
-    config = work.config
+    grids = {name: _grid_result(rows, grid, config) for name, grid in config.grids.items()}
     return {
         "seeds": len(config.seeds),
-        "grids": {name: _grid_result(rows, grid, config) for name, grid in config.grids.items()},
+        "grids": grids,
         "upstreams": upstreams,
         "upstream_means": means,
     }
 
 
-def _upstream(work: frame.Work, name: str, seed: int) -> dict[str, Any]:
+def _upstream(work: frame.Work, name: str, seed: int) -> Fields:
     """Returns what is known of an upstream model of a seed."""
     robust = work.config.robust
-    _, known = work.shared.upstream(name, seed)
-    sweep = known["robust_accuracy"]["relative" if robust.relative else "absolute"]
-    draws = sweep["draws"][sweep["std"].index(robust.std)]
-    method, config = known["method"], known["provenance"]["config"]
+    _, result = work.shared.upstream(name, seed)
+    sweep = result["robust_accuracy"]["relative" if robust.relative else "absolute"]
+    place = sweep["std"].index(robust.std)
+    draws = sweep["draws"][place]
+    family = result["method"]
+    config = result["provenance"]["config"]
+    options = config["method"][family]
     return {
         "upstream": name,
         "seed": seed,
-        "family": method,
-        "gamma": config["method"][method].get("gamma", 0.0),
+        "family": family,
+        "gamma": options.get("gamma", 0.0),
         "batch size": config["train"]["batch_size"],
-        "accuracy": known["accuracy"],
+        "accuracy": result["accuracy"],
         "robust_accuracy": float(np.mean(draws)),
-        "rho": known["rho"]["local"],
-        "perturbation_norm": known["perturbation_norm"]["last"],
+        "rho": result["rho"]["local"],
+        "perturbation_norm": result["perturbation_norm"]["last"],
     }
 
 
-def _grid_result(rows: Sequence[frame.Row], grid: Any, config: Any) -> dict[str, Any]:
+def _grid_result(rows: Rows, grid: Any, config: Any) -> Fields:
     mine = _of_grid(rows, grid, config)
-    # A grid with fewer methods or upstreams has fewer comparisons.
-    known = {*grid.upstreams, *grid.methods}
-    compared = [comparison for comparison in grid.comparisons if known.issuperset(comparison[1:])]
-    has_figures = grid.get("figures", False)
+    names = {*grid.upstreams, *grid.methods}
+    differences = []
+    for key, first, second in grid.comparisons:
+        # A grid with fewer methods or upstreams has fewer comparisons.
+        if names >= {first, second}:
+            differences.append(_difference(mine, key, first, second))
+    robust_accuracy: Lines = []
+    if grid.get("figures", False):
+        robust_accuracy = layout(mine, grid, "robust_accuracy")
     return {
         "seeds": len(_seeds(grid, config)),
         "table": layout(mine, grid),
-        "robust_accuracy": layout(mine, grid, "robust_accuracy") if has_figures else [],
-        "differences": [_difference(mine, *comparison) for comparison in compared],
+        "robust_accuracy": robust_accuracy,
+        "differences": differences,
     }
 
 
 def _seeds(grid: Any, config: Any) -> tuple[int, ...]:
     """Returns the seeds of a grid: its own, or those of the config."""
-    return tuple(map(int, grid.get("seeds", config.seeds)))
+    seeds = grid.get("seeds", config.seeds)
+    return tuple(map(int, seeds))
 
 
-def _of_grid(rows: Sequence[frame.Row], grid: Any, config: Any) -> list[frame.Row]:
-    return results.select(
-        rows,
-        epsilon=tuple(map(float, grid.epsilons)),
-        seed=_seeds(grid, config),
-        upstream=tuple(grid.upstreams),
-        method=tuple(grid.methods),
-        dataset=tuple(grid.sets),
-    )
+def _of_grid(rows: Rows, grid: Any, config: Any) -> Rows:
+    epsilons = map(float, grid.epsilons)
+    axes = {
+        "epsilon": epsilons,
+        "seed": _seeds(grid, config),
+        "upstream": grid.upstreams,
+        "method": grid.methods,
+        "dataset": grid.sets,
+    }
+    coordinates = {name: tuple(values) for name, values in axes.items()}
+    return results.select(rows, **coordinates)
 
 
-def layout(rows: Sequence[frame.Row], grid: Any, value: str = "accuracy") -> list[dict[str, str]]:
+def layout(rows: Rows, grid: Any, value: str = "accuracy") -> Lines:
     """Returns Table 1: a line per method and upstream, a column per data set and epsilon, averages
     last.
     """
     table = []
     for method, upstream in itertools.product(grid.methods, grid.upstreams):
         line = {"method": method, "upstream": upstream}
-        for epsilon in grid.epsilons:
-            every = results.select(rows, method=method, upstream=upstream, epsilon=float(epsilon))
-            columns = {name: results.select(every, dataset=name) for name in grid.sets}
-            columns["average"] = every
-            for name, cells in columns.items():
-                mean, deviation, _ = results.over_seeds(cells, value)
-                spread = f" ± {deviation:.3f}" if np.isfinite(deviation) else ""
-                line[f"{name} ε={epsilon:g}"] = f"{mean:.3f}{spread}"
+        of_model = results.select(rows, **line)
+        for epsilon in map(float, grid.epsilons):
+            every = results.select(of_model, epsilon=epsilon)
+            for name in grid.sets:
+                cells = results.select(every, dataset=name)
+                line[f"{name} ε={epsilon:g}"] = _mean(cells, value)
+            line[f"average ε={epsilon:g}"] = _mean(every, value)
         table.append(line)
     return table
 
 
-def _difference(rows: Sequence[frame.Row], key: str, first: Any, second: Any) -> str:
+def _mean(rows: Rows, value: str) -> str:
+    """Returns "0.812 ± 0.004", the mean and standard deviation over seeds."""
+    mean, deviation, _ = results.over_seeds(rows, value)
+    spread = f" ± {deviation:.3f}" if np.isfinite(deviation) else ""
+    return f"{mean:.3f}{spread}"
+
+
+def _difference(rows: Rows, key: str, first: Any, second: Any) -> str:
     mean, error, higher, pairs = results.paired_difference(
         rows, key, first, second, coordinates=Cell._fields
     )
-    known = f" (standard error {error:.4f})" if np.isfinite(error) else ""
-    return f"{second} over {first}: {mean:+.4f}{known}, higher in {higher} of {pairs}"
+    spread = f" (standard error {error:.4f})" if np.isfinite(error) else ""
+    return f"{second} over {first}: {mean:+.4f}{spread}, higher in {higher} of {pairs}"
 
 
-def _tables(result: Mapping[str, Any]) -> dict[str, Any]:
-    tables: dict[str, Any] = {}
+def _tables(result: Result) -> Fields:
+    tables: Fields = {}
     for name, grid in result["grids"].items():
         title = f"{name}: accuracy, mean ± standard deviation over {grid['seeds']} seeds"
         tables[title] = grid["table"]
-        if grid["differences"]:
-            tables[f"{name}: differences"] = "\n".join(f"* {line}" for line in grid["differences"])
+        if differences := grid["differences"]:
+            lines = [f"* {line}" for line in differences]
+            tables[f"{name}: differences"] = "\n".join(lines)
     if result["upstreams"]:
         tables["upstream models, means over seeds"] = result["upstream_means"]
     return tables
 
 
-def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+def _figures(result: Result, work: frame.Work) -> None:
     config, upstreams = work.config, result["upstreams"]
     if not upstreams:
         return
     for name, grid in config.grids.items():
         if grid.get("figures", False):
             rows = [work.row(cell) for cell in frame.distinct(_cells(config))]
-            _draw(config, work.root / name, grid, _of_grid(rows, grid, config), upstreams)
+            drawn = _drawn(config, work.root / name, grid, rows, upstreams)
+            _draw_robustness(drawn)
+            _draw_transfer(drawn)
+            _draw_magnitude(drawn)
 
 
-def _draw(
-    config: Any,
-    stem: pathlib.Path,
-    grid: Any,
-    rows: Sequence[frame.Row],
-    known: Sequence[frame.Row],
-) -> None:
-    """Draws Figures 1 to 3, 5 and 6, at the grid's first method and epsilon."""
+def _drawn(config: Any, stem: pathlib.Path, grid: Any, rows: Rows, upstreams: Rows) -> "_Drawn":
+    """Returns what Figures 1 to 3, 5 and 6 show: the grid's first method and epsilon."""
     method = grid.methods[0]
     epsilon = float(grid.epsilons[0])
     seeds = _seeds(grid, config)
-    known = results.select(known, seed=seeds)
-    family_of = {row["upstream"]: row["family"] for row in known}
+    of_seeds = results.select(upstreams, seed=seeds)
+    families = {}
+    for row in of_seeds:
+        if row["upstream"] in grid.upstreams:
+            families[row["upstream"]] = row["family"]
     several = len(seeds) > 1
     on = " of each tensor" if config.robust.relative else " on every parameter"
-    drawn = _Drawn(
+    noise = f"{config.robust.std:g}{on}"
+    numbers = ", ".join(map(str, seeds))
+    text = f"{method}, ε = {epsilon:g}; robust: under noise of {noise}; seed{'s' * several} "
+    of_grid = _of_grid(rows, grid, config)
+    return _Drawn(
         stem=stem,
         grid=grid,
-        rows=results.select(rows, method=method, epsilon=epsilon),
-        known=known,
-        families={name: family_of[name] for name in family_of if name in grid.upstreams},
-        text=f"{method}, ε = {epsilon:g}; robust: under noise of {config.robust.std:g}{on}; "
-        f"seed{'s' * several} {', '.join(map(str, seeds))}",
+        rows=results.select(of_grid, method=method, epsilon=epsilon),
+        known=of_seeds,
+        families=families,
+        text=text + numbers,
         spread=", bars: standard error" * several,
     )
-    _draw_robustness(drawn)
-    _draw_magnitude(drawn)
 
 
 class _Drawn(NamedTuple):
@@ -358,15 +398,13 @@ class _Drawn(NamedTuple):
 
     stem: pathlib.Path
     grid: Any
-    rows: Sequence[frame.Row]
-    known: Sequence[frame.Row]
+    rows: Rows
+    known: Rows
     families: Mapping[str, str]
     text: str
     spread: str
 
-    def point(
-        self, upstream: str, key: str, sets: Sequence[str]
-    ) -> tuple[float, float, float, float]:
+    def point(self, upstream: str, key: str, sets: Sequence[str]) -> tuple[float, ...]:
         """Returns x, y and their standard errors: the robust accuracy of an upstream model, and a
         value of the private models on some sets.
         """
@@ -382,27 +420,33 @@ class _Drawn(NamedTuple):
 
 
 def _draw_robustness(drawn: _Drawn) -> None:
-    """Draws Figures 6 and 2: private models against the robust accuracy of their upstream model."""
-    families, sets = drawn.families, drawn.grid.sets
-    by_family = dict[str, Any]()
-    for upstream, family in families.items():
+    """Draws Figure 6: private models against the robust accuracy of their upstream model."""
+    sets = drawn.grid.sets
+    by_family: Fields = {}
+    for upstream, family in drawn.families.items():
         points = by_family.setdefault(_FAMILIES[family], [])
         points.append(drawn.point(upstream, "accuracy", sets))
-    xlabel = "robust accuracy of the upstream model"
     plot_points(
         drawn.file("robustness"),
         by_family,
         title="Robustness of the upstream model, and private accuracy",
         subtitle=drawn.text + drawn.spread,
-        xlabel=xlabel,
+        xlabel=_ROBUSTNESS,
         ylabel="private accuracy, mean of the data sets",
     )
+
+
+def _draw_transfer(drawn: _Drawn) -> None:
+    """Draws Figure 2: robustness of private models against that of their upstream models."""
+    by_set: Fields = {}
+    for name in drawn.grid.sets:
+        by_set[name] = [drawn.point(up, "robust_accuracy", [name]) for up in drawn.families]
     plot_points(
         drawn.file("transfer"),
-        {name: [drawn.point(up, "robust_accuracy", [name]) for up in families] for name in sets},
+        by_set,
         title="Robustness before and after private fine-tuning",
         subtitle=drawn.text + drawn.spread,
-        xlabel=xlabel,
+        xlabel=_ROBUSTNESS,
         ylabel="robust accuracy of the private model",
     )
 
@@ -412,30 +456,35 @@ def _draw_magnitude(drawn: _Drawn) -> None:
     models.
     """
     field = drawn.grid.get("field", "gamma")
+    is_gamma = field == "gamma"
     magnitude = {row["upstream"]: row[field] for row in drawn.known}
-    curves: dict[str, tuple[Sequence[frame.Row], str]] = {
-        name: (results.select(drawn.rows, dataset=name), "accuracy") for name in drawn.grid.sets
-    }
-    curves["upstream"] = drawn.known, "accuracy"
-    curves["upstream, robust"] = drawn.known, "robust_accuracy"
-    xlabel = "γ (0 is standard pre-training)" if field == "gamma" else field
+    sources: dict[str, tuple[Rows, str]] = {}
+    for name in drawn.grid.sets:
+        sources[name] = results.select(drawn.rows, dataset=name), "accuracy"
+    sources["upstream"] = drawn.known, "accuracy"
+    sources["upstream, robust"] = drawn.known, "robust_accuracy"
+    xlabel = "γ (0 is standard pre-training)" if is_gamma else field
 
-    def panel(family: str) -> tuple[str, dict[str, list[tuple[float, float]]]]:
-        start = "standard" if field == "gamma" else family  # gamma 0 is standard pre-training
+    def panel(family: str) -> tuple[str, dict[str, Points]]:
+        start = "standard" if is_gamma else family  # gamma 0 is standard pre-training
         mine = [name for name, other in drawn.families.items() if other in (start, family)]
-        points = dict[str, list[tuple[float, float]]]()
-        for label, (rows, key) in curves.items():
-            points[label] = [
-                (magnitude[name], results.over_seeds(results.select(rows, upstream=name), key).mean)
-                for name in sorted(mine, key=magnitude.__getitem__)
-            ]
-        return xlabel, points
+        ascending = sorted(mine, key=magnitude.__getitem__)
+        curves = {}
+        for label, (rows, key) in sources.items():
+            points = []
+            for name in ascending:
+                of_upstream = results.select(rows, upstream=name)
+                moments = results.over_seeds(of_upstream, key)
+                points.append((magnitude[name], moments.mean))
+            curves[label] = points
+        return xlabel, curves
 
-    families = sorted({*drawn.families.values()} - {"standard"}) or ["standard"]
+    families = {*drawn.families.values()} - {"standard"} or {"standard"}
+    file_name = field.replace(" ", "_")
     plot_panels(
-        drawn.file(field.replace(" ", "_")),
-        {_FAMILIES[family]: panel(family) for family in families},
-        title="Perturbation magnitude" if field == "gamma" else f"The {field}",
+        drawn.file(file_name),
+        {_FAMILIES[family]: panel(family) for family in sorted(families)},
+        title="Perturbation magnitude" if is_gamma else f"The {field}",
         subtitle=drawn.text,
         ylabel="accuracy",
         percent=True,
@@ -450,15 +499,18 @@ def _plan(config: Any, opened: Callable[[], _Bench]) -> Iterator[plans.Item]:
         open_upstream = functools.partial(pretrain.STUDY.open, upstream, bench.root)
         for item in pretrain.plan(upstream, open_upstream):
             yield item._replace(what=f"upstream {name}", runs=len(config.seeds))
-    runs = collections.Counter((cell.dataset, cell.method, cell.epsilon) for cell in cells)
-    for (dataset, method, epsilon), count in runs.items():
+    runs = collections.Counter((cell.method, cell.epsilon, cell.dataset) for cell in cells)
+    for options, count in runs.items():
+        method, epsilon, dataset = options
         network, source, _ = bench.task(dataset)
-        private = bench.private(method, epsilon, dataset)
+        private = bench.private(*options)
+        trainer = bench.trainer(*options)
+        start = models.fresh(network, 0)
         yield plans.training(
             f"{method} on {dataset}, epsilon {epsilon:g}",
-            bench.trainer(method, epsilon, dataset),
+            trainer,
             source,
-            models.fresh(network, 0),
+            start,
             steps=private.steps,
             every=private.checkpoint_every,
             terms=bench.terms(dataset, private),
@@ -472,10 +524,13 @@ def _grows(config: Any) -> Any:
     data.
     """
     fields = config.to_dict()  # a deep copy refuses names with a dot
-    del fields["seeds"], fields["grids"]
+    del fields["seeds"]
+    del fields["grids"]
     fields["pretrain"]["data"]["data_dir"] = ""
     return ConfigDict(fields, allow_dotted_keys=True)
 
+
+_REPORT = frame.Report(title="private fine-tuning, compared", ledgers=("cells/**/ledger.sqlite",))
 
 STUDY = frame.Study(
     name="table",
@@ -488,5 +543,5 @@ STUDY = frame.Study(
     figures=_figures,
     grows=_grows,
     plan=_plan,
-    report=frame.Report(title="private fine-tuning, compared", ledgers=("cells/**/ledger.sqlite",)),
+    report=_REPORT,
 )

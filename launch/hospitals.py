@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,23 +35,38 @@ from jaxdp.release import alone
 
 from . import frame, links, plans, recalibrate
 from .settings import check_numbers
+from .study import Fields
 
 _Path = str | os.PathLike[str]
 _LIMITS = Limits(bytes=2**20, arrays=1)  # of a question or an answer
 _FAREWELL_SECONDS = 30.0
 
 
-def _agreed(config: Any) -> tuple[Any, dict[str, Any], str]:
-    """Returns the method, the arguments of `noise_scale`, and the terms as text, which everybody
-    may know.
+class _Agreed(NamedTuple):
+    """What a config says to all parties.
+
+    Attributes:
+      method: The method.
+      guarantee: Epsilon and adjacency, by the names of the arguments of `noise_scale`.
+      scale: The scale of the noise, or None without privacy.
+      terms: All of it as text, which everybody may know.
     """
+
+    method: Any
+    guarantee: Fields
+    scale: Any
+    terms: str
+
+
+def _agreed(config: Any) -> _Agreed:
+    """Returns what a config says to all. Raises ValueError if the method has no noise scale."""
     check_numbers(config)
     method = recalibrate.method("method", config.method)
+    classes = config.num_classes
     guarantee = {"epsilon": config.epsilon, "adjacency": config.adjacency}
-    # Raises if the method has no noise scale.
-    recalibration.noise_scale(method, num_classes=config.num_classes, **guarantee)
-    terms = f"epsilon={config.epsilon!r}, {config.adjacency}, {config.num_classes} classes"
-    return method, guarantee, f"{method!r}, {terms}"
+    scale = recalibration.noise_scale(method, num_classes=classes, **guarantee)
+    terms = f"{method!r}, epsilon={config.epsilon!r}, {config.adjacency}, {classes} classes"
+    return _Agreed(method, guarantee, scale, terms)
 
 
 # --- The calibrator -----------------------------------------------------------------------------
@@ -74,55 +89,86 @@ def run_server(
     """
     root = pathlib.Path(workdir)
     with alone(root):
-        method, how, terms = _agreed(config)
+        agreed = _agreed(config)
         frame.check_same_config("recalibrate server", config, root)
-        scale = recalibration.noise_scale(method, num_classes=config.num_classes, **how)
-        fewest, asked = config.server.fewest or len(hospitals.names), list(hospitals.names)
-
-        def ask(k: int, temperature: jax.Array) -> list[np.ndarray]:
-            question = pack(
-                "question", fields={"round": k, "terms": terms}, arrays={"temperature": temperature}
-            )
-            answers = hospitals.ask(dict.fromkeys(asked, question), timeout=timeout)
-            if len(answers) < fewest:
-                lost = ", ".join(map(shown, sorted(set(asked) - set(answers))))
-                raise TimeoutError(
-                    f"{lost} gave no answer to round {k} within {timeout:g} seconds, or refused, "
-                    "as its own output says. Start again as before, when they are back. Answered "
-                    "rounds are repeated and not paid again."
-                )
-            asked[:] = sorted(answers)
-            return [_sum(answers[name], name, k) for name in asked]
-
+        fewest = config.server.fewest or len(hospitals.names)
+        calibrator = _Calibrator(agreed, hospitals, list(hospitals.names), fewest, timeout)
         with frame.bind("recalibrate server", config, root):
-            # The first question depends on no noise and no answer.
-            first = ask(0, method.question(0, method.init(0.0)))
-
-            def total(k: int, temperature: jax.Array) -> jax.Array:
-                answers = first if k == 0 else ask(k, temperature)
-                return jnp.asarray(sum(answers) * np.float32(len(first) / len(answers)))
-
-            variance = 0.0 if scale is None else scale.variance * len(first)
-            leaves = jax.tree.leaves(recalibration.play(method, total, variance))
-            arrays: dict[str, Any] = {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
-            write_durably(root / "recalibration.npz", lambda file: np.savez(file, **arrays))
-            result = {"terms": terms, "began": len(first), "ended": asked}
-            write_json(
-                root / "result.json",
-                result | {"parameters": {k: x.tolist() for k, x in arrays.items()}},
-            )
-            end = pack("end", fields={"terms": terms}, arrays={})
-            hospitals.ask(dict.fromkeys(asked, end), timeout=_FAREWELL_SECONDS)
+            result = calibrator.recalibrate(root / "recalibration.npz")
+            write_json(root / "result.json", result)
+            calibrator.end()
+            count = len(calibrator.asked)
             print(
-                f"calibrator: {len(asked)} hospitals answered {method.rounds} rounds. "
+                f"calibrator: {count} hospitals answered {agreed.method.rounds} rounds. "
                 f"{shown(root)} has the result."
             )
             return load(config, root)
 
 
+@dataclasses.dataclass
+class _Calibrator:
+    """The calibrator's questions.
+
+    Attributes:
+      agreed: What the config says.
+      hospitals, timeout: The arguments of `run_server`.
+      asked: The hospitals that have answered every round until now.
+      fewest: How many hospitals have to answer a round.
+    """
+
+    agreed: _Agreed
+    hospitals: links.Parties
+    asked: list[str]
+    fewest: int
+    timeout: float
+
+    def ask(self, k: int, temperature: jax.Array) -> list[np.ndarray]:
+        """Returns the noisy sums of round k, of the hospitals that answered it."""
+        fields = {"round": k, "terms": self.agreed.terms}
+        question = pack("question", fields=fields, arrays={"temperature": temperature})
+        answers = self.hospitals.ask(dict.fromkeys(self.asked, question), timeout=self.timeout)
+        if len(answers) < self.fewest:
+            silent = sorted(set(self.asked) - set(answers))
+            names = ", ".join(map(shown, silent))
+            raise TimeoutError(
+                f"{names} gave no answer to round {k} within {self.timeout:g} seconds, or refused, "
+                "as its own output says. Start again as before, when they are back. Answered "
+                "rounds are repeated and not paid again."
+            )
+        self.asked = sorted(answers)
+        return [_sum(answers[name], name, k) for name in self.asked]
+
+    def recalibrate(self, path: pathlib.Path) -> Fields:
+        """Plays all rounds and writes the parameters. Returns the content of result.json."""
+        method, scale = self.agreed.method, self.agreed.scale
+        # The first question depends on no noise and no answer.
+        first_question = method.question(0, method.init(0.0))
+        first = self.ask(0, first_question)
+        began = len(first)
+
+        def total(k: int, temperature: jax.Array) -> jax.Array:
+            sums = first if k == 0 else self.ask(k, temperature)
+            share = np.float32(began / len(sums))
+            return jnp.asarray(sum(sums) * share)
+
+        variance = 0.0 if scale is None else scale.variance * began
+        leaves = jax.tree.leaves(recalibration.play(method, total, variance))
+        arrays: Fields = {str(i): np.asarray(leaf) for i, leaf in enumerate(leaves)}
+        write_durably(path, lambda file: np.savez(file, **arrays))
+        parameters = {name: array.tolist() for name, array in arrays.items()}
+        result = {"terms": self.agreed.terms, "began": began, "ended": self.asked}
+        return result | {"parameters": parameters}
+
+    def end(self) -> None:
+        """Tells the hospitals that the run has ended."""
+        end = pack("end", fields={"terms": self.agreed.terms}, arrays={})
+        self.hospitals.ask(dict.fromkeys(self.asked, end), timeout=_FAREWELL_SECONDS)
+
+
 def _sum(data: bytes, name: str, k: int) -> np.ndarray:
     package = unpack(data, "answer", fields=["round"], limits=_LIMITS, name=f"the answer of {name}")
-    answer, number = package.arrays.get("answer", np.zeros(0)), package.fields["round"]
+    answer = package.arrays.get("answer", np.zeros(0))
+    number = package.fields["round"]
     is_round = type(number) is int and number == k
     if not is_round or answer.dtype != np.float32 or answer.ndim != 1:
         raise ValueError(
@@ -134,17 +180,18 @@ def _sum(data: bytes, name: str, k: int) -> np.ndarray:
 
 def load(config: Any, workdir: _Path) -> recalibration.Recalibration:
     """Returns the recalibration of a finished calibrator, whose `apply` gives confidences."""
-    method, how, _ = _agreed(config)
-    structure = jax.tree.structure(jax.eval_shape(lambda: method.finish(method.init(0.0))))
-    leaves = read_npz(pathlib.Path(workdir) / "recalibration.npz")
-    parameters = jax.tree.unflatten(structure, [leaves[str(i)] for i in range(len(leaves))])
-    return recalibration.Recalibration(method, parameters, recalibration.event(how["epsilon"]))
+    method = _agreed(config).method
+    shapes = jax.eval_shape(lambda: method.finish(method.init(0.0)))
+    arrays = read_npz(pathlib.Path(workdir) / "recalibration.npz")
+    leaves = [arrays[str(i)] for i in range(len(arrays))]
+    parameters = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    return recalibration.Recalibration(method, parameters, recalibration.event(config.epsilon))
 
 
 # --- A hospital ---------------------------------------------------------------------------------
 
 
-def _records(path: str, num_classes: int) -> dict[str, Any]:
+def _records(path: str, num_classes: int) -> Fields:
     """Returns logits, labels and possibly group, from an .npz file or a table.
 
     A table has the columns label and possibly group. Its other columns are the logits of the
@@ -155,7 +202,7 @@ def _records(path: str, num_classes: int) -> dict[str, Any]:
     group = "group" if "group" in read_table(path).columns else ""
     table = from_csv(path, label="label", num_classes=num_classes, group=group)
     columns = everything(table)
-    records: dict[str, Any] = {"logits": columns["features"], "labels": columns["label"]}
+    records: Fields = {"logits": columns["features"], "labels": columns["label"]}
     if group:
         records["group"] = table.text(group)
     return records
@@ -181,9 +228,11 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
           ValueError: The workdir belongs to another run, or the records do not fit. Or another
             ledger counts them. Nothing is written then.
         """
-        root, mine, self.done = pathlib.Path(workdir), config.client, False
+        root = pathlib.Path(workdir)
+        mine = config.client
+        self.done = False
         self._talk: recalibration.Conversation | None = None
-        self._method, self._how, self._terms = _agreed(config)
+        self._agreed = _agreed(config)
         frame.check_same_config("recalibrate client", config, root)
         records = _records(mine.records, config.num_classes)
         party = recalibration.Party(**records)
@@ -197,17 +246,12 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
             root.mkdir(parents=True, exist_ok=True)
             opened.enter_context(frame.bind("recalibrate client", config, root, path))
             ledger = opened.enter_context(Ledger(path, run=frame.run_of(root)))
-            terms = {
-                "adjacency": config.adjacency,
-                "unit": mine.unit,
-                "epsilon": config.epsilon,
-                "delta": 0.0,
-                **frame.people(mine, "client"),
-            }
+            terms = _terms(config) | frame.people(mine, "client")
             account = frame.own_account(ledger, _name(mine), **terms)
             self._party = dataclasses.replace(party, account=account)
             self._party.check_adjacency(config.adjacency)
-            self._workdir, self._opened = root, opened.pop_all()
+            self._workdir = root
+            self._opened = opened.pop_all()
 
     def answer(self, question: bytes) -> bytes:
         """Answers a question of the calibrator, a repeated one as before.
@@ -220,25 +264,35 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
         kind, fields, arrays = unpack(
             question, ["question", "end"], limits=_LIMITS, name="the calibrator's question"
         )
-        if fields.get("terms") != self._terms:
+        terms = fields.get("terms")
+        if terms != self._agreed.terms:
             raise ValueError(
-                f"the calibrator's terms are {fields.get('terms')!r}, not the agreed ones: "
-                f"{self._terms}."
+                f"the calibrator's terms are {terms!r}, not the agreed ones: {self._agreed.terms}."
             )
         if kind == "end":
             self.done = True
             return pack("end", fields={}, arrays={})
-        k, temperature = fields.get("round"), arrays.get("temperature", np.zeros(0))
+        k = fields.get("round")
+        temperature = arrays.get("temperature", np.zeros(0))
         if type(k) is not int or temperature.shape != () or temperature.dtype != np.float32:
             raise ValueError(
                 "the calibrator's question must have a round and a temperature, float32 []."
             )
         if self._talk is None:
-            self._talk = self._opened.enter_context(
-                self._party.begin(self._method, workdir=self._workdir / "conversation", **self._how)
-            )
+            self._talk = self._opened.enter_context(self._begin())
         answer = self._talk.answer(temperature, round=k)
         return pack("answer", fields={"round": k}, arrays={"answer": answer})
+
+    def _begin(self) -> recalibration.Conversation:
+        folder = self._workdir / "conversation"
+        method, guarantee = self._agreed.method, self._agreed.guarantee
+        return self._party.begin(method, workdir=folder, **guarantee)
+
+    def write(self) -> None:
+        """Writes result.json at the end of the run."""
+        terms = self._agreed.terms
+        write_json(self._workdir / "result.json", {"terms": terms})
+        print(f"hospital: answered under {terms}.")
 
     def __exit__(self, *error: object) -> None:
         self._opened.close()
@@ -253,8 +307,7 @@ def run_client(
     root = pathlib.Path(workdir)
     with alone(root), Hospital(config, root, choice=choice) as hospital:
         serve(hospital.answer, until=lambda: hospital.done)
-        write_json(root / "result.json", {"terms": hospital._terms})
-        print(f"hospital: answered under {hospital._terms}.")
+        hospital.write()
 
 
 def _name(mine: Any) -> str:
@@ -262,7 +315,13 @@ def _name(mine: Any) -> str:
     return mine.dataset or pathlib.Path(mine.records).stem
 
 
-def _private_set(mine: Any, records: dict[str, Any]) -> frame.PrivateSet:
+def _terms(config: Any) -> Fields:
+    """Returns the terms of a hospital's records in its ledger, with their budget."""
+    terms = {"adjacency": config.adjacency, "unit": config.client.unit}
+    return terms | {"epsilon": config.epsilon, "delta": 0.0}
+
+
+def _private_set(mine: Any, records: Fields) -> frame.PrivateSet:
     """Returns the records by which the registry knows them: without the group, which is no part of
     a record.
     """
@@ -274,23 +333,15 @@ def charges(
     config: Any, workdir: _Path | None, *, choice: frame.Choice = frame.DEFAULT
 ) -> list[plans.Item]:
     """Returns what a hospital would charge."""
-    method, how, _ = _agreed(config)
-    root, mine = None if workdir is None else pathlib.Path(workdir), config.client
+    method = _agreed(config).method
+    mine = config.client
+    root = None if workdir is None else pathlib.Path(workdir)
     private = []
     if mine.records:
-        private.append(_private_set(mine, _records(mine.records, config.num_classes)))
+        records = _records(mine.records, config.num_classes)
+        private.append(_private_set(mine, records))
     path = frame.asked(choice, config, root, private)
-    terms = {
-        "adjacency": config.adjacency,
-        "unit": config.client.unit,
-        "epsilon": config.epsilon,
-        "delta": 0.0,
-    }
-    charge = plans.Item(
-        f"{method.rounds} answers to the calibrator",
-        _name(mine),
-        recalibration.event(how["epsilon"]),
-        terms,
-        ledger=frame.LEDGER if path is None else os.fspath(path.absolute()),
-    )
-    return [charge]
+    ledger = frame.LEDGER if path is None else os.fspath(path.absolute())
+    what = f"{method.rounds} answers to the calibrator"
+    event = recalibration.event(config.epsilon)
+    return [plans.Item(what, _name(mine), event, _terms(config), ledger=ledger)]

@@ -24,16 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import split
-from jaxdp.data import Examples, from_arrays, resize_images
+from jaxdp.data import Examples, resize_images
 from jaxdp.data import open as open_spec
 from jaxdp.data.labels import judge, predicted
-from jaxdp.data.selection import everything, few_shots
 from jaxdp.files import (
     Limits,
     Package,
     pack,
-    read_json,
-    read_npz,
     read_package,
     shown,
     unpack,
@@ -52,14 +49,14 @@ from jaxdp.split.copies import plan_copies, plan_noisy
 from jaxdp.split.noisy_upload import Released, plan_release
 from jaxdp.split.server import adapt_by_client
 
-from . import data, frame, links, models, plans
+from . import client_images, data, frame, links, models, plans
+from .client_images import Images
 from .settings import check_numbers
+from .study import Fields
 
-DATASET = "client"  # the default of config.dataset
 _MOST = 1000  # images by which the projection is fitted
 _BATCH = 256  # queries that are answered together
 _Path = str | os.PathLike[str]
-_Images = dict[str, Any]  # image and label
 
 # --- The server ----------------------------------------------------------------------------------
 
@@ -71,7 +68,7 @@ def run_server(
     *,
     timeout: float = 3600.0,
     limits: Limits | None = None,
-) -> dict[str, Any]:
+) -> Fields:
     """Runs the server: sends a frontend, adapts the backend to a client's upload, answers the
     client's queries.
 
@@ -101,10 +98,12 @@ def run_server(
         conversation = _Conversation(config, root, client, timeout, limits)
         result = conversation.result(backbone)
         write_json(root / "result.json", result)
-        private = result["mode"] == "private"
-        labels = "" if private else " except the loss gradients, which reveal the labels"
+        mode = result["mode"]
+        labels = " except the loss gradients, which reveal the labels"
+        if mode == "private":
+            labels = ""
         print(
-            f"server: The client uploaded {result['bytes']:,} bytes ({result['mode']}). "
+            f"server: The client uploaded {result['bytes']:,} bytes ({mode}). "
             f"{result['queries']} queries were answered. The server read no other private "
             f"data{labels}."
         )
@@ -137,26 +136,25 @@ class _Conversation:
             )
         return answers[name]
 
-    def result(self, backbone: split.Backbone) -> dict[str, Any]:
+    def result(self, backbone: split.Backbone) -> Fields:
         """Sends the frontend, adapts the backend to the upload, and answers the queries."""
         frontend = read_package(self.root / "frontend")
         shipment = messages.unpack_frontend(frontend)
         package = self.ask(frontend)
         upload = messages.unpack_upload(package, shipment, limits=self.limits)
         name = hashlib.sha256(package).hexdigest()
-        adapted = split.Adapted(
-            dataclasses.replace(
-                backbone, model=backbone.model.clone(num_classes=upload.num_classes)
-            ),
-            self._adapted(shipment, upload, name),
-        )
-        ready = self.ask(pack("adapted", fields={"upload": name}, arrays={}))
+        fields = {"upload": name}
+        classes = upload.num_classes
+        model = backbone.model.clone(num_classes=classes)
+        whole = dataclasses.replace(backbone, model=model)
+        adapted = split.Adapted(whole, self._adapted(shipment, upload, name))
+        ready = self.ask(pack("adapted", fields=fields, arrays={}))
         queries = messages.unpack_queries(ready, shipment, limits=self.limits)
-        logits: Any = np.zeros((0, upload.num_classes))
+        logits: Any = np.zeros((0, classes))
         if len(queries):
             logits = in_batches(adapted.logits, queries, _BATCH)
         arrays = {"logits": np.asarray(logits, np.float32)}
-        self.ask(pack("answers", fields={"upload": name}, arrays=arrays))
+        self.ask(pack("answers", fields=fields, arrays=arrays))
         mode = messages.mode_of(upload)
         return {"mode": mode, "bytes": len(package), "queries": len(queries)}
 
@@ -165,21 +163,19 @@ class _Conversation:
         path = self.root / f"adapted-{name}.safetensors"
 
         def gradients(logits: np.ndarray, images: np.ndarray) -> np.ndarray:
-            question = pack(
-                "logits", fields={"upload": name}, arrays={"logits": logits, "images": images}
-            )
+            arrays = {"logits": logits, "images": images}
+            question = pack("logits", fields={"upload": name}, arrays=arrays)
+            package = self.ask(question)
             answer = unpack(
-                self.ask(question),
-                "gradients",
-                limits=self.limits,
-                name="the package 'gradients'",
+                package, "gradients", limits=self.limits, name="the package 'gradients'"
             )
             messages.check_arrays(answer.arrays, {"gradients": (logits.shape, np.float32)})
             return answer.arrays["gradients"]
 
         if not path.exists():
             back = load_params(self.root / "backend.safetensors")
-            save_params(path, _adapted(self.config, shipment, back, upload, gradients))
+            adapted = _adapted(self.config, shipment, back, upload, gradients)
+            save_params(path, adapted)
         return load_params(path)
 
 
@@ -194,33 +190,38 @@ def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) ->
         part = config.data.pretrain_fraction
         pretraining, images = images.split((part, 1 - part), seed=config.seed)
     model = models.source_model(config, lambda: pretraining, root, "backbone")
-    key = stream(config.seed.to_bytes(16, "little"), "server", impl="threefry2x32")
-    keys = jax.random.split(key, 2)
+    calibration_key, tuning_key = jax.random.split(_key(config, "server"))
     batch = images.gather(np.arange(len(images)))
-    both = split.merge_hilbert(jnp.asarray(batch["image"]), jnp.asarray(batch["label"]))
+    pixels, labels = jnp.asarray(batch["image"]), jnp.asarray(batch["label"])
+    both = split.merge_hilbert(pixels, labels)
+    params = model.params
     frontends = split.calibrate_frontends(
-        keys[0], backbone, model.params, *both, **config.calibration
+        calibration_key, backbone, params, *both, **config.calibration
     )
-    back = split.tune_backend(keys[1], backbone, model.params, frontends, *both, **config.tuning)
+    back = split.tune_backend(tuning_key, backbone, params, frontends, *both, **config.tuning)
     save_params(root / "backend.safetensors", back)
-    shipment = messages.Shipment(backbone, frontends[0], config.copies, config.n_patches)
+    shipped = frontends[0]
+    shipment = messages.Shipment(backbone, shipped, config.copies, config.n_patches)
     if config.directions:
-        x = split.represent(
-            backbone, frontends[0], frontends[0].params, jnp.asarray(batch["image"][:_MOST])
-        )
+        x = split.represent(backbone, shipped, shipped.params, pixels[:_MOST])
         projection = split.public_projection(x, config.directions)
-        norms = np.linalg.norm(np.asarray(split.project(projection, x)), axis=1)
-        shipment = shipment._replace(projection=projection, clip_norm=float(np.median(norms)))
+        projected = split.project(projection, x)
+        norms = np.linalg.norm(np.asarray(projected), axis=1)
+        clip_norm = float(np.median(norms))
+        shipment = shipment._replace(projection=projection, clip_norm=clip_norm)
     write_package(root / "frontend", messages.pack_frontend(shipment))
 
 
-def _adapted(
-    config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients
-) -> dict[str, Any]:
-    secret = stream(config.seed.to_bytes(16, "little"), "adapt", impl="threefry2x32")
-    copies_key, key = jax.random.split(secret)
-    options: dict[str, Any] = {"num_classes": upload.num_classes, **config.adaptation}
-    backbone, copying = shipment.backbone, _copying(shipment)
+def _key(config: Any, name: str) -> jax.Array:
+    """Returns the key of a stream of the server, whose seed is its own choice."""
+    seed = config.seed.to_bytes(16, "little")
+    return stream(seed, name, impl="threefry2x32")
+
+
+def _adapted(config: Any, shipment: Any, back: Any, upload: Any, ask: messages.Gradients) -> Fields:
+    copies_key, key = jax.random.split(_key(config, "adapt"))
+    options: Fields = {"num_classes": upload.num_classes, **config.adaptation}
+    backbone = shipment.backbone
     if isinstance(upload, messages.Uploaded):
         return adapt_by_client(key, backbone, back, jax.device_put(upload), ask, **options).back
     private = isinstance(upload, messages.Private)
@@ -228,16 +229,18 @@ def _adapted(
         x = split.lift(shipment.projection, upload.released.features)
     else:
         x = jnp.asarray(upload.representations)
+    copying = _copying(shipment)
     # The upload has its noise already.
     copies = split.augment_then_noise(copies_key, x, laplace_scale=0.0, **copying)
     if not private:
         return adapt_by_client(key, backbone, back, copies, ask, **options).back
-    matrix = jnp.asarray(split.label_noise_matrix(upload.num_classes, upload.release.label_epsilon))
+    matrix = split.label_noise_matrix(upload.num_classes, upload.release.label_epsilon)
+    options["label_noise"] = jnp.asarray(matrix)
     labels = jnp.asarray(upload.released.labels)
-    return split.adapt(key, backbone, back, copies, labels, label_noise=matrix, **options).back
+    return split.adapt(key, backbone, back, copies, labels, **options).back
 
 
-def _copying(shipment: messages.Shipment) -> dict[str, Any]:
+def _copying(shipment: messages.Shipment) -> Fields:
     return {
         "copies": shipment.copies,
         "n_patches": shipment.n_patches,
@@ -256,7 +259,7 @@ def run_client(
     choice: frame.Choice = frame.DEFAULT,
     queries: bool | None = None,
     limits: Limits | None = None,
-) -> dict[str, Any]:
+) -> Fields:
     """Runs the client: uploads representations of its few images, and has its test images
     classified.
 
@@ -315,7 +318,7 @@ class _Client:
     limits: Limits | None
     till: Till
     bound: contextlib.ExitStack
-    result: dict[str, Any] | None = None
+    result: Fields | None = None
 
     def answer(self, question: bytes) -> bytes:
         """Answers a question, a repeated one as before."""
@@ -338,18 +341,19 @@ class _Client:
         return messages.unpack_frontend(read_package(self.root / "frontend"), limits=self.limits)
 
     @functools.cached_property
-    def _stored(self) -> tuple[_Images, _Images]:
+    def _stored(self) -> tuple[Images, Images]:
         # Read once: what the registry notes is what is uploaded.
-        return _stored(self.config, self._shipment.backbone.preprocessing, self.limits)
+        return client_images.stored(self.config, self._shipment.backbone.preprocessing, self.limits)
 
     @functools.cached_property
-    def _images(self) -> tuple[_Images, _Images]:
-        return _prepared(self.config, self._shipment.backbone.preprocessing, *self._stored)
+    def _images(self) -> tuple[Images, Images]:
+        few, test = self._stored
+        return client_images.prepared(self.config, self._shipment.backbone.preprocessing, few, test)
 
     @functools.cached_property
     def _ledger(self) -> pathlib.Path:
         """The path of the ledger that pays."""
-        private = _private_sets(self.config, *self._stored, queries=self._asks)
+        private = client_images.private_sets(self.config, *self._stored, queries=self._asks)
         return frame.settled(self.choice, self.config, self.root, private)
 
     @functools.cached_property
@@ -364,42 +368,36 @@ class _Client:
         has_queries = self.queries
         if has_queries is None:
             has_queries = self.config.mode != "private"
-        return has_queries and len(self._images[1]["image"]) > 0
+        _, test = self._images
+        return has_queries and len(test["image"]) > 0
 
     def _frontend(self, question: bytes) -> bytes:
         """Pays for the upload and the queries, makes and keeps them, and returns the upload."""
-        config, root, kept = self.config, self.root, self.root / "frontend"
-        if kept.exists() and read_package(kept) != question:
+        config, root = self.config, self.root
+        path, upload_path = root / "frontend", root / "upload"
+        if path.exists() and read_package(path) != question:
             raise ValueError(
                 f"{shown(root)} was started with another frontend. Use a new workdir at one of "
                 "the parties."
             )
-        shipment = self._shipment = messages.unpack_frontend(question, limits=self.limits)
+        shipment = messages.unpack_frontend(question, limits=self.limits)
+        self._shipment = shipment
         few, test = self._images
         _check_client(config, shipment, few, test)
         named_test = {f"test_{name}": array for name, array in test.items()}
-        _check_same_images({**few, **named_test}, root / "images.json")
-        packages = ("upload", "queries") if self._asks else ("upload",)
-        missing = [name for name in packages if not (root / name).exists()]
-        if "queries" in missing and (root / "result.json").exists():
-            raise ValueError(
-                f"the run in {shown(root)} has ended without queries, and the secret that "
-                "perturbed its frontend is deleted. Use a new workdir at both parties, and ask "
-                "from the start. The new run pays for its own upload."
-            )
+        client_images.check_same(few | named_test, root / "images.json")
+        missing = self._missing()
         images, queries = self._accounts(len(few["image"]), len(test["image"]))
         self.till.settle([images] if queries is None else [images, queries])
         if missing:
             secret = self.till.stream("frontend")
-            noisy = split.perturb_params(secret, shipment.frontend.params, alpha=config.alpha)
-            extract = functools.partial(
-                split.represent, shipment.backbone, shipment.frontend, noisy
-            )
+            frontend = shipment.frontend
+            noisy = split.perturb_params(secret, frontend.params, alpha=config.alpha)
+            extract = functools.partial(split.represent, shipment.backbone, frontend, noisy)
         if "upload" in missing:
-            upload = _upload(
-                config, shipment, images, extract(few["image"]), few["label"], root / "upload"
-            )
-            write_package(kept, question)
+            x = extract(few["image"])
+            upload = _upload(config, shipment, images, x, few["label"], upload_path)
+            write_package(path, question)
             self.till.release(upload)
         if "queries" in missing:
             assert queries is not None  # they are missing only where they are sent
@@ -411,22 +409,34 @@ class _Client:
             )
             keep = functools.partial(self._keep_queries, shipment)
             self.till.release(dataclasses.replace(release, keep=keep))
-        return read_package(root / "upload")
+        return read_package(upload_path)
+
+    def _missing(self) -> list[str]:
+        """Returns the packages that have to be made."""
+        root = self.root
+        packages = ("upload", "queries") if self._asks else ("upload",)
+        missing = [name for name in packages if not (root / name).exists()]
+        if "queries" in missing and (root / "result.json").exists():
+            raise ValueError(
+                f"the run in {shown(root)} has ended without queries, and the secret that "
+                "perturbed its frontend is deleted. Use a new workdir at both parties, and ask "
+                "from the start. The new run pays for its own upload."
+            )
+        return missing
 
     def _accounts(self, images: int, queries: int) -> tuple[Account, Account | None]:
         """Returns the accounts of the images and of the queries, None if there are none."""
         config = self.config
-        common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
-        common |= frame.people(config, "client")
-        unproven: dict[str, Any] = common | {"allow_unproven": True}
+        common = _common_terms(config) | frame.people(config, "client")
+        unproven: Fields = common | {"allow_unproven": True}
         terms = unproven
         if config.mode == "private":  # the budget of the images is what their upload costs
             terms = common | {"epsilon": config.epsilon}
-        name = _images_name(config)
+        name = client_images.images_name(config)
         account = frame.own_account(self._opened, name, records=images, **terms)
         if not self._asks:
             return account, None
-        name = _queries_name(config)
+        name = client_images.queries_name(config)
         return account, frame.own_account(self._opened, name, records=queries, **unproven)
 
     def _keep_queries(self, shipment: messages.Shipment, made: Any) -> None:
@@ -438,34 +448,39 @@ class _Client:
                 "mode='private' answers no question about the loss, because gradients reveal "
                 "labels."
             )
-        gradients = messages.loss_gradients(self._images[0]["label"], self.config.num_classes)
+        few, _ = self._images
+        gradients = messages.loss_gradients(few["label"], self.config.num_classes)
         answer = gradients(package.arrays["logits"], package.arrays["images"])
         return pack("gradients", fields={}, arrays={"gradients": answer})
 
     def _adapted(self, package: Package) -> bytes:
         if self._asks:
             return read_package(self.root / "queries")
-        return messages.pack_queries(
-            np.zeros((0, *self._shipment.backbone.tokens), np.float32), self._shipment
-        )
+        shipment = self._shipment
+        no_queries = np.zeros((0, *shipment.backbone.tokens), np.float32)
+        return messages.pack_queries(no_queries, shipment)
 
     def _answers(self, package: Package) -> bytes:
         """Ends the run."""
-        config, root, accuracy = self.config, self.root, None
+        config, root = self.config, self.root
         _, test = self._images
         queries = len(test["image"]) if self._asks else 0
         logits_shape = (queries, config.num_classes)
         messages.check_arrays(package.arrays, {"logits": (logits_shape, np.float32)})
+        accuracy = None
         if queries:
             logits = package.arrays["logits"]
-            write_durably(root / "predictions.npy", lambda file: np.save(file, predicted(logits)))
+            classes = predicted(logits)
+            write_durably(root / "predictions.npy", lambda file: np.save(file, classes))
             if "label" in test:
-                accuracy = float(judge(logits, test["label"]).correct.mean())
-        account = self._opened.account(_images_name(config))
+                judgement = judge(logits, test["label"])
+                accuracy = float(judgement.correct.mean())
+        account = self._opened.account(client_images.images_name(config))
         epsilon = account.epsilon(delta=config.delta)
+        upload = read_package(root / "upload")
         self.result = {
             "mode": config.mode,
-            "bytes": len(read_package(root / "upload")),
+            "bytes": len(upload),
             "epsilon": epsilon if math.isfinite(epsilon) else None,
             "delta": config.delta,
             "queries": queries,
@@ -475,7 +490,12 @@ class _Client:
         return pack("end", fields={}, arrays={})
 
 
-def _check_client(config: Any, shipment: messages.Shipment, few: _Images, test: _Images) -> None:
+def _common_terms(config: Any) -> Fields:
+    """Returns the terms of both sets of images in a client's ledger."""
+    return {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
+
+
+def _check_client(config: Any, shipment: messages.Shipment, few: Images, test: Images) -> None:
     """Refuses what would fail later, before anything is spent or sent."""
     if config.mode not in messages.MODES:
         raise ValueError(f"mode must be one of {', '.join(messages.MODES)}, got {config.mode!r}.")
@@ -508,17 +528,18 @@ def _upload(
     make: Any = messages.MODES[config.mode]
 
     def send(upload: Any) -> None:
-        write_package(folder, messages.pack_upload(upload, shipment))
+        package = messages.pack_upload(upload, shipment)
+        write_package(folder, package)
 
     if config.mode == "private":
         assert shipment.projection is not None  # `_check_client` has checked
-        release, projection = _private_release(config, shipment.clip_norm), shipment.projection
+        release = _private_release(config, shipment.clip_norm)
         private = plan_release(
             account,
             release=release,
             representations=x,
             labels=labels,
-            projection=projection,
+            projection=shipment.projection,
             label=label,
         )
         return dataclasses.replace(private, keep=lambda made: send(make(Released(**made), release)))
@@ -553,24 +574,28 @@ def client_charges(
     has_queries = not private if queries is None else queries
     path = _asked(config, workdir, choice, has_queries)
     ledger = frame.LEDGER if path is None else os.fspath(path.absolute())
-    common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
+    common = _common_terms(config)
     unproven = common | {"allow_unproven": True}
     if private:
-        event, terms = _private_release(config, 1.0).event, common | {"epsilon": config.epsilon}
+        terms = common | {"epsilon": config.epsilon}
+        event = _private_release(config, 1.0).event
     else:
-        event, terms = split.published_event(config.laplace_scale), unproven
-    name = _images_name(config)
+        terms = unproven
+        event = split.published_event(config.laplace_scale)
+    name = client_images.images_name(config)
     charges = [plans.Item(f"the upload, {config.mode}", name, event, terms, ledger=ledger)]
     if has_queries:
-        event, name = split.published_event(config.query_laplace_scale), _queries_name(config)
+        name = client_images.queries_name(config)
+        event = split.published_event(config.query_laplace_scale)
         charges.append(plans.Item("the queries", name, event, unproven, ledger=ledger))
     return charges
 
 
-def _statement(result: dict[str, Any]) -> str:
-    lines, epsilon = [f"client: uploaded {result['bytes']:,} bytes"], result["epsilon"]
-    if result["accuracy"] is not None:
-        lines.append(f"accuracy {result['accuracy']:.4f} on {result['queries']} test images")
+def _statement(result: Fields) -> str:
+    epsilon, accuracy = result["epsilon"], result["accuracy"]
+    lines = [f"client: uploaded {result['bytes']:,} bytes"]
+    if accuracy is not None:
+        lines.append(f"accuracy {accuracy:.4f} on {result['queries']} test images")
     if epsilon is None:
         lines.append(
             "epsilon = inf (empirical only): no proof covers representations, copies and labels"
@@ -595,95 +620,9 @@ def _asked(
     root = None if workdir is None else pathlib.Path(workdir)
     if not config.get("images"):  # the frontend says how images in a folder are prepared
         return frame.chosen(choice, config, root)
-    stored = _stored(config, None, None)
-    private = _private_sets(config, *stored, queries=has_queries)
+    stored = client_images.stored(config, None, None)
+    private = client_images.private_sets(config, *stored, queries=has_queries)
     return frame.asked(choice, config, root, private)
-
-
-def _images_name(config: Any) -> str:
-    """Returns the name of a client's few images in its ledger."""
-    return f"{_dataset(config)}/images"
-
-
-def _queries_name(config: Any) -> str:
-    """Returns the name of a client's test images in its ledger."""
-    return f"{_dataset(config)}/queries"
-
-
-def _dataset(config: Any) -> str:
-    # A config of an earlier version has no such field, and its ledger has the default.
-    named = config.get("dataset", DATASET)
-    return named or pathlib.Path(config.get("images", "")).stem or DATASET
-
-
-def _private_sets(
-    config: Any, few: _Images, test: _Images, *, queries: bool
-) -> list[frame.PrivateSet]:
-    """Returns the sets of images that leave the client, for the registry."""
-    is_public = not config.images and data.whole(config.data).is_public
-    images = from_arrays(**few)
-    private = [frame.PrivateSet(_images_name(config), images, is_public)]
-    if queries and len(test["image"]):
-        queried = from_arrays(**test)
-        private.append(frame.PrivateSet(_queries_name(config), queried, is_public))
-    return private
-
-
-def _stored(
-    config: Any, preprocessing: Preprocessing | None, limits: Limits | None
-) -> tuple[_Images, _Images]:
-    """Returns the client's few images with labels, and its test images, with labels if they
-    exist: as they are stored.
-
-    Args:
-      config, limits: As in `run_client`.
-      preprocessing: For images of several sizes, which the model's preprocessing cuts.
-    """
-    if config.images:
-        arrays = read_npz(
-            config.images,
-            ["image", "label"],
-            optional=("test_image", "test_label"),
-            remedy="Make it again with the arrays 'image' and 'label'.",
-            limits=limits,
-        )
-        few = {"image": arrays["image"], "label": arrays["label"]}
-        test = {"image": arrays.get("test_image", few["image"][:0])}
-        if "test_label" in arrays:
-            test["label"] = arrays["test_label"]
-        return few, test
-    prepare = None if preprocessing is None else preprocessing.prepare
-    images = open_spec(data.whole(config.data), prepare=prepare)
-    pool, test_images = images.split((0.5, 0.5), seed=config.data_seed)
-    return few_shots(pool, config.shots, seed=None), everything(test_images)
-
-
-def _prepared(
-    config: Any, preprocessing: Preprocessing, few: _Images, test: _Images
-) -> tuple[_Images, _Images]:
-    """Returns images in the size of the model, float32 in [0, 1]."""
-    if config.images:
-        return (
-            few | {"image": preprocessing.prepare(few["image"])},
-            test | {"image": preprocessing.prepare(test["image"])},
-        )
-    size = (preprocessing.size, len(preprocessing.mean))
-    resized = [resize_images(from_arrays(**images), *size) for images in (few, test)]
-    few, test = map(everything, resized)
-    return few, test
-
-
-def _check_same_images(arrays: dict[str, Any], path: pathlib.Path) -> None:
-    """Raises ValueError for images that differ from the images of the workdir's upload."""
-    sums = {
-        name: hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()
-        for name, array in arrays.items()
-    }
-    if path.exists() and read_json(path) != sums:
-        raise ValueError(
-            f"{shown(path.parent)} was started with other images or labels. Use a new workdir."
-        )
-    write_json(path, sums)
 
 
 def _read(config: Any, preprocessing: Preprocessing) -> Examples:

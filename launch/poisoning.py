@@ -7,7 +7,7 @@ are retrained on changed records check its bounds.
 """
 
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jaxdp.data.selection import choose, everything
 from jaxdp.report import format_table, plot_curves, progress_bar
 
 from . import features, frame, models, results
+from .study import Fields, Lines, Result, Rows
 
 Examples = dict[str, np.ndarray]
 KINDS = ("remove", "features", "labels", "both", "replace")
@@ -105,7 +106,7 @@ def _cells(config: Any) -> Iterator[Cell]:
         yield Cell(kind)
 
 
-def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
+def _run(cell: Cell, work: frame.Work) -> Fields:
     opened, most = work.shared, work.config.changes.most
     bounds = opened.fit(cell.kind, opened.train, most, opened.public)
     certificates = prediction.certify(bounds, opened.model.logits, opened.test["features"])
@@ -142,7 +143,7 @@ def _outside(leaves: Sequence[Any], low: Sequence[Any], high: Sequence[Any]) -> 
     return 0
 
 
-def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+def _result(rows: Rows, work: frame.Work) -> Fields:
     opened, changes = work.shared, work.config.changes
     return {
         "dataset": opened.name,
@@ -153,7 +154,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     }
 
 
-def table(result: Mapping[str, Any]) -> list[dict[str, str]]:
+def table(result: Result) -> Lines:
     """Returns the shares of test inputs whose right label is certified, in percent."""
     lines = []
     for row in result["rows"]:
@@ -169,7 +170,7 @@ def table(result: Mapping[str, Any]) -> list[dict[str, str]]:
     return lines
 
 
-def _summary(result: Mapping[str, Any]) -> str:
+def _summary(result: Result) -> str:
     return (
         f"{format_table(table(result))}\n\n{result['records']} records of {result['dataset']}, "
         f"{result['public']} of them public. Features move by up to {result['radius']:g}.\n"
@@ -178,7 +179,7 @@ def _summary(result: Mapping[str, Any]) -> str:
     )
 
 
-def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+def _figures(result: Result, work: frame.Work) -> None:
     curves = {row["kind"]: list(enumerate(row["certified"])) for row in result["rows"]}
     plot_curves(
         work.root / "certified.png",

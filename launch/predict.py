@@ -16,7 +16,7 @@ workdir holds:
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves, progress_bar
 
 from . import data, features, frame, models, plans, results
-from .study import PrivateSet
+from .study import Fields, Lines, PrivateSet, Result, Row, Rows
 from .teachers import (
     GLOBAL,
     MECHANISMS,
@@ -75,144 +75,160 @@ def _cells(config: Any) -> Iterator[Cell]:
     if config.references:
         ensemble = f"{config.ensemble.members} models"
         for pool, name in itertools.product((SINGLE, ensemble), config.mechanisms):
-            yield Cell(pool, MECHANISMS[name])
+            mechanism = MECHANISMS[name]
+            yield Cell(pool, mechanism)
         yield Cell(ensemble, PATE)
         yield Cell(DP_SGD, "any number")
         yield EXACT
 
 
-def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
+def _run(cell: Cell, work: frame.Work) -> Fields:
     bench = work.shared
     if cell == RELEASED:
         return _release(work)
     if cell == EXACT:
-        accuracy = bench.model.accuracy(bench.single[0].params, bench.test)
+        teacher, _, _ = bench.single
+        accuracy = bench.model.accuracy(teacher.params, bench.test)
         return {"per_query": [], "student": [], "expected": accuracy}
-    reference = _dp_sgd if cell.teacher == DP_SGD else _answers
     with _references(work) as account:
-        return reference(cell, work, account)
+        if cell.teacher == DP_SGD:
+            return _dp_sgd(cell, work, account)
+        return _answers(cell, work, account)
 
 
-def _own_terms(work: frame.Work) -> dict[str, Any]:
+def _own_terms(work: frame.Work) -> Fields:
     """Returns the terms of the private records in a ledger, without a budget."""
-    return {**_terms(work.config), "records": len(work.shared.task.train)}
+    train = work.shared.task.train
+    return _terms(work.config) | {"records": len(train)}
 
 
 def _references(work: frame.Work) -> AbstractContextManager[Account]:
     """Returns the account of models and answers that serve comparison only."""
-    train = work.shared.task.train
-    return frame.account(work.root / _REFERENCES, train.name, **_own_terms(work))
+    path = work.root / _REFERENCES
+    name = work.shared.task.train.name
+    return frame.account(path, name, **_own_terms(work))
 
 
-def _terms(config: Any) -> dict[str, Any]:
+def _terms(config: Any) -> Fields:
     """Returns unit and adjacency for the ledger. The bounds cover the neighbours of the ledger."""
     return data.terms(config.data, adjacency=config.training.threat)
 
 
-def _release(work: frame.Work) -> dict[str, Any]:
+def _release(work: frame.Work) -> Fields:
     """Releases the answers, and trains the student on them."""
-    bench, rows = work.shared, work.shared.asked(0)
-    if bench.task.network is not None:  # kept before anything is certified for it
-        save_params(work.root / "network.safetensors", bench.task.network)
+    bench = work.shared
+    plan, task = bench.plan, bench.task
+    rows = bench.asked(0)
+    queries = bench.test["features"][rows]
+    labels = bench.test["label"][rows]
+    scratch = work.folder(RELEASED) / "scratch"
+    if task.network is not None:  # kept before anything is certified for it
+        save_params(work.root / "network.safetensors", task.network)
 
-    def ask() -> dict[str, np.ndarray]:
+    def ask() -> Fields:
+        teacher, _, _ = bench.single
         answers = prediction.private_predict(
-            bench.single[0],
+            teacher,
             bench.model.logits,
-            bench.test["features"][rows],
+            queries,
             account=account,
             epsilon=bench.epsilon,
-            workdir=work.folder(RELEASED) / "scratch",
+            workdir=scratch,
         )
         return {"rows": rows, "answers": answers}
 
-    budget = {"epsilon": bench.plan.epsilon, "delta": bench.plan.delta}
-    name = bench.task.train.name
-    with work.account(name, label="answers", **budget, **_own_terms(work)) as account:
-        answers = work.arrays("answers.npz", ask)["answers"]
-        spent = account.epsilon(delta=bench.plan.delta)
+    terms = _own_terms(work) | {"epsilon": plan.epsilon, "delta": plan.delta}
+    with work.account(task.train.name, label="answers", **terms) as account:
+        released = work.arrays("answers.npz", ask)
+        spent = account.epsilon(delta=plan.delta)
+    answers = released["answers"]
     student, accuracy = bench.student(rows, answers)
     save_params(work.root / "student.safetensors", student)
-    return {
-        "epsilon": spent,
-        "per_query": float(np.mean(answers == bench.test["label"][rows])),
-        "student": accuracy,
-    }
+    share = np.mean(answers == labels)
+    return {"epsilon": spent, "per_query": float(share), "student": accuracy}
 
 
-def _answers(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
+def _answers(cell: Cell, work: frame.Work, account: Account) -> Fields:
     """Returns scores of a teacher's answers and its students. Each repetition has other queries and
     fresh noise.
     """
     config, bench = work.config, work.shared
-    truth = bench.test["label"]
-    queries = [bench.asked(1 + repetition) for repetition in range(config.repetitions)]
+    repetitions = range(config.repetitions)
+    queries = [bench.asked(1 + repetition) for repetition in repetitions]
     answer, event = _mechanism(cell, bench)
 
-    def compute(secret: bytes) -> dict[str, Any]:
+    def compute(secret: bytes) -> Fields:
         key = stream(secret, "repetitions")
-        answers = [answer(jax.random.fold_in(key, k), rows) for k, rows in enumerate(queries)]
+        answers = []
+        for repetition, rows in enumerate(queries):
+            answers.append(answer(jax.random.fold_in(key, repetition), rows))
         return {"answers": np.stack(answers)}
 
     # The answers depend on these facts and on the code of this library only.
-    facts = [
-        config.to_json(),
-        bench.train,
-        bench.test,
-        [dataclasses.astuple(pool) for pool in bench.pools.values()],
-    ]
+    pools = [dataclasses.astuple(pool) for pool in bench.pools.values()]
+    facts = [config.to_json(), bench.train, bench.test, pools]
+    whole = SelfComposedDpEvent(event, config.repetitions)
     what = Release(
         label=f"{cell.teacher}, {cell.answers}",
-        charges=[(account, SelfComposedDpEvent(event, config.repetitions))],
+        charges=[(account, whole)],
         facts=lambda: facts,
         compute=compute,
     )
     with Till(work.folder(cell) / "scratch") as till:
         answers = till.once(what)["answers"]
-    scores: dict[str, Any] = {"per_query": [], "student": [], "answered": []}
-    repetitions = range(config.repetitions)
+    truth = bench.test["label"]
+    scores: Fields = {"per_query": [], "student": [], "answered": []}
     for repetition in progress_bar(repetitions, label=cell.answers, unit="repetition"):
-        rows, labels = queries[repetition], answers[repetition]
+        rows = queries[repetition]
+        labels = answers[repetition]
         answered = labels >= 0  # PATE leaves queries unanswered
-        scores["answered"].append(int(answered.sum()))
-        if answered.any():
-            right = labels[answered] == truth[rows[answered]]
-            scores["per_query"].append(float(np.mean(right)))
-            if repetition < config.student.repetitions:
-                scores["student"].append(bench.student(rows, labels)[1])
+        count = int(answered.sum())
+        scores["answered"].append(count)
+        if not count:
+            continue
+        right = labels[answered] == truth[rows[answered]]
+        scores["per_query"].append(float(np.mean(right)))
+        if repetition < config.student.repetitions:
+            _, accuracy = bench.student(rows, labels)
+            scores["student"].append(accuracy)
     if cell.answers != PATE:
         pool = bench.pools[cell.teacher]
         scores["expected"] = pool.expected_accuracy(cell.answers, bench.epsilon, truth)
     return scores
 
 
-def _mechanism(
-    cell: Cell, bench: Bench
-) -> tuple[Callable[[jax.Array, np.ndarray], np.ndarray], DpEvent]:
+Answer = Callable[[jax.Array, np.ndarray], np.ndarray]  # from a key and the rows of the queries
+
+
+def _mechanism(cell: Cell, bench: Bench) -> tuple[Answer, DpEvent]:
     """Returns the mechanism of the answers, and the event of a repetition."""
-    pool, event = bench.pools[cell.teacher], _event(cell, bench.config)
+    pool = bench.pools[cell.teacher]
+    event = _event(cell, bench.config)
     if cell.answers != PATE:
         return functools.partial(pool.answer, cell.answers, bench.epsilon), event
-    assert pool.votes is not None
-    pate, votes = _pate(bench.config), pool.votes
+    votes = pool.votes
+    assert votes is not None
+    pate = _pate(bench.config)
+    limits = {"num_classes": bench.classes, "max_answers": bench.plan.queries}
 
     def answer(key: jax.Array, rows: np.ndarray) -> np.ndarray:
-        return pate.answer(
-            key, votes[:, rows], num_classes=bench.classes, max_answers=bench.plan.queries
-        )
+        return pate.answer(key, votes[:, rows], **limits)
 
     return answer, event
 
 
 def _event(cell: Cell, config: Any) -> DpEvent:
     """Returns the event of one repetition of a cell."""
-    plan, epsilon = config.prediction, prediction.query_epsilon(**config.prediction)
+    queries = config.prediction.queries
+    epsilon = prediction.query_epsilon(**config.prediction)
     if cell.answers == PATE:
-        return _pate(config).event(plan.queries, max_answers=plan.queries)
+        pate = _pate(config)
+        return pate.event(queries, max_answers=queries)
     if cell.teacher == DP_SGD:
         model = models.Dense(1, 2, **config.model)  # the event does not depend on the model
-        return dp_sgd(config, model, config.training.records).event(0, config.dp_sgd.steps)
-    return prediction.event(plan.queries, epsilon=epsilon)
+        trainer = dp_sgd(config, model, config.training.records)
+        return trainer.event(0, config.dp_sgd.steps)
+    return prediction.event(queries, epsilon=epsilon)
 
 
 def _pate(config: Any) -> prediction.ConfidentGNMax:
@@ -230,38 +246,33 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
     # A run computes features before it charges. A plan only opens the data.
     opened_data = features.read(config.data)
     check(config, opened_data)
-    terms = _terms(config) | {
-        "records": config.training.records,
-        "delta": config.prediction.delta,
-    }
+    budget = config.prediction
+    terms = _terms(config)
+    terms |= {"records": config.training.records, "delta": budget.delta}
     for cell in _cells(config):
+        if cell == EXACT:
+            continue
+        event = _event(cell, config)
         programs = functools.partial(_programs, cell, config, opened_data)
-        steps = _steps(cell, config)
+        computation = {"programs": programs, "steps": _steps(cell, config)}
         if cell == RELEASED:
-            mine = {"epsilon": config.prediction.epsilon}
-            event = _event(cell, config)
-            yield plans.Item("answers", "", event, terms | mine, programs=programs, steps=steps)
-        elif cell != EXACT:
-            times = config.dp_sgd.runs if cell.teacher == DP_SGD else config.repetitions
-            yield plans.Item(
-                f"reference: {cell.teacher}, {cell.answers}, {times} repetitions",
-                "",
-                SelfComposedDpEvent(_event(cell, config), times),
-                terms,
-                ledger=_REFERENCES,
-                programs=programs,
-                steps=steps,
-            )
+            own = terms | {"epsilon": budget.epsilon}
+            yield plans.Item("answers", event=event, terms=own, **computation)
+            continue
+        times = config.dp_sgd.runs if cell.teacher == DP_SGD else config.repetitions
+        what = f"reference: {cell.teacher}, {cell.answers}, {times} repetitions"
+        event = SelfComposedDpEvent(event, times)
+        yield plans.Item(what, event=event, terms=terms, ledger=_REFERENCES, **computation)
 
 
 def _steps(cell: Cell, config: Any) -> int:
     """Returns the number of steps of the training that a cell needs first. Cells share models."""
+    epochs = config.training.epochs
     if cell.teacher == DP_SGD:
-        return int(config.dp_sgd.runs * config.dp_sgd.steps)
-    epochs: int = config.training.epochs
-    if cell == RELEASED:
-        return epochs
-    return epochs * int(config.ensemble.members) if cell.answers == PATE else 0
+        return config.dp_sgd.runs * config.dp_sgd.steps
+    if cell.answers == PATE:
+        return epochs * config.ensemble.members
+    return epochs if cell == RELEASED else 0
 
 
 def _programs(
@@ -274,18 +285,19 @@ def _programs(
     if memory is None:
         return ()
     model = models.Dense(opened.width, opened.classes, **config.model)
+    start = model.init()
     members = config.ensemble.members if cell.answers == PATE else 1
     records = config.training.records // members
-    zeros = {
-        "features": np.zeros((records, opened.width), np.float32),
-        "label": np.zeros(records, np.int32),
-    }
+    vectors = np.zeros((records, opened.width), np.float32)
+    labels = np.zeros(records, np.int32)
+    zeros = {"features": vectors, "label": labels}
     if cell.teacher == DP_SGD:
         source = from_arrays(**zeros, num_classes=opened.classes, name="zeros")
         trainer = dp_sgd(config, model, records)
-        return plans.programs_of(trainer, source, model.init(), _steps(cell, config))(memory)
+        programs = plans.programs_of(trainer, source, start, _steps(cell, config))
+        return programs(memory)
     options = training_options(config, records, records)
-    functions = prediction.training_programs(model.loss, model.init(), zeros, **options)
+    functions = prediction.training_programs(model.loss, start, zeros, **options)
     return [(function, inputs, members * count) for function, inputs, count in functions.values()]
 
 
@@ -295,43 +307,46 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
     """
     training = config.dp_sgd
     budget = config.prediction
-    sampler = PoissonSampler(records, training.batch_size / config.training.records)
+    batch_size = training.batch_size
+    sampler = PoissonSampler(records, batch_size / config.training.records)
     # A trainer divides by the expected batch size, which depends on the private number of records.
     # The declared number is public.
-    declared = optax.scale(sampler.expected_batch_size / training.batch_size)
-    sgd = optax.sgd(training.learning_rate, momentum=training.momentum or None)
+    declared = optax.scale(sampler.expected_batch_size / batch_size)
+    momentum = training.momentum or None
+    sgd = optax.sgd(training.learning_rate, momentum=momentum)
+    optimizer = optax.chain(declared, sgd)
+    terms = _terms(config) | {"epsilon": budget.epsilon, "delta": budget.delta}
     return finetune.dp_sgd(
         model.loss,
-        optax.chain(declared, sgd),
+        optimizer,
         sampler=sampler,
         clip_norm=training.clip_norm,
-        epsilon=budget.epsilon,
-        delta=budget.delta,
         steps=training.steps,
-        physical_batch_size=training.batch_size,
-        **_terms(config),
+        physical_batch_size=batch_size,
+        **terms,
     )
 
 
-def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> dict[str, Any]:
+def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> Fields:
     """Trains the same model by DP-SGD, several times."""
-    bench = work.shared
-    train = bench.task.train
-    runs, steps = work.config.dp_sgd.runs, work.config.dp_sgd.steps
+    bench, training = work.shared, work.config.dp_sgd
+    train, steps = bench.task.train, training.steps
+    scratch = work.folder(cell) / "scratch"
     trainer = dp_sgd(work.config, bench.model, len(train))
     accuracies = []
-    for run in progress_bar(range(runs), label=DP_SGD, unit="run"):
+    for run in progress_bar(range(training.runs), label=DP_SGD, unit="run"):
         state = finetune.fit(
             trainer,
             bench.start,
             train,
             account=account,
-            workdir=work.folder(cell) / "scratch" / str(run),
+            workdir=scratch / str(run),
             steps=steps,
             checkpoint_every=steps,
             delta=bench.plan.delta,
         )
-        accuracies.append(bench.model.accuracy(state.params, bench.test))
+        accuracy = bench.model.accuracy(state.params, bench.test)
+        accuracies.append(accuracy)
     mean = results.moments(accuracies).mean
     return {"per_query": accuracies, "student": accuracies, "expected": mean}
 
@@ -351,100 +366,109 @@ def _private(bench: Bench) -> list[PrivateSet]:
 # --- Results ------------------------------------------------------------------------------------
 
 
-def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
-    bench, (released, *references) = work.shared, rows
+def _result(rows: Rows, work: frame.Work) -> Fields:
+    bench, training = work.shared, work.config.training
+    released, *references = rows
+    queries, delta = bench.plan.queries, bench.plan.delta
+    scores = {name: released[name] for name in ("per_query", "student")}
     result = {
         "dataset": bench.task.train.name,
-        "private_records": work.config.training.records,
-        "queries": bench.plan.queries,
+        "private_records": training.records,
+        "queries": queries,
         "tested": len(bench.test["label"]),
         "epsilon": released["epsilon"],
-        "delta": bench.plan.delta,
-        "changes": CHANGES[work.config.training.threat],
+        "delta": delta,
+        "changes": CHANGES[training.threat],
         "epsilon_per_query": bench.epsilon,
-        "released": {name: released[name] for name in ("per_query", "student")},
+        "released": scores,
     }
     if references:
         with _references(work) as account:
-            spent = account.epsilon(delta=bench.plan.delta)
+            spent = account.epsilon(delta=delta)
         result |= {"rows": references, "references_epsilon": spent}
     return result
 
 
-Curves = dict[str, list[tuple[float, float]]]
+Points = list[tuple[float, float]]
+Curves = dict[str, Points]
 
 
-def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+def _figures(result: Result, work: frame.Work) -> None:
     if "rows" in result:
         _draw_certified(result, work)
         _draw_accuracies(result, work)
         _draw_flips(result, work)
 
 
-def _draw_certified(result: Mapping[str, Any], work: frame.Work) -> None:
-    tested = len(work.shared.test["label"])
+def _draw_certified(result: Result, work: frame.Work) -> None:
+    distances = range(work.config.certificate.max_distance + 1)
     curves = Curves()
     for name, pool in work.shared.pools.items():
-        distances = range(work.config.certificate.max_distance + 1)
-        curves[name] = [(k, float(np.mean(pool.distance >= k))) for k in distances]
+        shares = [float(np.mean(pool.distance >= k)) for k in distances]
+        curves[name] = list(zip(distances, shares, strict=True))
     plot_curves(
         work.root / "certified.png",
         curves,
         title=f"{result['dataset']}: certified answers",
-        subtitle=f"{tested} test inputs. Evaluation only, not private.",
-        xlabel=f"records {CHANGES[work.config.training.threat]}, k",
+        subtitle=f"{result['tested']} test inputs. Evaluation only, not private.",
+        xlabel=f"records {result['changes']}, k",
         ylabel="Share of test inputs whose answer k changed records cannot alter",
     )
 
 
-def _draw_accuracies(result: Mapping[str, Any], work: frame.Work) -> None:
+def _draw_accuracies(result: Result, work: frame.Work) -> None:
     """Draws the accuracy of an answer over epsilon, and over the number of queries."""
     bench, plan = work.shared, work.shared.plan
-    mechanisms_shown = [MECHANISMS[name] for name in reversed(work.config.mechanisms)]
-
-    def curves(epsilons: Mapping[float, float]) -> Curves:
-        """Returns curves over the keys. Each key stands for an epsilon."""
-        points = Curves()
-        for (name, pool), mechanism in itertools.product(bench.pools.items(), mechanisms_shown):
-            points[f"{name}, {_SHORT[mechanism]}"] = [
-                (x, pool.expected_accuracy(mechanism, epsilon, bench.test["label"]))
-                for x, epsilon in epsilons.items()
-            ]
-        return points
-
-    dp_sgd, exact = (row["expected"] for row in result["rows"][-2:])
-    without_noise = {f"without noise  {100 * exact:.1f}%": exact}
-    plot_curves(
+    draw = functools.partial(plot_curves, ylabel="Accuracy of an answer", xscale="log")
+    *_, dp_sgd_row, exact_row = result["rows"]
+    dp_sgd, exact = dp_sgd_row["expected"], exact_row["expected"]
+    references = {f"without noise  {100 * exact:.1f}%": exact}
+    axis = np.logspace(-2, 1, 31).tolist()
+    draw(
         work.root / "accuracy_by_epsilon.png",
-        curves({float(epsilon): float(epsilon) for epsilon in np.logspace(-2, 1, 31)}),
+        _expected(bench, axis, axis),
         title=f"{result['dataset']}: accuracy over ε",
         subtitle="Pure ε of each answer. Expectation over the noise. Evaluation only, not private.",
         xlabel="ε per query",
-        ylabel="Accuracy of an answer",
-        xscale="log",
-        references=without_noise,
+        references=references,
     )
-    numbers = {int(number) for number in np.logspace(0, 4, 13).round()}
-    queries = sorted(numbers | {plan.queries})
-    plot_curves(
+    numbers = np.logspace(0, 4, 13).round().astype(int)
+    queries = sorted({*numbers.tolist(), plan.queries})
+    epsilons = [prediction.query_epsilon(plan.epsilon, plan.delta, number) for number in queries]
+    draw(
         work.root / "accuracy_by_queries.png",
-        curves({q: prediction.query_epsilon(plan.epsilon, plan.delta, q) for q in queries}),
+        _expected(bench, queries, epsilons),
         title=f"{result['dataset']}: accuracy over the number of queries",
         subtitle=f"All answers together {_total(plan)}-DP. Evaluation only, not private.",
         xlabel="number of queries",
-        ylabel="Accuracy of an answer",
-        xscale="log",
-        references={f"DP-SGD  {100 * dp_sgd:.1f}%": dp_sgd} | without_noise,
+        references={f"DP-SGD  {100 * dp_sgd:.1f}%": dp_sgd} | references,
     )
+
+
+def _expected(bench: Bench, axis: Sequence[float], epsilons: Sequence[float]) -> Curves:
+    """Returns the expected accuracy of each teacher and mechanism. Each place of the axis has an
+    epsilon.
+    """
+    truth = bench.test["label"]
+    curves = Curves()
+    for (teacher, pool), name in itertools.product(
+        bench.pools.items(), reversed(bench.config.mechanisms)
+    ):
+        mechanism = MECHANISMS[name]
+        accuracies = [pool.expected_accuracy(mechanism, epsilon, truth) for epsilon in epsilons]
+        label = f"{teacher}, {_SHORT[mechanism]}"
+        curves[label] = list(zip(axis, accuracies, strict=True))
+    return curves
 
 
 def _total(plan: Any) -> str:
     return f"({plan.epsilon:g}, {_power(plan.delta)})"
 
 
-def _draw_flips(result: Mapping[str, Any], work: frame.Work) -> None:
+def _draw_flips(result: Result, work: frame.Work) -> None:
     """Draws the probability of another answer than the model's, over the calibrated distance."""
-    classes, plan, epsilon = work.shared.classes, work.shared.plan, result["epsilon_per_query"]
+    classes, plan = work.shared.classes, work.shared.plan
+    epsilon = result["epsilon_per_query"]
     distance = np.arange(101)
     flips = {OURS: flip_probability(OURS, distance, epsilon, classes)}
     if classes == 2:
@@ -455,59 +479,69 @@ def _draw_flips(result: Mapping[str, Any], work: frame.Work) -> None:
         )
         flips["Cauchy, paper"] = flip_probability(SMOOTH, distance, epsilon, 2)
     flips[GLOBAL] = flip_probability(GLOBAL, distance, epsilon, classes)
-    queries = f"ε = {epsilon:.3f} per query: {plan.queries} queries at {_total(plan)}"
+    curves = Curves()
+    for name, probabilities in flips.items():
+        curves[name] = list(enumerate(probabilities.tolist()))
+    queries = f"{plan.queries} queries at {_total(plan)}"
     plot_curves(
         work.root / "flips.png",
-        {name: list(enumerate(map(float, shares))) for name, shares in flips.items()},
+        curves,
         title="How often an answer differs from the model's",
-        subtitle=f"{classes} classes, {queries}",
+        subtitle=f"{classes} classes, ε = {epsilon:.3f} per query: {queries}",
         xlabel="calibrated distance k'",
         ylabel="Flip probability",
     )
 
 
-def _table(result: Mapping[str, Any]) -> list[dict[str, str]]:
+def _table(result: Result) -> Lines:
     return [_line(row, result["queries"]) for row in result["rows"]]
 
 
-def _line(row: Mapping[str, Any], queries: int) -> dict[str, str]:
+def _line(row: Row, queries: int) -> dict[str, str]:
     answered = "all"
     if "answered" in row:
-        answered = f"{np.mean(row['answered']):.0f}/{queries}"
+        mean = np.mean(row["answered"])
+        answered = f"{mean:.0f}/{queries}"
+    expected = [row["expected"]] if "expected" in row else []
     return {
         "teacher": row["teacher"],
         "mechanism": row["answers"],
         "per query": _percent(row["per_query"]),
-        "all inputs": _percent([row["expected"]] if "expected" in row else []),
+        "all inputs": _percent(expected),
         "student": _percent(row["student"]),
         "answered": answered,
     }
 
 
-def _summary(result: Mapping[str, Any]) -> str:
+def _summary(result: Result) -> str:
     released, each = result["released"], result["epsilon_per_query"]
+    right = results.percent(released["per_query"])
+    student = results.percent(released["student"])
+    delta = _power(result["delta"])
     text = (
         f"{result['queries']} answers about {result['dataset']}, pure epsilon {each:.4f} each: "
-        f"{_percent([released['per_query']])} % right. Their student: "
-        f"{_percent([released['student']])} %."
-        f"\nThe ledger recomputes epsilon = {result['epsilon']:.3f} at delta = "
-        f"{_power(result['delta'])} for all "
+        f"{right} % right. Their student: {student} %.\n"
+        f"The ledger recomputes epsilon = {result['epsilon']:.3f} at delta = {delta} for all "
         f"answers together (one example {result['changes']})."
     )
     if "rows" not in result:
         return text
+    table = format_table(_table(result))
     return (
-        f"{format_table(_table(result))}\n\n"
-        "Accuracy in percent. Per query and student: mean ± standard deviation over repetitions "
-        "with fresh noise and\n"
-        "other queries, each at the cost below. All inputs: expectation over the noise for every "
-        "test input. The\n"
-        "table and the figures are not private. They read certificates without noise for "
-        f"evaluation.\n\n{text}\n"
+        f"{table}\n\n{_EXPLAINED}\n\n{text}\n"
         "Publishing the references too would cost another epsilon = "
         f"{result['references_epsilon']:.4g}. "
         "--config.references=False leaves them out."
     )
+
+
+_EXPLAINED = (
+    "Accuracy in percent. Per query and student: mean ± standard deviation over repetitions with "
+    "fresh noise and\n"
+    "other queries, each at the cost below. All inputs: expectation over the noise for every test "
+    "input. The\n"
+    "table and the figures are not private. They read certificates without noise for evaluation."
+)
 
 
 def _power(value: float) -> str:
@@ -515,8 +549,37 @@ def _power(value: float) -> str:
 
 
 def _percent(values: Sequence[float]) -> str:
-    return results.percent(*results.moments(values)[:2]) if values else "-"
+    if not values:
+        return "-"
+    mean, deviation, _ = results.moments(values)
+    return results.percent(mean, deviation)
 
+
+def _tables(result: Result, work: frame.Work) -> Fields:
+    if "rows" not in result:
+        return {}
+    return {"Accuracy in percent": _table(result)}
+
+
+_REPORT = frame.Report(
+    title="private answers",
+    page="predict.html.jinja",
+    shape={
+        "dataset": str,
+        "queries": int,
+        "tested": int,
+        "epsilon": float,
+        "delta": float,
+        "epsilon_per_query": float,
+        "released": {"per_query": float, "student": float},
+    },
+    released={
+        "answers.npz": "private answers",
+        "student.safetensors": "student of the answers",
+        "network.safetensors": "frozen public network",
+    },
+    references=True,
+)
 
 STUDY = frame.Study(
     name="predict",
@@ -527,25 +590,10 @@ STUDY = frame.Study(
     run=_run,
     result=_result,
     summary=_summary,
-    tables=lambda result, _: {"Accuracy in percent": _table(result)} if "rows" in result else {},
+    tables=_tables,
     figures=_figures,
     plan=_plan,
-    report=frame.Report(
-        title="private answers",
-        page="predict.html.jinja",
-        shape={
-            **dict.fromkeys(("epsilon", "delta", "epsilon_per_query"), float),
-            **dict.fromkeys(("queries", "tested"), int),
-            "dataset": str,
-            "released": {"per_query": float, "student": float},
-        },
-        released={
-            "answers.npz": "private answers",
-            "student.safetensors": "student of the answers",
-            "network.safetensors": "frozen public network",
-        },
-        references=True,
-    ),
+    report=_REPORT,
 )
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import functools
 import itertools
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from jaxdp.models import Pretrained, save_params
 from jaxdp.report import format_table, plot_panels, read_metrics
 
 from . import data, frame, models, plans, settings
+from .study import Fields, Lines, Result, Rows
 
 _CHANGES = ("rho", "beta", "loss", "loss_bound", "gradient", "gradient_bound")
 _JUDGED = 2000  # the most training images that judge the warm-up
@@ -112,7 +113,7 @@ def _batches(config: Any, train: Examples) -> pretrain.Batches:
     )
 
 
-def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
+def _run(cell: Model, work: frame.Work) -> Fields:
     config, task = work.config, work.shared
     predict, batches = task.network.apply_fn, task.batches
     judge = functools.partial(pretrain.robust_accuracy, predict)
@@ -161,7 +162,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     }
 
 
-def _changes(config: Any, task: _Task, params: Any) -> list[dict[str, Any]]:
+def _changes(config: Any, task: _Task, params: Any) -> Lines:
     """Returns what Lemma A.1 allows beside the change along the gradient of the public loss and
     along noise, for each length.
     """
@@ -189,11 +190,11 @@ def _changes(config: Any, task: _Task, params: Any) -> list[dict[str, Any]]:
     return rows
 
 
-def _rules(config: Any, task: _Task) -> tuple[Callable[[Any], dict[str, float]], dict[str, Any]]:
+def _rules(config: Any, task: _Task) -> tuple[Callable[[Any], dict[str, float]], Fields]:
     """Returns `evaluate` of a run, and the rules by which its warm-up ends and it stops."""
     # The test images choose nothing, so the target is one of the accuracy on training images.
     sources = {"accuracy": task.test}
-    rules: dict[str, Any] = {}
+    rules: Fields = {}
     stable, target = config.train.stable, config.ascent.warmup_accuracy
     if target:
         sources["train_accuracy"] = task.train.take(np.arange(min(len(task.train), _JUDGED)))
@@ -212,7 +213,7 @@ def _accuracy(task: _Task, params: Any, source: Examples) -> float:
     return float(judged[0])
 
 
-def _course(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _course(rows: Rows) -> Fields:
     """Returns the number of steps, of those before the first ascent, and the mean length of the
     perturbation over the first and the last tenth of the steps with one.
 
@@ -230,7 +231,7 @@ def _course(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+def _result(rows: Rows, work: frame.Work) -> Fields:
     provenance = {
         "train": _origin(work.shared.train),
         "test": _origin(work.shared.test),
@@ -240,11 +241,11 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     return {**rows[0], "provenance": provenance}
 
 
-def _origin(source: Examples) -> dict[str, Any]:
+def _origin(source: Examples) -> Fields:
     return {"name": source.name, "fingerprint": source.fingerprint, "examples": len(source)}
 
 
-def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
+def _figures(result: Result, work: frame.Work) -> None:
     if result["changes"]:
         _draw_changes(result, work.root / "lemma_a1.png")
     panels = {}
@@ -273,7 +274,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
     )
 
 
-def _draw_changes(result: Mapping[str, Any], path: pathlib.Path) -> None:
+def _draw_changes(result: Result, path: pathlib.Path) -> None:
     panels = {}
     for of, title in (("loss", "The loss of an example"), ("gradient", "The gradient")):
         curves: dict[str, list[tuple[float, float]]] = {}
@@ -292,7 +293,7 @@ def _draw_changes(result: Mapping[str, Any], path: pathlib.Path) -> None:
     )
 
 
-def _summary(result: Mapping[str, Any]) -> str:
+def _summary(result: Result) -> str:
     rows = [{"noise": "none", "accuracy": result["accuracy"]}]
     for kind, sweep in result["robust_accuracy"].items():
         of = " of each tensor" if kind == "relative" else ""
@@ -310,7 +311,7 @@ def _summary(result: Mapping[str, Any]) -> str:
     )
 
 
-def _lemma(changes: Sequence[Mapping[str, Any]]) -> str:
+def _lemma(changes: Rows) -> str:
     """Returns the table of the changes, if there are any."""
     rows = []
     for change in changes:

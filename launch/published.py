@@ -27,6 +27,7 @@ from .finetune import SCALER, Model
 from .lifecycle import document, parts
 from .lifecycle.recalibrate import restored
 from .lifecycle.stages import known as stages
+from .study import Fields, Result, Row
 from .tasks import network_of, scaled
 
 _IMAGE = "an image in [0, 1], of this size; the normalisation is in the program"
@@ -39,7 +40,7 @@ class Run:
 
     root: pathlib.Path
     config: Any
-    result: Mapping[str, Any]
+    result: Result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,16 +65,16 @@ class Published:
     inputs: str
     accounts: pathlib.Path | Books | None
     classes: Sequence[str] = ()
-    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    metrics: Row = dataclasses.field(default_factory=dict)
 
 
-def _network(run: Run, network: Pretrained, file: str = "params.safetensors") -> dict[str, Any]:
+def _network(run: Run, network: Pretrained, file: str = "params.safetensors") -> Fields:
     """Returns the fields of a network of images or features, and of its file in the workdir."""
 
     def predict(params: Any, batch: jax.Array) -> jax.Array:
         return jax.nn.softmax(network.apply_fn(params, batch))
 
-    fields: dict[str, Any] = {"predict": predict, "params": load_params(run.root / file)}
+    fields: Fields = {"predict": predict, "params": load_params(run.root / file)}
     return fields | {"probe": _random(blank_inputs(network.preprocessing).shape[1:])}
 
 
@@ -95,7 +96,7 @@ def _random(shape: Sequence[int]) -> np.ndarray:
     return np.random.default_rng(0).random((_PROBES, *shape), np.float32)
 
 
-def _share(run: Run, name: str) -> dict[str, Any]:
+def _share(run: Run, name: str) -> Fields:
     return {"test accuracy": (run.result[name], run.result["tested"])}
 
 
@@ -244,7 +245,7 @@ def _deployed(run: Run) -> Published:
         least = jnp.maximum(confidence, jnp.finfo(jnp.float32).tiny)
         return least[:, None] * jax.nn.one_hot(logits.argmax(axis=1), logits.shape[1])
 
-    metrics: dict[str, Any] = {}
+    metrics: Fields = {}
     for shift, versions in result["models"].items():
         deployed = versions["deployed"]
         metrics[f"accuracy, {shift}"] = (deployed["accuracy"], result["tested"][shift])

@@ -62,7 +62,7 @@ def reach(method: Any) -> tuple[list[np.ndarray], np.ndarray]:
     """
     one_record = Records(jnp.zeros((1, 2)), jnp.zeros(1, jnp.int32))
     answer = jax.eval_shape(lambda: method.summand(0, one_record, jnp.float32(1)))
-    width = answer.shape[1]
+    _, width = answer.shape
 
     @functools.partial(jax.jit, static_argnums=0)
     @functools.partial(jax.vmap, in_axes=(None, 0, 0))
@@ -70,19 +70,25 @@ def reach(method: Any) -> tuple[list[np.ndarray], np.ndarray]:
         questions = []
         for i, k in enumerate(rounds):
             questions.append(method.question(k, state))
-            state = method.update(k, state, jnp.full(width, script[i]))
+            answer = jnp.full(width, script[i])
+            state = method.update(k, state, answer)
         return questions, state
 
     states = jax.tree.map(lambda x: np.asarray(x)[None], method.init(0.0))
-    questions = list[np.ndarray]()
+    questions: list[np.ndarray] = []
     for start in range(0, method.rounds, _ROUNDS_AT_ONCE):
-        rounds = range(start, min(start + _ROUNDS_AT_ONCE, method.rounds))
+        stop = min(start + _ROUNDS_AT_ONCE, method.rounds)
+        rounds = range(start, stop)
         scripts = _scripts(rounds)
+        # Each state is played with each script.
+        repeat = functools.partial(np.repeat, repeats=len(scripts), axis=0)
         count = len(jax.tree.leaves(states)[0])
-        every = jax.tree.map(functools.partial(np.repeat, repeats=len(scripts), axis=0), states)
-        temperatures, states = jax.device_get(played(rounds, every, np.tile(scripts, (count, 1))))
+        every_state = jax.tree.map(repeat, states)
+        every_script = np.tile(scripts, (count, 1))
+        results = played(rounds, every_state, every_script)
+        temperatures, ends = jax.device_get(results)
         questions += map(np.unique, temperatures)
-        states = _distinct(states)
+        states = _distinct(ends)
     finished = jax.jit(jax.vmap(method.finish))(states)
     ends = getattr(finished, "temperature", np.zeros(0, np.float32))
     return questions, np.unique(ends)
@@ -95,16 +101,21 @@ def _scripts(rounds: range) -> np.ndarray:
     """
     answers = []
     for k in rounds:
-        small, large = 10.0 ** -(3 + k), 10.0 ** (3 + k)
+        exponent = 3 + k
+        small, large = 10.0**-exponent, 10.0**exponent
         answers.append([-small, -large, small, large])
-    return np.asarray(list(itertools.product(*answers)), np.float32)
+    scripts = list(itertools.product(*answers))
+    return np.asarray(scripts, np.float32)
 
 
 def _distinct(states: Any) -> Any:
     """Returns the states [n, ...] without repetitions. States are compared byte by byte."""
-    leaves = jax.tree.leaves(states)
-    state_bytes = [leaf.reshape(len(leaf), -1).view(np.uint8) for leaf in leaves]
-    _, first = np.unique(np.concatenate(state_bytes, 1), axis=0, return_index=True)
+    leaf_bytes = []
+    for leaf in jax.tree.leaves(states):
+        rows = leaf.reshape(len(leaf), -1)
+        leaf_bytes.append(rows.view(np.uint8))
+    state_bytes = np.concatenate(leaf_bytes, 1)
+    _, first = np.unique(state_bytes, axis=0, return_index=True)
     return jax.tree.map(lambda leaf: leaf[first], states)
 
 
@@ -152,7 +163,8 @@ class Order(NamedTuple):
     def only(self, settings: Sequence[Setting]) -> "Order":
         """Returns the beginnings that some settings use."""
         ends = _ends(settings)
-        return self._replace(rows=self.rows[:, : ends[-1]], ends=ends)
+        longest = ends[-1]
+        return self._replace(rows=self.rows[:, :longest], ends=ends)
 
 
 class Sums(NamedTuple):
@@ -178,16 +190,19 @@ class Sums(NamedTuple):
 
     def of_first(self, count: int, order: Order) -> "Sums":
         """Returns the sums over the first `count` records of each trial, without the axis P."""
-        beginning = order.ends.index(count)
-        return self._replace(beginnings=self.beginnings[:, beginning])
+        place = order.ends.index(count)
+        beginning = self.beginnings[:, place]
+        return self._replace(beginnings=beginning)
 
     def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the sums [s] of a trial and beginning, the sums [s] of all records, and whether T
         is in the table.
         """
-        nearest = jnp.argmin(jnp.abs(self.temperatures - temperature))
+        distances = jnp.abs(self.temperatures - temperature)
+        nearest = jnp.argmin(distances)
+        ratio = self.temperatures[nearest] / temperature
         # Programs that compute the same temperature may round it differently.
-        is_known = jnp.abs(self.temperatures[nearest] / temperature - 1) < 1e-4
+        is_known = jnp.abs(ratio - 1) < 1e-4
         return self.beginnings[nearest], self.everyone[nearest], is_known
 
 
@@ -199,11 +214,14 @@ def _sums(
     summand: Any, records: Records, temperatures: jax.Array, rows: jax.Array, ends: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the sums over beginnings and over everyone, with one trial's rows in memory."""
-    table = jax.vmap(summand, in_axes=(None, 0), out_axes=1)(records, temperatures)
-    segment = np.repeat(np.arange(len(ends)), np.diff([0, *ends]))
+    by_temperature = jax.vmap(summand, in_axes=(None, 0), out_axes=1)
+    table = by_temperature(records, temperatures)
+    count = len(ends)
+    lengths = np.diff([0, *ends])
+    segment = np.repeat(np.arange(count), lengths)
 
     def beginnings(order: jax.Array) -> jax.Array:
-        sums = jax.ops.segment_sum(table[order], segment, len(ends), indices_are_sorted=True)
+        sums = jax.ops.segment_sum(table[order], segment, count, indices_are_sorted=True)
         return jnp.cumsum(sums, 0)
 
     return jax.lax.map(beginnings, rows), table.sum(0)
@@ -215,15 +233,17 @@ def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
     """
     p = confidence(records.logits, temperature)
     bins = jax.nn.one_hot(equal_width_bin(p, _ECE_BINS), _ECE_BINS)
-    gap = (records.correct.astype(jnp.float32) - p)[:, None]
+    right = records.correct.astype(jnp.float32)
+    gap = (right - p)[:, None]
     return jnp.concatenate([bins * gap, gap * gap], 1)
 
 
 def _outcome(fit: jax.Array, tested: int) -> Outcome:
     """Returns the scores from the sums [trials, 16] over test splits of `tested` records."""
     sums = np.asarray(fit)
-    bins, squares = sums[:, :-1], sums[:, -1]
-    return Outcome(ece=np.abs(bins).sum(1) / tested, brier=squares / tested)
+    gaps = np.abs(sums[:, :-1])
+    squares = sums[:, -1]
+    return Outcome(ece=gaps.sum(1) / tested, brier=squares / tested)
 
 
 # --- Methods over all settings ------------------------------------------------------------------
@@ -254,26 +274,27 @@ def simulate(
       One outcome per setting.
     """
     questions, ends = reach(method)
-    answers = [
-        Sums.of(_Asked(method, k), records, temperatures, order)
-        for k, temperatures in enumerate(questions)
-    ]
-    fits = Sums.of(_fit_at, records, ends, order) if ends.size else None
-    shape = (len(order.rows), method.rounds, answers[0].everyone.shape[1])
-    num_classes = records.logits.shape[1]
+    answers = []
+    for k, temperatures in enumerate(questions):
+        summand = _Asked(method, k)
+        answers.append(Sums.of(summand, records, temperatures, order))
+    fits = None
+    if ends.size:
+        fits = Sums.of(_fit_at, records, ends, order)
+    _, width = answers[0].everyone.shape
+    shape = (len(order.rows), method.rounds, width)
+    _, num_classes = records.logits.shape
+    scale_of = functools.partial(noise_scale, method, adjacency=adjacency, num_classes=num_classes)
     outcomes = []
     bar = progress_bar(settings, label=type(method).__name__, unit="setting")
     for index, (sources, samples, epsilon) in enumerate(bar):
         used = sources * samples
-        scale = None
-        if key is not None:
-            scale = noise_scale(
-                method, epsilon=epsilon, adjacency=adjacency, num_classes=num_classes
-            )
+        scale = None if key is None else scale_of(epsilon=epsilon)
         if key is None or scale is None:  # no privacy has no scale
             drawn, variance = jnp.zeros(shape), 0.0
         else:
-            drawn = noise_of_sources(jax.random.fold_in(key, index), shape, sources, scale)
+            setting_key = jax.random.fold_in(key, index)
+            drawn = noise_of_sources(setting_key, shape, sources, scale)
             variance = scale.variance * sources
         # Without a key the first source recalibrates for itself.
         heard = samples if key is None else used
@@ -283,18 +304,21 @@ def simulate(
             fit = _rest(fits.of_first(used, order), parameters.temperature)
         else:
             fit = _curve_fits(method, parameters, records, order.rank >= used)
-        outcomes.append(_outcome(fit, len(records.labels) - used))
+        tested = len(records.labels) - used
+        outcomes.append(_outcome(fit, tested))
     return outcomes
 
 
 def unchanged(records: Records, order: Order, settings: Sequence[Setting]) -> list[Outcome]:
     """Returns the outcomes without recalibration."""
     fits = Sums.of(_fit_at, records, np.ones(1), order)
+    ones = jnp.ones(len(order.rows))
     outcomes = []
     for setting in settings:
         used = setting.sources * setting.samples
-        fit = _rest(fits.of_first(used, order), jnp.ones(len(order.rows)))
-        outcomes.append(_outcome(fit, len(records.labels) - used))
+        fit = _rest(fits.of_first(used, order), ones)
+        tested = len(records.labels) - used
+        outcomes.append(_outcome(fit, tested))
     return outcomes
 
 
@@ -320,15 +344,19 @@ def noise_of_sources(
     """
 
     def five(i: jax.Array, total: jax.Array) -> jax.Array:
+        five_key = jax.random.fold_in(key, i)
         # 1 - uniform is in (0, 1], whose logarithm is finite.
-        uniform = 1 - jax.random.uniform(jax.random.fold_in(key, i), (5, 2, *shape))
-        exists = 5 * i + jnp.arange(5) < sources
-        exists = jnp.expand_dims(exists, tuple(range(1, uniform.ndim)))
-        plus, minus = -jnp.log(jnp.where(exists, uniform, 1.0).prod(0))
+        uniform = 1 - jax.random.uniform(five_key, (5, 2, *shape))
+        numbers = 5 * i + jnp.arange(5)
+        inner_axes = tuple(range(1, uniform.ndim))
+        exists = jnp.expand_dims(numbers < sources, inner_axes)
+        products = jnp.where(exists, uniform, 1.0).prod(0)
+        plus, minus = -jnp.log(products)
         return total + plus - minus
 
     rounds = (sources + 4) // 5
-    return jax.lax.fori_loop(0, rounds, five, jnp.zeros(shape)) * (scale.noise * scale.step)
+    total = jax.lax.fori_loop(0, rounds, five, jnp.zeros(shape))
+    return total * (scale.noise * scale.step)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -384,7 +412,8 @@ def _curve_fits(method: Any, parameters: Any, records: Records, tested: jax.Arra
         parameters, tested = trial
         p = method.curve(parameters, score)
         gap = (right - p) * tested.astype(jnp.float32)
-        bins = jax.ops.segment_sum(gap, equal_width_bin(p, _ECE_BINS), _ECE_BINS)
+        segment = equal_width_bin(p, _ECE_BINS)
+        bins = jax.ops.segment_sum(gap, segment, _ECE_BINS)
         return jnp.append(bins, gap @ gap)
 
     return jax.lax.map(fit, (parameters, tested))

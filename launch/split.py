@@ -9,7 +9,7 @@ backbone.safetensors has the server's model, if it was trained here.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +24,7 @@ from .config_dict import ConfigDict
 from .split_attackers import ATTACKERS, SCORES, STRONGEST
 from .split_augmentations import Augmentation
 from .split_runs import PRIVATE, SA, SA_CLEAN, SA_ONCE, Bench, Client, Task
-
-Result = Mapping[str, Any]
-Lines = list[dict[str, Any]]  # of a table
+from .study import Fields, Lines, Result, Row, Rows
 
 PUBLISHED_CLIENT = "client, as published"
 _SHOWN = 10  # images in the figure
@@ -187,7 +185,7 @@ def swept(config: Any, part: str, value: float) -> split_runs.Variant:
     return split_runs.PUBLISHED._replace(**{part: value / usual})
 
 
-def _run(cell: Any, work: frame.Work) -> dict[str, Any]:
+def _run(cell: Any, work: frame.Work) -> Fields:
     config, bench = work.config, work.shared
     match cell:
         case Rate():
@@ -255,7 +253,7 @@ def _tuned_as(cell: Run) -> str:
     return SA_ONCE if variant.order == "once" else SA
 
 
-def _terms(config: Any) -> dict[str, Any]:
+def _terms(config: Any) -> Fields:
     return data.terms(config.data, unit="image", adjacency="replace_one")
 
 
@@ -266,7 +264,7 @@ def _account(work: frame.Work, name: str) -> Any:
     )
 
 
-def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
+def _attack(cell: Attack, work: frame.Work) -> Fields:
     """Returns the scores of attackers on one client's uploads, over its images by attacker and
     score.
     """
@@ -296,7 +294,7 @@ def _attack(cell: Attack, work: frame.Work) -> dict[str, Any]:
     return {"attackers": scores}
 
 
-def _spread(arrays: Mapping[str, Any], most: int) -> dict[str, Any]:
+def _spread(arrays: Row, most: int) -> Fields:
     """Returns at most `most` rows of all arrays, at equal distances."""
     total = len(next(iter(arrays.values())))
     rows = np.linspace(0, total - 1, min(most, total)).astype(int)
@@ -306,7 +304,7 @@ def _spread(arrays: Mapping[str, Any], most: int) -> dict[str, Any]:
 # --- Results ------------------------------------------------------------------------------------
 
 
-def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+def _result(rows: Rows, work: frame.Work) -> Fields:
     config, shots = work.config, work.config.ablation.shots
     tuned = dict.fromkeys(row["method"] for row in results.select(rows, part="tuning"))
     accuracy = {
@@ -337,7 +335,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     }
 
 
-def _mean(work: frame.Work, cells: Iterable[Any]) -> dict[str, Any]:
+def _mean(work: frame.Work, cells: Iterable[Any]) -> Fields:
     """Returns moments over the seeds."""
     rows = [work.row(cell) for cell in cells]
     names = [name for name in ("accuracy", "noisy") if name in rows[0]]
@@ -348,7 +346,7 @@ def _attacked(work: frame.Work, part: str, upload: str, level: float = 1.0) -> A
     return work.row(Attack(part, upload, level))["attackers"]
 
 
-def _loss(work: frame.Work, label: str) -> dict[str, Any]:
+def _loss(work: frame.Work, label: str) -> Fields:
     """Returns moments of the differences on the same images, which vary far less than the means."""
     config = work.config
     whole = _runs(config, SA, config.ablation.shots)
@@ -360,7 +358,7 @@ def _loss(work: frame.Work, label: str) -> dict[str, Any]:
     return results.moments(differences).as_json()
 
 
-def _noise_result(work: frame.Work, scale: float) -> dict[str, Any]:
+def _noise_result(work: frame.Work, scale: float) -> Fields:
     means = {method: _mean(work, _noisy(work.config, method, scale)) for method in (SA, SA_ONCE)}
     return {**means, "attacks": _attacked(work, "attacks_noise", SA, scale)}
 
@@ -393,7 +391,7 @@ def _private_result(work: frame.Work) -> Lines:
     return lines
 
 
-def _cost_result(row: frame.Row) -> dict[str, Any]:
+def _cost_result(row: Row) -> Fields:
     costs = {name: value for name, value in row.items() if name not in Cost._fields}
     return {"Method": row["method"], **costs}
 
@@ -401,7 +399,7 @@ def _cost_result(row: frame.Row) -> dict[str, Any]:
 # --- Tables -------------------------------------------------------------------------------------
 
 
-def _tables(result: Result, work: frame.Work) -> dict[str, Any]:
+def _tables(result: Result, work: frame.Work) -> Fields:
     config, shots = work.config, work.config.ablation.shots
     in_std = config.client.laplace_unit == "std"
     unit = "standard deviations of public representations" if in_std else "representation"
@@ -525,7 +523,7 @@ def _private_table(result: Result) -> Lines:
     ]
 
 
-def _accuracies(accuracy: Mapping[str, Any], heading: str) -> Lines:
+def _accuracies(accuracy: Row, heading: str) -> Lines:
     lines = []
     for method, by_shots in accuracy.items():
         cells = {f"{k} shots": _percent(row["accuracy"]) for k, row in by_shots.items()}
@@ -550,7 +548,7 @@ def _summary(result: Result) -> str:
         f"{name} {scores[name]['psnr']['mean']:.1f} dB" for name in ("mean image", *STRONGEST)
     )
 
-    def distance(row: Mapping[str, Any]) -> tuple[float, int]:
+    def distance(row: Row) -> tuple[float, int]:
         return abs(math.log(row["epsilon"] / 8)), -row["shots"]
 
     shown = min(result["private"], key=distance)  # near epsilon 8, with the most images
@@ -563,11 +561,11 @@ def _summary(result: Result) -> str:
     )
 
 
-def _percent(moments: Mapping[str, Any]) -> str:
+def _percent(moments: Row) -> str:
     return results.percent(moments["mean"], moments["error"])
 
 
-def _number(moments: Mapping[str, Any]) -> str:
+def _number(moments: Row) -> str:
     return results.number(moments["mean"], moments["error"])
 
 

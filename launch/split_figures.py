@@ -1,7 +1,7 @@
 """The figures of Split Adaptation, drawn from the result of `launch.split`."""
 
 import pathlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from jaxdp.report import plot_curves, plot_images, plot_panels
 from . import frame
 from .split_attackers import SCORES, STRONGEST
 from .split_runs import SA, SA_ONCE
+from .study import Fields, Result, Row
 
-Result = Mapping[str, Any]
 Points = list[tuple[float, float]]  # of a curve
 
 
@@ -99,7 +99,7 @@ def draw_private(result: Result, work: frame.Work) -> None:
 
 def draw_reconstructions(result: Result, work: frame.Work) -> None:
     """Draws what the strongest attackers see of every upload, and all attackers of one."""
-    images, notes = dict[str, Any](), dict[str, str]()
+    images, notes = Fields(), dict[str, str]()
     for upload, scores in result["attacks"].items():
         truth, by_attacker = _seen(work, upload, [name for name in STRONGEST if name in scores])
         images.setdefault("truth", truth)
@@ -135,7 +135,7 @@ def _seen(
     return arrays["truth"], {name: arrays[name] for name in attackers}
 
 
-def _note(scores: Mapping[str, Any]) -> str:
+def _note(scores: Row) -> str:
     ssim = next(score for score in scores if score.startswith("ssim"))
     note = f"SSIM {scores[ssim]['mean']:.2f}, PSNR {scores['psnr']['mean']:.1f}"
     if "lpips" in scores:

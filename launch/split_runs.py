@@ -29,6 +29,7 @@ from . import representation_attacks as attacks
 from . import split_costs as costs
 from .measure import measure
 from .split_attackers import GINVER, Knowledge, attackers_of, perturbed, simulated
+from .study import Fields
 
 _BATCH = 256  # of representations whose logits are computed together
 ServerVariant = Literal["full", "without Hilbert", "amplitude", "F_0 only", "untuned"]
@@ -276,7 +277,7 @@ class Bench:
             self.config, lambda: images, self.root, "backbone", untrained=self._network
         ).params
 
-    def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, dict[str, Any]]:
+    def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, Fields]:
         options = self.config.server
         images, labels = jnp.asarray(self.public["image"]), jnp.asarray(self.public["label"])
         # Half the images twice as often give the same number of steps.
@@ -433,7 +434,7 @@ class Bench:
         make = split.augment_then_noise if published else split.noise_then_augment
         return make(client.key("copies"), x, **self._copying(variant))
 
-    def _model_noise(self, variant: Variant) -> dict[str, Any]:
+    def _model_noise(self, variant: Variant) -> Fields:
         return {
             "alpha": variant.alpha * self.config.client.alpha,
             "mode": self.config.client.noise_mode,
@@ -449,7 +450,7 @@ class Bench:
             unit = float(jnp.std(self._representations))
         return variant.laplace * options.laplace * unit
 
-    def _copying(self, variant: Variant) -> dict[str, Any]:
+    def _copying(self, variant: Variant) -> Fields:
         tokens = self.backbone.tokens[0] - self.backbone.prefix_tokens
         return {
             "laplace_scale": self._scale(variant),
@@ -640,7 +641,7 @@ class Bench:
 
     # --- Costs -----------------------------------------------------------------------------------
 
-    def cost(self, method: str) -> dict[str, Any]:
+    def cost(self, method: str) -> Fields:
         """Returns the cost of a method for a client (Table 2) with the shots of the ablations, on
         this device.
         """

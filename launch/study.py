@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from . import plans
     from .frame import Work
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Any]  # the values of a cell, by name
+Rows = Sequence[Row]
+Result = Mapping[str, Any]  # the content of result.json
+Fields = dict[str, Any]  # of a JSON object
+Lines = list[Fields]  # of a table, by heading
 
 
 def nothing(*_: Any) -> Any:
@@ -103,7 +107,7 @@ class Study(Program):
     open: Callable[[Any, pathlib.Path], Any]
     cells: Callable[[Any], Iterable[Any]]
     run: Callable[[Any, "Work"], Row]
-    result: Callable[[Sequence[Row], "Work"], Any]
+    result: Callable[[Rows, "Work"], Any]
     summary: Callable[[Any], str]
     private: Callable[[Any], Sequence[PrivateSet]] | None = None
     tables: Callable[[Any, "Work"], Mapping[str, Any]] = nothing
@@ -111,4 +115,4 @@ class Study(Program):
     benchmark: str = ""
     grows: Callable[[Any], Any] | None = None
     plan: Callable[[Any, Callable[[], Any]], Iterable["plans.Item"]] = lambda config, opened: ()
-    rows: Callable[["Work", Sequence[Any]], list[dict[str, Any]]] | None = None
+    rows: Callable[["Work", Sequence[Any]], Lines] | None = None

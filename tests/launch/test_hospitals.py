@@ -214,7 +214,8 @@ def test_a_run_goes_on_with_the_hospitals_that_are_left(network, tmp_path):
     np.testing.assert_array_equal(whole, answer(first, round=0) + other)
     # one of two stands for both
     np.testing.assert_array_equal(doubled, 2 * answer(second, round=k))
-    scale = recalibration.noise_scale(network.hospitals["clinic-1"]._method, num_classes=5, **HOW)
+    method = network.hospitals["clinic-1"]._agreed.method
+    scale = recalibration.noise_scale(method, num_classes=5, **HOW)
     assert variance == scale.variance * 2
     assert network.spends() == {"clinic-1": (1, 1.0), "clinic-2": (1, 1.0), "clinic-3": (0, 0.0)}
 
@@ -232,7 +233,7 @@ def test_the_first_question_depends_on_no_noise(name):
 
 
 def question(hospital, **changes):
-    fields = {"round": 0, "terms": hospital._terms, **changes}
+    fields = {"round": 0, "terms": hospital._agreed.terms, **changes}
     temperature = fields.pop("temperature", np.float32(1.0))
     return pack(fields.pop("kind", "question"), fields=fields, arrays={"temperature": temperature})
 
