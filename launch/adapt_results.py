@@ -1,7 +1,7 @@
 """What `launch.adapt` reports: means over streams, paired differences, costs, tables."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxdp import tta
@@ -14,22 +14,23 @@ from .adapt_settings import ORIGINAL, SOURCE, lengths, settings, usual
 
 def result_of(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     """Returns means and standard deviations over the seeds, per method, setting and corruption."""
-    config, tried = work.config, []
+    config = work.config
     tuning = results.select(rows, part="tuning")
     chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
+    tried = []
     for row in tuning:
         tried += [_name(row) | candidate for candidate in row["tried"]]
-    streams = [
-        {"images": images, "cells": _summaries(results.select(rows, part=part), chosen, work)}
-        for part, images in lengths(config).items()
-    ]
+    streams = []
+    for part, images in lengths(config).items():
+        runs = results.select(rows, part=part)
+        streams.append({"images": images, "cells": _summaries(runs, chosen, work)})
     whole, *shorter = streams
     return {
         "cells": whole["cells"],
         "shorter": shorter,
         "seeds": config.protocol.seeds,
         "images": config.data.images,
-        **{name: config.privacy[name] for name in ("delta", "adjacency", "unit")},
+        **results.only(config.privacy, "delta", "adjacency", "unit"),
         "tried": tried,
     }
 
@@ -38,40 +39,38 @@ def _summaries(
     runs: Sequence[frame.Row], chosen: Mapping[Any, Any], work: frame.Work
 ) -> list[dict[str, Any]]:
     """Returns the cells of a part: a method and a setting, over the seeds."""
-    config, cells = work.config, []
-    ways = settings(config)
+    ways = settings(work.config)
+    cells = []
     for method, setting in dict.fromkeys((row["method"], row["setting"]) for row in runs):
         mine = results.select(runs, method=method, setting=setting)
-        mean, deviation, _ = results.over_seeds(mine, "mean")
+        scores = results.over_seeds(mine, "mean")
+        cell = {"method": method, "setting": setting}
+        cell |= chosen.get((method, setting), {})
+        cell |= {"mean": scores.mean, "std": scores.deviation}
         others = {
             "over_source": {"method": SOURCE},
             "over_original": {"method": method, "setting": ORIGINAL},
             "over_usual": {"method": method, "setting": usual(ways, setting)},
         }
-        cell = {
-            "method": method,
-            "setting": setting,
-            **chosen.get((method, setting), {}),
-            "mean": mean,
-            "std": deviation,
-        }
         for name, coordinates in others.items():
             other = results.select(runs, **coordinates)
             if other:
-                cell[name] = _over(mine, other, config)
+                cell[name] = _over(mine, other, work.config)
         for name in ("length", "taken"):
             if all(name in row for row in mine):
-                cell[name] = results.moments(row[name] for row in mine).mean
+                cell[name] = _mean([row[name] for row in mine])
+        accuracies = [row["accuracy"] for row in mine]
         cell["per_corruption"] = {
-            name: results.moments(row["accuracy"][name] for row in mine).mean
-            for name in mine[0]["accuracy"]
+            name: _mean([accuracy[name] for accuracy in accuracies]) for name in accuracies[0]
         }
-        sigma = work.shared.noise.get(setting)
-        if sigma:
-            way = {"target": ways[setting].epsilon, "filters": ways[setting].filters}
-            cell |= {"noise_multiplier": sigma, **way, **_costs(sigma, mine, config)}
+        if setting in work.shared.noise:
+            cell |= _costs(work, setting, mine)
         cells.append(cell)
     return cells
+
+
+def _mean(values: Iterable[float]) -> float:
+    return results.moments(values).mean
 
 
 def _over(mine: Sequence[frame.Row], other: Sequence[frame.Row], config: Any) -> list[float]:
@@ -81,16 +80,23 @@ def _over(mine: Sequence[frame.Row], other: Sequence[frame.Row], config: Any) ->
     return list(crossed(differences, config.protocol.sources))
 
 
-def _costs(sigma: float, mine: Sequence[frame.Row], config: Any) -> dict[str, Any]:
-    """Returns what runs at a noise multiplier cost a photograph at most."""
+def _costs(work: frame.Work, setting: str, mine: Sequence[frame.Row]) -> dict[str, Any]:
+    """Returns what runs of a private setting cost a photograph at most."""
+    privacy = work.config.privacy
+    way = settings(work.config)[setting]
+    sigma = work.shared.noise[setting]
     visits = max(row["visits"] for row in mine)
     paid = tta.epsilons(
-        GaussianDpEvent(sigma),
-        visits=visits,
-        delta=config.privacy.delta,
-        adjacency=config.privacy.adjacency,
+        GaussianDpEvent(sigma), visits=visits, delta=privacy.delta, adjacency=privacy.adjacency
     )
-    return {"epsilon_sample": paid.sample, "epsilon_unit": paid.unit, "visits": visits}
+    return {
+        "noise_multiplier": sigma,
+        "target": way.epsilon,
+        "filters": way.filters,
+        "epsilon_sample": paid.sample,
+        "epsilon_unit": paid.unit,
+        "visits": visits,
+    }
 
 
 def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
@@ -114,18 +120,18 @@ def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
     errors = []
     for groups in (by_source, by_stream):
         if len(groups) > 1:
-            means = [results.moments(group).mean for group in groups.values()]
+            means = map(_mean, groups.values())
             errors.append(results.moments(means).error)
-    mean = results.moments(values.values()).mean
     error = math.hypot(*errors) if errors else math.nan
-    return mean, error
+    return _mean(values.values()), error
 
 
 def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
     """Returns a line per method with a column per setting."""
 
     def accuracy(rows: Sequence[frame.Row]) -> str:
-        return results.percent(rows[0]["mean"], rows[0]["std"])
+        (cell,) = rows
+        return results.percent(cell["mean"], cell["std"])
 
     return results.pivot(cells, "method", "setting", accuracy)
 
@@ -142,6 +148,7 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     *cells, source = result["cells"]
     changed = [cell for cell in cells if cell["setting"] != ORIGINAL]
     ablated = [cell for cell in cells if "over_usual" in cell]
+    costs = [_cost(cell, result["unit"]) for cell in _private(cells)]
     tables = {
         "Accuracy in percent over all corruptions, mean ± standard deviation of "
         f"{result['seeds']} streams": _accuracies([source, *cells]),
@@ -156,14 +163,10 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         ),
         "Difference to the original method, by photographs of a domain": _by_length(result),
         "Diagnostics, functions of the records: mean length of an update, and percent of images "
-        "that took part": [_name(cell) | _step_length(cell) for cell in cells],
-        f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": [
-            _cost(cell, result["unit"]) for cell in _private(cells)
-        ],
-        "Accuracy in percent per corruption": [
-            _name(cell) | _per_corruption(cell) for cell in [*cells, source]
-        ],
-        "Hyper-parameters": [_name(cell) | _hyper_parameters(cell) for cell in cells],
+        "that took part": _each(cells, _step_length),
+        f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": costs,
+        "Accuracy in percent per corruption": _each([*cells, source], _per_corruption),
+        "Hyper-parameters": _each(cells, _hyper_parameters),
     }
     return {title: table for title, table in tables.items() if table}
 
@@ -172,9 +175,8 @@ def by_length(result: Mapping[str, Any]) -> list[frame.Row]:
     """Returns the cells that are not original with the photographs of a domain, if that varies."""
     if not result["shorter"]:
         return []
-    whole = {"images": result["images"], "cells": result["cells"]}
     rows: list[frame.Row] = []
-    for length in [*result["shorter"], whole]:
+    for length in [*result["shorter"], result]:
         for cell in length["cells"]:
             if cell["setting"] != ORIGINAL:
                 run = f"{cell['method']}, {cell['setting']}"
@@ -183,23 +185,34 @@ def by_length(result: Mapping[str, Any]) -> list[frame.Row]:
 
 
 def _by_length(result: Mapping[str, Any]) -> list[dict[str, str]]:
-    return results.pivot(
-        by_length(result),
-        "run",
-        "images",
-        lambda found: results.percent(*found[0]["over_original"], sign="+"),
-        heading="{} photographs",
-    )
+    rows = by_length(result)
+    difference = _difference("over_original")
+    return results.pivot(rows, "run", "images", difference, heading="{} photographs")
 
 
 def _name(cell: frame.Row) -> dict[str, Any]:
-    return {"method": cell["method"], "setting": cell["setting"]}
+    return results.only(cell, "method", "setting")
+
+
+def _each(
+    cells: Sequence[frame.Row], columns: Callable[[frame.Row], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Returns a line per cell: its name, and the columns that are made of it."""
+    return [_name(cell) | columns(cell) for cell in cells]
 
 
 def _differences(over: str, cells: Sequence[frame.Row]) -> list[dict[str, str]]:
-    return results.pivot(
-        cells, "method", "setting", lambda found: results.percent(*found[0][over], sign="+")
-    )
+    return results.pivot(cells, "method", "setting", _difference(over))
+
+
+def _difference(over: str) -> Callable[[Sequence[frame.Row]], str]:
+    """Returns the entry of the one cell in a place: a difference and its error."""
+
+    def entry(rows: Sequence[frame.Row]) -> str:
+        (cell,) = rows
+        return results.percent(*cell[over], sign="+")
+
+    return entry
 
 
 def _hyper_parameters(cell: frame.Row) -> dict[str, Any]:
@@ -226,14 +239,17 @@ def _per_corruption(cell: frame.Row) -> dict[str, str]:
 
 
 def summary(result: Mapping[str, Any]) -> str:
+    cells = result["cells"]
+    lines = [format_table(_accuracies(cells)), ""]
     at = f"at delta = {result['delta']:g}, {result['adjacency']}"
-    costs = [
-        f"{cell['setting']}: epsilon = {cell['epsilon_sample']:.4g} for a sample, "
-        f"{cell['epsilon_unit']:.4g} for a {result['unit']} (seen {cell['visits']} times), {at}.\n"
-        for cell in _private(result["cells"])
-    ]
-    return (
-        f"{format_table(_accuracies(result['cells']))}\n\n{''.join(costs)}"
+    for cell in _private(cells):
+        of_sample, of_unit = cell["epsilon_sample"], cell["epsilon_unit"]
+        lines.append(
+            f"{cell['setting']}: epsilon = {of_sample:.4g} for a sample, "
+            f"{of_unit:.4g} for a {result['unit']} (seen {cell['visits']} times), {at}."
+        )
+    lines.append(
         "Each epsilon is of one run alone. These runs shared streams and labels. Publish all of "
         "them, as here, for public benchmarks only."
     )
+    return "\n".join(lines)

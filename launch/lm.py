@@ -21,10 +21,12 @@ from jaxdp.models import LanguageModel, Pretrained, generate, merge_lora, save_p
 from jaxdp.models.registry import MODELS
 from jaxdp.report import format_table
 
-from . import data, frame, models, plans, trainers
+from . import data, frame, models, plans, results, trainers
 from .study import PrivateSet
 
 Params = Any
+Encode = Callable[[str], Sequence[int]]
+Decode = Callable[[Sequence[int]], str]
 BYTES = "bytes"
 # Rows of the embedding beyond the tokenizer's vocabulary that a publisher may have added, so that
 # sizes are round.
@@ -53,16 +55,19 @@ class Opened(NamedTuple):
     network: Pretrained
     chosen: Callable[[str, Any], bool] | None
     prompts: list[list[int]]
-    decode: Callable[[Sequence[int]], str]
+    decode: Decode
     trainer: Any
 
 
-def tokenizer_of(
-    config: Any,
-) -> tuple[Callable[[str], Sequence[int]] | None, Callable[[Sequence[int]], str], int]:
+def _text_of_bytes(ids: Sequence[int]) -> str:
+    text = bytes(i for i in ids if i > 0)
+    return text.decode("utf-8", "replace")
+
+
+def tokenizer_of(config: Any) -> tuple[Encode | None, Decode, int]:
     """Returns (encode, decode, size of the vocabulary) of the data part of a config."""
     if config.tokenizer == BYTES:
-        return None, lambda ids: bytes(i for i in ids if i > 0).decode("utf-8", "replace"), 256
+        return None, _text_of_bytes, 256
     path = pathlib.Path(config.tokenizer)
     if not path.is_file():
         raise FileNotFoundError(
@@ -72,7 +77,12 @@ def tokenizer_of(
     library = optional("tokenizers", "text")
     with understood(path, "Give the tokenizer.json that lies beside the checkpoint."):
         tokenizer = library.Tokenizer.from_file(str(path))
-    return lambda text: tokenizer.encode(text).ids, tokenizer.decode, tokenizer.get_vocab_size()
+
+    def encode(text: str) -> Sequence[int]:
+        ids: Sequence[int] = tokenizer.encode(text).ids
+        return ids
+
+    return encode, tokenizer.decode, tokenizer.get_vocab_size()
 
 
 def _texts(config: Any) -> dict[str, list[str]]:
@@ -88,8 +98,10 @@ def _texts(config: Any) -> dict[str, list[str]]:
 
 
 def _texts_of_tfds(config: Any) -> dict[str, list[str]]:
-    specs = data.specs(config, *_ROLES)
-    return {role: data.texts(spec, config.field, labelled=False)[0] for role, spec in specs.items()}
+    texts = {}
+    for role, spec in data.specs(config, *_ROLES).items():
+        texts[role], _ = data.texts(spec, config.field, labelled=False)
+    return texts
 
 
 def _lines(config: Any) -> dict[str, list[str]]:
@@ -111,14 +123,13 @@ def _bundled_texts(config: Any) -> dict[str, list[str]]:
     pages = [page for page in folder.iterdir() if page.name.endswith(".rst")]
     lines: list[str] = []
     for page in sorted(pages, key=lambda page: page.name):
-        lines += map(str.strip, page.read_text(encoding="utf-8").splitlines())
+        text = page.read_text(encoding="utf-8")
+        lines += map(str.strip, text.splitlines())
     records = [line for line in lines if len(line) >= _SHORTEST]
     order = shuffled(len(records), seed=config.split_seed)
+    records = [records[i] for i in order]
     end = round(config.parts.private * len(records))
-    return {
-        "private": [records[i] for i in order[:end]],
-        "test": [records[i] for i in order[end:]],
-    }
+    return {"private": records[:end], "test": records[end:]}
 
 
 _ROLES = ("private", "test")
@@ -132,11 +143,15 @@ _SOURCES: Mapping[str, Callable[[Any], dict[str, list[str]]]] = {
 
 def check_model(config: Any, vocabulary: int) -> None:
     """Refuses a model of images, and a tokenizer that does not fit the vocabulary of the model."""
-    model, tokenizer = config.model, config.data.tokenizer
+    model = config.model
+    tokenizer = config.data.tokenizer
     languages = [name for name, (family, _) in MODELS.items() if family is LanguageModel]
     frame.known("model.name", [model.name], languages)
     spare = model.num_classes - vocabulary
-    if spare < 0 or (model.checkpoint and spare >= (1 if tokenizer == BYTES else _SPARE)):
+    allowed = math.inf  # fresh rows may be as many as anybody likes
+    if model.checkpoint:
+        allowed = 0 if tokenizer == BYTES else _SPARE - 1
+    if not 0 <= spare <= allowed:
         raise ValueError(
             f"config.data.tokenizer={tokenizer!r} has {vocabulary} tokens, and "
             "config.model.num_classes="
@@ -145,9 +160,7 @@ def check_model(config: Any, vocabulary: int) -> None:
         )
 
 
-def _prompts(
-    config: Any, encode: Callable[[str], Sequence[int]], positions: int
-) -> list[list[int]]:
+def _prompts(config: Any, encode: Encode, positions: int) -> list[list[int]]:
     """Returns the prompts of a config as tokens. Refuses those to which no token can be added."""
     encoded = [list(encode(prompt)) for prompt in config.prompts]
     length = config.length
@@ -176,19 +189,20 @@ def _open(config: Any, root: pathlib.Path) -> Opened:
             f"last target, got {config.data.length}. Cut the texts, or take a model with more "
             "positions."
         )
-    prompts = _prompts(config.generation, encode or (lambda text: [0, *text.encode()]), positions)
+    prompts = _prompts(config.generation, encode or _bytes_of_prompt, positions)
     network, chosen = models.adapted(network, config.model, seed=config.init_seed)
-    sources = {
-        role: from_texts(
+    sources: dict[str, Examples] = {}
+    sizes = []
+    for role, texts in _texts(config.data).items():
+        source = from_texts(
             texts,
             length=config.data.length,
             encode=encode,
             num_classes=vocabulary,
             name=f"{config.data.name}/{role}",
         )
-        for role, texts in _texts(config.data).items()
-    }
-    sizes = [f"{len(source)} {role} ({source.name})" for role, source in sources.items()]
+        sources[role] = source
+        sizes.append(f"{len(source)} {role} ({source.name})")
     print(f"{', '.join(sizes)}.", flush=True)
     private = sources["private"]
     spec = DataSpec(source=config.data.source, role="private", **data.terms(config.data))
@@ -196,6 +210,10 @@ def _open(config: Any, root: pathlib.Path) -> Opened:
         config.private, network, private, None, spec, unit=spec.unit, trainable=chosen
     )
     return Opened(spec, private, sources["test"], network, chosen, prompts, decode, trainer)
+
+
+def _bytes_of_prompt(text: str) -> Sequence[int]:
+    return [0, *text.encode()]  # texts begin with a zero
 
 
 def _cells(config: Any) -> Iterator[Model]:
@@ -229,33 +247,35 @@ def bits(network: Pretrained, params: Params, source: Examples, *, batch_size: i
 
 
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
-    config, opened, root = work.config, work.shared, work.root
-    network, start = opened.network, models.fresh(opened.network, config.init_seed)
-    judge = functools.partial(bits, network, source=opened.test)
+    config = work.config
+    opened = work.shared
+    start = models.fresh(opened.network, config.init_seed)
+    judge = functools.partial(bits, opened.network, source=opened.test)
     if cell.model == "no_privacy":
         params = _without_privacy(config, opened, start)
         return {"bits": judge(params), "samples": _samples(config, opened, params)}
-    private, folder, terms = config.private, work.folder(cell), _terms(config, opened)
-    ledger = work.account(opened.private.name, label="private", **terms)
+    folder = work.folder(cell)
+    ledger = work.account(opened.private.name, label="private", **_terms(config, opened))
     with ledger as account, frame.watching(config, folder) as writers:
         state = finetune.fit(
             opened.trainer,
             start,
             opened.private,
-            steps=private.steps,
             account=account,
             workdir=folder,
-            checkpoint_every=private.checkpoint_every,
             evaluate=lambda params: {"bits": judge(params)},
-            evaluate_every=private.get("evaluate_every") or None,
-            allow_nonfinite=private.get("allow_nonfinite", False),
             callbacks=writers,
+            **trainers.fit_options(config.private),
         )
-        spent = account.epsilon(delta=private.delta)
+        spent = account.epsilon(delta=config.private.delta)
     params = trainers.released(state)
-    save_params(root / "params.safetensors", merge_lora(params))
-    written = {"untrained": judge(start), "bits": judge(params), "epsilon": spent}
-    return {**written, "samples": _samples(config, opened, params)}
+    save_params(work.root / "params.safetensors", merge_lora(params))
+    return {
+        "untrained": judge(start),
+        "bits": judge(params),
+        "epsilon": spent,
+        "samples": _samples(config, opened, params),
+    }
 
 
 def _without_privacy(config: Any, opened: Opened, start: Params) -> Params:
@@ -264,7 +284,8 @@ def _without_privacy(config: Any, opened: Opened, start: Params) -> Params:
     def optimizer(rate: Callable[[Any], Any]) -> Any:
         # A transformer needs a warm-up without privacy too.
         def rising(step: Any) -> Any:
-            return rate(step) * jnp.minimum(1, (step + 1) / warm_up)
+            share = jnp.minimum(1, (step + 1) / warm_up)
+            return rate(step) * share
 
         return models.adam_on(rising, chosen=opened.chosen)
 
@@ -280,38 +301,42 @@ def _without_privacy(config: Any, opened: Opened, start: Params) -> Params:
 
 
 def _terms(config: Any, opened: Opened) -> dict[str, Any]:
-    budget = {"epsilon": config.private.epsilon, "delta": config.private.delta}
-    return opened.spec.terms | {"records": len(opened.private)} | budget
+    budget = results.only(config.private, "epsilon", "delta")
+    return {**opened.spec.terms, "records": len(opened.private), **budget}
 
 
 def _samples(config: Any, opened: Opened, params: Params) -> list[str]:
     """Returns a continuation of every prompt. A model is post-processing of what was paid for
     it.
     """
-    options, samples = config.generation, []
+    samples = []
     for seed, prompt in enumerate(opened.prompts):
-        tokens = generate(
+        generated = generate(
             opened.network.apply_fn,
             params,
             prompt,
-            length=options.length,
+            length=config.generation.length,
             seed=seed,
-            temperature=options.temperature,
-        ).tolist()
+            temperature=config.generation.temperature,
+        )
+        tokens = generated.tolist()
         if config.data.tokenizer == BYTES and 0 in tokens[1:]:  # a zero ends a text
-            tokens = tokens[: tokens.index(0, 1)]
+            end = tokens.index(0, 1)
+            tokens = tokens[:end]
         samples.append(opened.decode(tokens))
     return samples
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     private, *references = rows
-    config, opened = work.config, work.shared
+    config = work.config
+    opened = work.shared
+    event = opened.trainer.privatizer.event_at(0)
     return {
-        **{name: private[name] for name in ("untrained", "bits", "epsilon", "samples")},
+        **results.only(private, "untrained", "bits", "epsilon", "samples"),
         **{row["model"]: row["bits"] for row in references},
         "delta": config.private.delta,
-        "noise_multiplier": float(opened.trainer.privatizer.event_at(0).noise_multiplier),
+        "noise_multiplier": float(event.noise_multiplier),
         "steps": config.private.steps,
         **opened.spec.terms,
         "dataset": opened.private.name,
@@ -319,18 +344,13 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 
 
 def _table(result: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows = [
-        {"model": "at the start", "bits per token": result["untrained"], "epsilon": "0"},
-        {
-            "model": "private",
-            "bits per token": result["bits"],
-            "epsilon": f"{result['epsilon']:.3f}",
-        },
-    ]
+    def row(model: str, field: str, epsilon: str) -> dict[str, Any]:
+        return {"model": model, "bits per token": result[field], "epsilon": epsilon}
+
+    rows = [row("at the start", "untrained", "0")]
+    rows.append(row("private", "bits", f"{result['epsilon']:.3f}"))
     if "no_privacy" in result:
-        rows.append(
-            {"model": "no privacy", "bits per token": result["no_privacy"], "epsilon": "inf"}
-        )
+        rows.append(row("no privacy", "no_privacy", "inf"))
     return rows
 
 
@@ -344,27 +364,35 @@ def _summary(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"  {text!r}" for text in result["samples"])])
 
 
+def _private_sets(opened: Opened) -> list[PrivateSet]:
+    private = opened.private
+    return [PrivateSet(private.name, private, opened.spec.is_public)]
+
+
 def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
-    found, private = opened(), config.private
-    start, loss = models.fresh(found.network, config.init_seed), models.loss(found.network)
-    how: dict[str, Any] = {
-        "steps": private.steps,
-        "every": private.checkpoint_every,
-        "terms": _terms(config, found),
-    }
+    task = opened()
+    start = models.fresh(task.network, config.init_seed)
     yield plans.training(
-        "private", found.trainer, found.private, start, folder="cells/private", **how
+        "private",
+        task.trainer,
+        task.private,
+        start,
+        steps=config.private.steps,
+        every=config.private.checkpoint_every,
+        terms=_terms(config, task),
+        folder="cells/private",
     )
     if config.references:
+        loss = models.loss(task.network)
         yield plans.public_training(
-            "reference without privacy", loss, start, found.private, config.no_privacy
+            "reference without privacy", loss, start, task.private, config.no_privacy
         )
 
 
 STUDY = frame.Study(
     name="lm",
     open=_open,
-    private=lambda opened: [PrivateSet(opened.private.name, opened.private, opened.spec.is_public)],
+    private=_private_sets,
     cells=_cells,
     run=_run,
     result=_result,

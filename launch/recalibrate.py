@@ -33,7 +33,7 @@ from jaxdp.recalibration import Records
 from jaxdp.recalibration.methods import TemperatureSearch
 from jaxdp.release import stream
 
-from . import calibration, data, frame, models, plans, refits, simulation
+from . import calibration, data, frame, models, plans, refits, results, simulation
 from .calibration import CENTRE, DIVISION, FACTORS, NO_PRIVACY
 from .settings import named
 from .simulation import Setting
@@ -73,15 +73,16 @@ class Diagrams(NamedTuple):
 
 
 def _cells(config: Any) -> Iterator[Cell | Values | Diagrams]:
-    figures, private = config.figures, _private(config)
+    figures = config.figures
+    private = _private(config)
     corruptions = (CLEAN, *CORRUPTIONS, *HELD_OUT_CORRUPTIONS)
     frame.known("data.corruptions", config.data.corruptions, corruptions)
     shifts = list(severities(config))
     frame.known("figures.methods", figures.methods, config.methods)
     frame.known("figures.reliability_shift", [figures.reliability_shift], shifts)
     frame.known("figures.reliability_methods", figures.reliability_methods, private)
-    if not 1 <= len(figures.reliability_methods) <= 3:
-        count = len(figures.reliability_methods)
+    count = len(figures.reliability_methods)
+    if not 1 <= count <= 3:
         raise ValueError(f"config.figures.reliability_methods must be one to three, got {count}.")
     if not (config.model.checkpoint or config.data.parts.get("public")):
         raise ValueError(
@@ -90,18 +91,19 @@ def _cells(config: Any) -> Iterator[Cell | Values | Diagrams]:
         )
     for name, setting in itertools.product(private, _settings(config)):
         _scale(config, name, setting.epsilon)  # raises if the method has no noise scale
-    for option in option_values(config):
+    options = option_values(config)
+    for option in options:
         valued(config, option)  # raises if no method has the option, or a value is impossible
     for shift, name in itertools.product(shifts, config.methods):
         yield Cell(shift, name)
-    for option, shift in itertools.product(option_values(config), shifts):
+    for option, shift in itertools.product(options, shifts):
         yield Values(option, shift)
     yield Diagrams("reliability", figures.reliability_shift)
 
 
 def parts(config: Any) -> dict[str, list[Setting]]:
     """Returns the settings in which each factor varies, and the centre with and without privacy."""
-    settings, centre = {}, dict(config.sweep.centre)
+    settings = {}
     for factor in FACTORS:
         fields = dict(config.sweep[factor])
         values = fields.pop("values", ())
@@ -111,15 +113,22 @@ def parts(config: Any) -> dict[str, list[Setting]]:
                 "two factors."
             )
         settings[factor] = [Setting(**{factor: value, **fields}) for value in values]
+    centre = dict(config.sweep.centre)
     if set(centre) != set(FACTORS):
         raise ValueError(
             f"config.sweep.centre must fix {', '.join(FACTORS)}, but it names {', '.join(centre)}."
         )
     settings[CENTRE] = [Setting(**centre)]
-    settings[NO_PRIVACY] = [Setting(**{**centre, "epsilon": math.inf})]
+    settings[NO_PRIVACY] = [Setting(**centre | {"epsilon": math.inf})]
     if config.sweep.division.sources:
         settings[DIVISION] = _divided(**config.sweep.division)
     return settings
+
+
+def _centre(config: Any) -> Setting:
+    """Returns the setting at which methods are compared and paid for."""
+    (centre,) = parts(config)[CENTRE]
+    return centre
 
 
 def _divided(records: int, epsilon: float, sources: Sequence[int]) -> list[Setting]:
@@ -137,28 +146,33 @@ def severities(config: Any) -> dict[str, tuple[str, int]]:
     levels = config.data.severity
     shifts = {}
     for level, name in itertools.product(levels, config.data.corruptions):
-        is_alone = name == CLEAN or len(levels) == 1
-        shifts[name if is_alone else f"{name}_{level}"] = (name, level)
+        label = f"{name}_{level}"
+        if name == CLEAN or len(levels) == 1:
+            label = name
+        shifts[label] = (name, level)
     return shifts
 
 
 def _shifts(config: Any) -> dict[str, Shift]:
     shifts = {}
     for label, (name, level) in severities(config).items():
-        shifts[label] = data.shift({**config.data, "severity": level}, name)
+        at_level = {**config.data, "severity": level}
+        shifts[label] = data.shift(at_level, name)
     return shifts
 
 
 def _settings(config: Any) -> list[Setting]:
-    return list(dict.fromkeys(itertools.chain.from_iterable(parts(config).values())))
+    points = itertools.chain.from_iterable(parts(config).values())
+    return list(dict.fromkeys(points))
 
 
 def methods(config: Any) -> dict[str, Any]:
     """Returns the methods by name. None means no recalibration."""
-    return {
-        name: method(f"method_options.{name}", config.method_options.get(name, {}))
-        for name in config.methods
-    }
+    by_name = {}
+    for name in config.methods:
+        declared = config.method_options.get(name, {})
+        by_name[name] = method(f"method_options.{name}", declared)
+    return by_name
 
 
 def _private(config: Any) -> list[str]:
@@ -178,13 +192,16 @@ def valued(config: Any, option: str) -> dict[str, list[Any]]:
     Raises:
       ValueError: No method has the option, or a value is impossible.
     """
+    options = config.sweep.options
+    every = methods(config)
     variants = {}
     for name in _private(config):
-        method = methods(config)[name]
-        if option in {field.name for field in dataclasses.fields(method)}:
-            values = config.sweep.options[option]
-            with named("sweep.options", config.sweep.options):
-                variants[name] = [dataclasses.replace(method, **{option: v}) for v in values]
+        method = every[name]
+        if option in _fields(method):
+            with named("sweep.options", options):
+                variants[name] = [
+                    dataclasses.replace(method, **{option: value}) for value in options[option]
+                ]
     if not variants:
         raise ValueError(
             f"config.sweep.options.{option} must be an attribute of some private method in "
@@ -203,7 +220,7 @@ def method(field: str, declared: Mapping[str, Any]) -> Any:
     if kind == "none":
         frame.known(field, options, ())
         return None
-    fields = {field.name for field in dataclasses.fields(_KINDS[kind])}
+    fields = _fields(_KINDS[kind])
     if "bracket" in fields:
         fields.add("spacing")
     frame.known(field, options, sorted(fields))
@@ -211,6 +228,10 @@ def method(field: str, declared: Mapping[str, Any]) -> Any:
         spacing = options.pop("spacing", "log")
         options["bracket"] = recalibration.Bracket.of(options["bracket"], spacing)
     return _KINDS[kind](**options)
+
+
+def _fields(method: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(method)}
 
 
 def _kind(config: Any, name: str) -> str:
@@ -244,7 +265,9 @@ class Bench:
         self.specs = data.specs(config.data, "public", "test", needs=("test",))
         self.test = open_spec(self.specs["test"], prepare=self.prepare)
         self.shifts = _shifts(config)
-        records, settings = len(self.images(next(iter(self.shifts)))), _settings(config)
+        first = next(iter(self.shifts))
+        records = len(self.images(first))
+        settings = _settings(config)
         self.order = simulation.Order.draw(
             config.sweep.seed, records=records, trials=config.sweep.trials, settings=settings
         )
@@ -270,10 +293,10 @@ def _records(work: frame.Work, shift: str) -> Records:
     """Returns the labelled logits of the test images under a shift."""
 
     def classify() -> dict[str, np.ndarray]:
-        images, network = work.shared.images(shift), work.shared.network
-        logits = models.logits(
-            network, network.params, images, batch_size=work.config.data.batch_size
-        )
+        images = work.shared.images(shift)
+        network = work.shared.network
+        batch_size = work.config.data.batch_size
+        logits = models.logits(network, network.params, images, batch_size=batch_size)
         if not np.isfinite(logits).all():
             raise ValueError(
                 f"logits under {shift} must be finite. Train or choose another classifier."
@@ -289,23 +312,31 @@ def _run(cell: Cell | Values | Diagrams, work: frame.Work) -> dict[str, Any]:
         return _diagrams(cell, work)
     if isinstance(cell, Values):
         return _values(cell, work)
-    config, settings = work.config, _settings(work.config)
-    method, kind = methods(config)[cell.method], _kind(config, cell.method)
+    settings = _settings(work.config)
+    outcomes = _outcomes(cell, work, settings)
+    by_setting = dict(zip(settings, outcomes, strict=True))
+    row = {}
+    for part, points in parts(work.config).items():
+        row[part] = _moments([by_setting[point] for point in points])
+    return row
+
+
+def _outcomes(
+    cell: Cell, work: frame.Work, settings: Sequence[Setting]
+) -> Sequence[simulation.Outcome]:
+    """Returns the outcomes of the trials of a method in each setting."""
+    config = work.config
+    method = methods(config)[cell.method]
+    kind = _kind(config, cell.method)
     task = _records(work, cell.shift), work.shared.order, settings
     if method is None:
-        outcomes = simulation.unchanged(*task)
-    elif kind in refits.REFITS:
-        outcomes = refits.outcomes(method, *task)
-    elif kind == "one_source":
-        outcomes = simulation.simulate(method, *task, key=None)
-    else:
-        key = _key(config, cell.shift, cell.method)
-        outcomes = simulation.simulate(method, *task, key=key, adjacency=config.sweep.adjacency)
-    by_setting = dict(zip(settings, outcomes, strict=True))
-    return {
-        part: _moments([by_setting[point] for point in points])
-        for part, points in parts(config).items()
-    }
+        return simulation.unchanged(*task)
+    if kind in refits.REFITS:
+        return refits.outcomes(method, *task)
+    if kind == "one_source":
+        return simulation.simulate(method, *task, key=None)
+    key = _key(config, cell.shift, cell.method)
+    return simulation.simulate(method, *task, key=key, adjacency=config.sweep.adjacency)
 
 
 def _key(config: Any, *names: str) -> Any:
@@ -315,26 +346,22 @@ def _key(config: Any, *names: str) -> Any:
 
 def _values(cell: Values, work: frame.Work) -> dict[str, Any]:
     """Returns the scores of each method at each value, with and without privacy."""
-    config, records = work.config, _records(work, cell.shift)
-    points = {part: parts(config)[part][0] for part in (CENTRE, NO_PRIVACY)}
-    order = work.shared.order.only(list(points.values()))
+    sweep = work.config.sweep
+    records = _records(work, cell.shift)
+    by_part = parts(work.config)
+    points = [*by_part[CENTRE], *by_part[NO_PRIVACY]]
+    order = work.shared.order.only(points)
     row: dict[str, Any] = {}
-    for name, variants in valued(config, cell.option).items():
+    for name, variants in valued(work.config, cell.option).items():
         outcomes = []
-        for value, variant in zip(config.sweep.options[cell.option], variants, strict=True):
-            key = _key(config, cell.shift, name, f"{cell.option}={value}")
-            outcomes.append(
-                simulation.simulate(
-                    variant,
-                    records,
-                    order,
-                    list(points.values()),
-                    key=key,
-                    adjacency=config.sweep.adjacency,
-                )
+        for value, variant in zip(sweep.options[cell.option], variants, strict=True):
+            key = _key(work.config, cell.shift, name, f"{cell.option}={value}")
+            trials = simulation.simulate(
+                variant, records, order, points, key=key, adjacency=sweep.adjacency
             )
-        by_part = zip(points, zip(*outcomes, strict=True), strict=True)
-        row[name] = {part: _moments(of_values) for part, of_values in by_part}
+            outcomes.append(trials)
+        at_centre, without_noise = zip(*outcomes, strict=True)
+        row[name] = {CENTRE: _moments(at_centre), NO_PRIVACY: _moments(without_noise)}
     return row
 
 
@@ -353,23 +380,29 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     """Recalibrates the first trial at the centre with sources that pay. Judges on records that no
     source has.
     """
-    config, records = work.config, _records(work, cell.shift)
-    (centre,) = parts(config)[CENTRE]
-    rows = np.asarray(work.shared.order.rows[0])[: centre.sources * centre.samples]
+    config = work.config
+    records = _records(work, cell.shift)
+    centre = _centre(config)
+    first_trial = np.asarray(work.shared.order.rows[0])
+    rows = first_trial[: centre.sources * centre.samples]
     logits = np.asarray(records.logits)
+    every = methods(config)
+    scratch = work.folder(cell) / "scratch"
     recalibrations = {"before": recalibration.none()}
     with Ledger(work.root / "ledger.sqlite") as ledger:
         parties = _parties(work, records, np.split(rows, centre.sources), ledger)
         for name in config.figures.reliability_methods:
             recalibrations[name] = recalibration.recalibrate(
-                methods(config)[name],
+                every[name],
                 parties,
                 epsilon=centre.epsilon,
                 adjacency=config.sweep.adjacency,
-                workdir=work.folder(cell) / "scratch" / frame.file_name(name),
+                workdir=scratch / frame.file_name(name),
             )
     test = np.setdiff1d(np.arange(len(logits)), rows)
-    right, diagrams, temperatures = records.correct[test], {}, {}
+    right = records.correct[test]
+    diagrams = {}
+    temperatures = {}
     for name, one in recalibrations.items():
         confidences = jnp.asarray(one.apply(logits[test]))
         curve = recalibration.reliability(confidences, right)._asdict()
@@ -383,14 +416,16 @@ def _parties(
     work: frame.Work, records: Records, owned: Sequence[np.ndarray], ledger: Ledger
 ) -> list[recalibration.Party]:
     """Returns sources with some rows of the records each, and an account of their own."""
-    logits, labels = np.asarray(records.logits), np.asarray(records.labels)
+    logits = np.asarray(records.logits)
+    labels = np.asarray(records.labels)
+    unit = work.shared.specs["test"].unit
     parties = []
     for number, rows in enumerate(owned):
         name = f"source {number}"
         ledger.register(
             name,
             adjacency=work.config.sweep.adjacency,
-            unit=work.shared.specs["test"].unit,
+            unit=unit,
             records=len(rows),
             delta=0.0,
         )
@@ -401,13 +436,15 @@ def _parties(
 
 def _numbers(values: Any) -> list[float | None]:
     """Returns numbers for JSON, which has no NaN."""
-    return [None if math.isnan(value) else value for value in np.asarray(values).tolist()]
+    numbers = np.asarray(values).tolist()
+    return [None if math.isnan(number) else number for number in numbers]
 
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
     opened()
-    (centre,) = parts(config)[CENTRE]
+    centre = _centre(config)
     names = config.figures.reliability_methods
+    every = methods(config)
     event = SelfComposedDpEvent(recalibration.event(centre.epsilon), len(names))
     terms = {"adjacency": config.sweep.adjacency, "records": centre.samples, "delta": 0.0}
     yield plans.Item(
@@ -417,7 +454,7 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
         terms,
         runs=centre.sources,
         programs=functools.partial(_programs, config),
-        steps=sum(methods(config)[name].rounds for name in names),
+        steps=sum(every[name].rounds for name in names),
     )
 
 
@@ -427,13 +464,15 @@ def _programs(config: Any, memory: int | None) -> plans.Programs:
     """
     if memory is None:
         return ()
-    (centre,) = parts(config)[CENTRE]
+    centre = _centre(config)
     logits = np.zeros((centre.samples, config.model.num_classes), np.float32)
-    source = recalibration.Party(logits, np.zeros(centre.samples, np.int32))
+    labels = np.zeros(centre.samples, np.int32)
+    source = recalibration.Party(logits, labels)
+    every = methods(config)
     calls = []
     for name in config.figures.reliability_methods:
         functions = source.programs(
-            methods(config)[name], epsilon=centre.epsilon, adjacency=config.sweep.adjacency
+            every[name], epsilon=centre.epsilon, adjacency=config.sweep.adjacency
         )
         calls += [(*program, 1.0) for program in functions.values()]
     return calls
@@ -443,46 +482,54 @@ def _programs(config: Any, memory: int | None) -> plans.Programs:
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
-    config, (*rows, example) = work.config, rows
+    config = work.config
+    *rows, example = rows
     levels = severities(config)
-    records = {shift: _records(work, shift) for shift in levels}
+    accuracy = {}
+    for shift in levels:
+        accuracy[shift] = float(_records(work, shift).correct.mean())
     settings = parts(config)
-    cells: dict[str, Any] = {shift: {} for shift in records}
+    cells: dict[str, Any] = {shift: {} for shift in levels}
     swept: dict[str, Any] = {}
     for option, values in option_values(config).items():
         swept[option] = {"values": list(values), "cells": {}}
     for row in rows:
         if "option" in row:
-            scores = {name: row[name] for name in valued(config, row["option"])}
+            scores = results.only(row, *valued(config, row["option"]))
             swept[row["option"]]["cells"][row["shift"]] = scores
         else:
-            cells[row["shift"]][row["method"]] = {part: row[part] for part in settings}
+            cells[row["shift"]][row["method"]] = results.only(row, *settings)
     del settings[NO_PRIVACY]  # its settings are those of the centre
     return {
         "images": len(work.shared.order.rank[0]),
         "trials": config.sweep.trials,
         "adjacency": config.sweep.adjacency,
-        "settings": {part: [list(s) for s in points] for part, points in settings.items()},
-        "accuracy": {shift: float(of.correct.mean()) for shift, of in records.items()},
+        "settings": {part: list(map(list, points)) for part, points in settings.items()},
+        "accuracy": accuracy,
         "severities": {shift: level for shift, (_, level) in levels.items()},
         "cells": cells,
         "options": swept,
         "costs": [_cost(config, name, method) for name, method in methods(config).items()],
-        "example": {key: example[key] for key in ("shift", "diagrams", "temperatures")},
+        "example": results.only(example, "shift", "diagrams", "temperatures"),
     }
 
 
 def _cost(config: Any, name: str, method: Any) -> dict[str, Any]:
     """Returns what a source releases and pays at the centre. An epsilon of None is infinite."""
+
+    def row(releases: int | None, noise: float | None, epsilon: float | None) -> dict[str, Any]:
+        return {"method": name, "releases": releases, "noise": noise, "epsilon": epsilon}
+
+    kind = _kind(config, name)
     if method is None:
-        return {"method": name, "releases": 0, "noise": None, "epsilon": 0.0}
-    if _kind(config, name) == "one_source":
-        return {"method": name, "releases": 1, "noise": 0.0, "epsilon": None}  # its temperature
-    if _kind(config, name) in refits.REFITS:
-        return {"method": name, "releases": None, "noise": 0.0, "epsilon": None}  # all records
-    (centre,) = parts(config)[CENTRE]
-    noise = math.sqrt(_scale(config, name, centre.epsilon).variance * centre.sources)
-    return {"method": name, "releases": method.rounds, "noise": noise, "epsilon": centre.epsilon}
+        return row(0, None, 0.0)
+    if kind == "one_source":
+        return row(1, 0.0, None)  # its temperature
+    if kind in refits.REFITS:
+        return row(None, 0.0, None)  # all records
+    centre = _centre(config)
+    variance = _scale(config, name, centre.epsilon).variance
+    return row(method.rounds, math.sqrt(variance * centre.sources), centre.epsilon)
 
 
 STUDY = frame.Study(

@@ -73,12 +73,14 @@ def outcomes(
 
     Settings with equally many records share their outcome, since no noise tells them apart.
     """
-    score = np.asarray(LogisticBinning().score(records.logits), np.float64)
+    log_odds = LogisticBinning().score(records.logits)
+    score = np.asarray(log_odds, np.float64)
     correct = np.asarray(records.correct)
+    orders = np.asarray(order.rows)
     used = [setting.sources * setting.samples for setting in settings]
     of_count = {}
     for count in set(used):
-        trials = [_judged(refit, score, correct, rows[:count]) for rows in np.asarray(order.rows)]
+        trials = [_judged(refit, score, correct, rows[:count]) for rows in orders]
         of_count[count] = Outcome(*np.array(trials, np.float32).T)
     return [of_count[count] for count in used]
 
@@ -89,6 +91,8 @@ def _judged(
     """Returns ECE and Brier score on all records but those of some rows, which it is fitted to."""
     tested = np.ones(len(score), bool)
     tested[rows] = False
-    confidence = refit.fit(score[rows], correct[rows])(score).astype(np.float32)
+    curve = refit.fit(score[rows], correct[rows])
+    confidence = curve(score).astype(np.float32)
     errors = (confidence - correct)[tested]
-    return float(ece(confidence, correct, mask=tested)), float(np.mean(errors**2))
+    calibration = ece(confidence, correct, mask=tested)
+    return float(calibration), float(np.mean(errors**2))

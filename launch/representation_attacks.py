@@ -85,10 +85,13 @@ class Simulation:
             return representations
 
         def copy(number: jax.Array) -> jax.Array:
-            return release(jax.random.fold_in(release_key, number), representations, number)
+            copy_key = jax.random.fold_in(release_key, number)
+            return release(copy_key, representations, number)
 
         copies = jax.lax.map(copy, jnp.arange(self.copies))
-        return _median(copies) if self.copies > 1 else copies[0]
+        if self.copies == 1:
+            return copies[0]
+        return _median(copies)
 
 
 class Attacker(NamedTuple):
@@ -166,12 +169,15 @@ def standard_attackers(
       true: The parameters of the client's noisy frontend.
       copies: The number of uploaded copies of an image.
     """
+    unaware = Simulation(extract)
     aware = Simulation(extract, model_noise, release)
+    aggregating = Simulation(extract, model_noise, release, copies)
+    without_model_noise = Simulation(extract, None, release)
     return {
-        "noise-unaware": Attacker(Simulation(extract), shipped),
+        "noise-unaware": Attacker(unaware, shipped),
         "noise-aware": Attacker(aware, shipped),
-        "aggregating": Attacker(dataclasses.replace(aware, copies=copies), shipped),
-        "oracle": Attacker(dataclasses.replace(aware, model_noise=None), true),
+        "aggregating": Attacker(aggregating, shipped),
+        "oracle": Attacker(without_model_noise, true),
     }
 
 
@@ -200,8 +206,9 @@ class Decoder(nn.Module):
           ValueError: T - prefix_tokens is not g^2, or g does not divide S.
         """
         batch, tokens, width = x.shape
-        grid = math.isqrt(max(tokens - self.prefix_tokens, 0))
-        if not grid or grid**2 != tokens - self.prefix_tokens or self.side % grid:
+        patches = tokens - self.prefix_tokens
+        grid = math.isqrt(max(patches, 0))
+        if not grid or grid**2 != patches or self.side % grid:
             raise ValueError(
                 f"{tokens} tokens with prefix_tokens={self.prefix_tokens} do not form a square "
                 f"grid of patches of {self.side}x{self.side} images. Pass the prefix_tokens of the "
@@ -210,10 +217,13 @@ class Decoder(nn.Module):
         normal = nn.initializers.normal(0.02)
         x = x + self.param("positions", normal, (1, tokens, width))
         for k in range(self.depth):
-            x = Block(self.num_heads, 4 * width, name=f"block_{k}")(x)
-        x = nn.LayerNorm(name="norm")(x[:, self.prefix_tokens :])
+            block = Block(self.num_heads, 4 * width, name=f"block_{k}")
+            x = block(x)
+        x = x[:, self.prefix_tokens :]
+        x = nn.LayerNorm(name="norm")(x)
         patch = self.side // grid
-        x = nn.Dense(patch * patch * self.channels, name="pixels")(x)
+        pixels = patch * patch * self.channels
+        x = nn.Dense(pixels, name="pixels")(x)
         x = x.reshape(batch, grid, grid, patch, patch, self.channels)
         x = x.swapaxes(2, 3)
         return x.reshape(batch, self.side, self.side, self.channels)
@@ -258,11 +268,11 @@ def train_decoder(
         raise ValueError(
             f"represent must return representations [B, T, D], got shape {drawn.shape}."
         )
-    decoder = decoder_for(images.shape[1:], drawn.shape[1:], prefix_tokens)
-    initial = initial_params(decoder, init_key, drawn.shape[1:])
+    tokens = drawn.shape[1:]
+    decoder = decoder_for(images.shape[1:], tokens, prefix_tokens)
     params = fit_in_memory(
         _loss(represent, decoder),
-        initial,
+        initial_params(decoder, init_key, tokens),
         images,
         key=key,
         learning_rate=learning_rate,
@@ -283,7 +293,8 @@ def decoder_for(image: tuple[int, ...], tokens: tuple[int, ...], prefix_tokens: 
 
 def initial_params(decoder: Decoder, key: jax.Array, tokens: tuple[int, ...]) -> Any:
     """Draws the parameters of a decoder of representations of this shape, [T, D]."""
-    return _init(decoder, key, jnp.zeros((1, *tokens)))["params"]
+    blank = jnp.zeros((1, *tokens))
+    return _init(decoder, key, blank)["params"]
 
 
 _init = jax.jit(Decoder.init, static_argnums=0)
@@ -297,7 +308,8 @@ def _loss(represent: Represent, decoder: Decoder) -> Loss:
     """
 
     def loss(params: Any, front: Any, images: jax.Array, key: jax.Array) -> jax.Array:
-        decoded: Any = decoder.apply({"params": params}, represent(front, key, images))
+        representations = represent(front, key, images)
+        decoded: Any = decoder.apply({"params": params}, representations)
         return jnp.mean((decoded - images) ** 2, axis=(1, 2, 3))
 
     return loss
@@ -326,8 +338,10 @@ class Discriminator(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns logits [B]."""
         for k in range(2):
-            x = nn.leaky_relu(nn.Dense(self.hidden, name=f"dense_{k}")(x))
-        logits: jax.Array = nn.Dense(1, name="logit")(x.mean(1))
+            x = nn.Dense(self.hidden, name=f"dense_{k}")(x)
+            x = nn.leaky_relu(x)
+        x = x.mean(1)
+        logits: jax.Array = nn.Dense(1, name="logit")(x)
         return logits[:, 0]
 
 
@@ -429,17 +443,21 @@ def _aligned(
         share = jax.random.uniform(key, (len(uploaded), 1, 1))
         between = share * uploaded + (1 - share) * simulated
         slope = jax.grad(lambda x: logits(params, x).sum())(between)
-        norm = jnp.sqrt(jnp.square(slope).sum((1, 2)) + 1e-12)
+        squares = jnp.square(slope).sum((1, 2))
+        norm = jnp.sqrt(squares + 1e-12)
         missed = jax.nn.softplus(-logits(params, uploaded))
         believed = jax.nn.softplus(logits(params, simulated))
-        return jnp.mean(missed + believed + weights["penalty"] * (norm - 1) ** 2)
+        penalty = weights["penalty"] * (norm - 1) ** 2
+        return jnp.mean(missed + believed + penalty)
 
     def frontend_loss(
         front: Any, params: Any, images: jax.Array, uploaded: jax.Array, key: jax.Array
     ) -> jax.Array:
         simulated = simulation(front, key, images)
         detected = jnp.mean(jax.nn.softplus(-logits(params, simulated)))
-        return weights["mmd"] * discrepancy(simulated, uploaded) + (1 - weights["mmd"]) * detected
+        distance = discrepancy(simulated, uploaded)
+        share = weights["mmd"]
+        return share * distance + (1 - share) * detected
 
     def drawn(key: jax.Array, rows: Any) -> Any:
         numbers = jax.random.randint(key, (size,), 0, len(rows))
@@ -459,7 +477,8 @@ def _aligned(
 
     adam = optax.scale_by_adam()
     carry = (front, adam.init(front), start, adam.init(start))
-    keys = jax.random.split(jax.random.fold_in(key, 1), steps)
+    step_key = jax.random.fold_in(key, 1)
+    keys = jax.random.split(step_key, steps)
     (aligned, *_), _ = jax.lax.scan(step, carry, keys)
     return aligned
 
@@ -470,12 +489,14 @@ def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
     They are Gaussian, with 1/8, 1/4, 1/2, 1 and 2 times the mean squared distance of all pairs as
     their width.
     """
-    rows = (x.reshape(len(x), -1), y.reshape(len(y), -1))
-    both = jnp.concatenate(rows)
+    x = x.reshape(len(x), -1)
+    y = y.reshape(len(y), -1)
+    both = jnp.concatenate([x, y])
     squares = jnp.square(both).sum(1)
     products = jnp.matmul(both, both.T, precision="highest")
     # Rounding can make the squared distance of equal rows negative.
-    distance = jnp.maximum(squares[:, None] + squares[None] - 2 * products, 0)
+    distance = squares[:, None] + squares[None] - 2 * products
+    distance = jnp.maximum(distance, 0)
     width = jax.lax.stop_gradient(distance.mean())
     kernel = sum(jnp.exp(-distance / (width * 2.0**k)) for k in range(-3, 2))
     of_x = jnp.full(len(x), 1 / len(x))
@@ -508,16 +529,19 @@ class Reconstruction(NamedTuple):
         The scores are "psnr", "ssim_" with the name of each window, and "lpips" if it is known.
         """
         scores = {"psnr": self.psnr}
-        scores |= {f"ssim_{window}": ssim for window, ssim in self.ssim.items()}
+        for window, similarity in self.ssim.items():
+            scores[f"ssim_{window}"] = similarity
         if self.lpips is not None:
             scores["lpips"] = self.lpips
-        return {name: _estimate(np.asarray(x, np.float64)) for name, x in scores.items()}
+        return {name: _estimate(values) for name, values in scores.items()}
 
 
 def _estimate(scores: np.ndarray) -> Estimate:
+    scores = np.asarray(scores, np.float64)
     error = math.nan
     if len(scores) > 1 and np.isfinite(scores).all():
-        error = float(scores.std(ddof=1)) / math.sqrt(len(scores))
+        deviation = float(scores.std(ddof=1))
+        error = deviation / math.sqrt(len(scores))
     return Estimate(float(scores.mean()), error)
 
 
@@ -563,17 +587,18 @@ def attack(
             f"public images {public.shape[1:]} and references {references.shape[1:]} differ in "
             "shape."
         )
+    copies, _, *tokens = uploads.shape
     for name, attacker in attackers.items():
-        if attacker.copies > len(uploads):
+        if attacker.copies > copies:
             raise ValueError(
-                f"attackers[{name!r}] needs {attacker.copies} copies, but uploads has "
-                f"{len(uploads)}."
+                f"attackers[{name!r}] needs {attacker.copies} copies, but uploads has {copies}."
             )
-        drawn = jax.eval_shape(attacker.simulated, key, public[:batch_size]).shape[1:]
-        if drawn != uploads.shape[2:]:
+        simulated = jax.eval_shape(attacker.simulated, key, public[:batch_size])
+        _, *drawn = simulated.shape
+        if drawn != tokens:
             raise ValueError(
-                f"attackers[{name!r}] simulates [T, D] = {drawn}, but uploads has "
-                f"{uploads.shape[2:]}."
+                f"attackers[{name!r}] simulates [T, D] = {tuple(drawn)}, but uploads has "
+                f"{tuple(tokens)}."
             )
     mean = np.broadcast_to(public.mean(0, keepdims=True), references.shape)
     reconstructions = {"mean image": _measure(mean, references, perceptual)}
@@ -617,7 +642,8 @@ def _median(copies: jax.Array) -> jax.Array:
         def halve(_: int, ends: _Ends) -> _Ends:
             low, high = ends
             middle = (low + high) / 2
-            enough = jnp.sum(values <= middle[..., None], axis=-1) >= rank
+            below = values <= middle[..., None]
+            enough = jnp.sum(below, axis=-1) >= rank
             return jnp.where(enough, low, middle), jnp.where(enough, middle, high)
 
         ends = (values.min(-1), values.max(-1))
@@ -630,12 +656,13 @@ def _median(copies: jax.Array) -> jax.Array:
 
 
 def _measure(images: np.ndarray, references: np.ndarray, perceptual: bool) -> Reconstruction:
-    similarity: dict[str, np.ndarray] = {
-        window: np.asarray(ssim(images, references, window=window))
-        for window in fitting_windows(references.shape[1])
-    }
+    similarity: dict[str, np.ndarray] = {}
+    for window in fitting_windows(references.shape[1]):
+        scores = ssim(images, references, window=window)
+        similarity[window] = np.asarray(scores)
+    noise = np.asarray(psnr(images, references))
     distance = lpips(images, references) if perceptual else None
-    return Reconstruction(images, similarity, np.asarray(psnr(images, references)), distance)
+    return Reconstruction(images, similarity, noise, distance)
 
 
 def _checked_images(name: str, images: Any) -> np.ndarray:

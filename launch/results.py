@@ -48,6 +48,11 @@ def select(rows: Iterable[Row], **coordinates: Any) -> list[Row]:
     return [row for row in rows if fits(row)]
 
 
+def only(row: Row, *names: str) -> dict[str, Any]:
+    """Returns the values of a row with these names."""
+    return {name: row[name] for name in names}
+
+
 def over_seeds(rows: Iterable[Row], value: str | Callable[[Row], float] = "accuracy") -> Moments:
     """Returns the moments over seeds. The value of a seed is the mean of its rows.
 

@@ -307,19 +307,31 @@ def fit(
       private: Has steps, checkpoint_every and delta, and may have allow_nonfinite.
       scratch: The workdir of the run.
     """
-    options = {
-        "steps": steps(private),
-        "checkpoint_every": private.checkpoint_every,
-        "callbacks": callbacks,
-        "allow_nonfinite": private.get("allow_nonfinite", False),
-    }
     state = finetune.fit(
-        trainer, start, source, account=account, workdir=scratch, progress=False, **options
+        trainer,
+        start,
+        source,
+        account=account,
+        workdir=scratch,
+        callbacks=callbacks,
+        progress=False,
+        **fit_options(private),
     )
-    return released(state), {
+    cost = {
         "epsilon_spent": account.epsilon(delta=private.delta),
         "noise_multiplier": float(trainer.privatizer.multiplier_at(0)),
         "steps": steps(private),
+    }
+    return released(state), cost
+
+
+def fit_options(private: Any) -> dict[str, Any]:
+    """Returns the options of `jaxdp.finetune.fit` in the `private` part of a config."""
+    return {
+        "steps": steps(private),
+        "checkpoint_every": private.checkpoint_every,
+        "evaluate_every": private.get("evaluate_every") or None,
+        "allow_nonfinite": private.get("allow_nonfinite", False),
     }
 
 

@@ -7,9 +7,8 @@ clipping hides no noise. In the other kind nobody but the canary is right.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
 
 from . import case, inputs
-from .case import Case, Run, under
+from .case import Case, Run, patched, standard_twins, under
 
 SIGMA = 1.0
 DELTA = 1e-5
@@ -123,21 +122,17 @@ def with_one_key(
     return whole(jax.random.key(0, impl="threefry2x32"), *args)
 
 
-TWINS: Mapping[str, Run | str] = {
-    case.HALF_THE_NOISE: estimates(SIGMA / 2),
-    case.NO_CLIPPING: "an example adds 0 or 1 to the count: there is no clip",
-    case.SENSITIVITY_OFF_BY_TWO: estimates(
-        patch=lambda: mock.patch.object(auditing, "count_correct", count_twice)
-    ),
-    case.REUSED_KEY: estimates(
-        patch=lambda: mock.patch.object(auditing, "noisy_fraction", with_one_key)
-    ),
-    case.ADD_REMOVE_FOR_REPLACE_ONE: "a replaced example moves the count by at most 1, as an "
-    "added one does",
-    "labels of another shape that broadcast": estimates(
-        patch=lambda: mock.patch.object(auditing, "count_correct", broadcast)
-    ),
-}
+TWINS = standard_twins(
+    half_the_noise=estimates(SIGMA / 2),
+    no_clipping="an example adds 0 or 1 to the count: there is no clip",
+    sensitivity_off_by_two=estimates(patch=patched(auditing, "count_correct", count_twice)),
+    reused_key=estimates(patch=patched(auditing, "noisy_fraction", with_one_key)),
+    add_remove_for_replace_one="a replaced example moves the count by at most 1, as an added one "
+    "does",
+)
+TWINS["labels of another shape that broadcast"] = estimates(
+    patch=patched(auditing, "count_correct", broadcast)
+)
 
 CASES = (
     Case(

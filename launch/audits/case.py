@@ -4,6 +4,8 @@ twins.
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
+from unittest import mock
 
 from jaxdp.audit import Audit
 from jaxdp.release import derive
@@ -26,6 +28,11 @@ TWINS = (
 CONFIDENCE = 0.999
 
 Run = Callable[[int, bytes], Audit]
+# The audit of a twin, or why the twin has no meaning.
+Twin = Run | str
+Twins = Mapping[str, Twin]
+# The audit of an honest mechanism, and those of its twins.
+Audits = tuple[Run, Twins]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Case:
     claim: str
     proof: str
     run: Run
-    twins: Mapping[str, Run | str]
+    twins: Twins
     trials: int = 1000
 
     def __post_init__(self) -> None:
@@ -79,9 +86,37 @@ class Case:
         return derive(seed, f"{self.mechanism}, {self.claim}: {purpose}")
 
 
-def under(found: Audit, claimed: float) -> Audit:
+def standard_twins(
+    *,
+    half_the_noise: Twin,
+    no_clipping: Twin,
+    sensitivity_off_by_two: Twin,
+    reused_key: Twin,
+    add_remove_for_replace_one: Twin,
+) -> dict[str, Twin]:
+    """Returns the twins of `TWINS` by name."""
+    return {
+        HALF_THE_NOISE: half_the_noise,
+        NO_CLIPPING: no_clipping,
+        SENSITIVITY_OFF_BY_TWO: sensitivity_off_by_two,
+        REUSED_KEY: reused_key,
+        ADD_REMOVE_FOR_REPLACE_ONE: add_remove_for_replace_one,
+    }
+
+
+def patched(owner: Any, name: str, broken: Any) -> Callable[[], Any]:
+    """Returns a function whose context has a broken function in the place of an honest one."""
+    return lambda: mock.patch.object(owner, name, broken)
+
+
+def under(audit: Audit, claimed: float) -> Audit:
     """Returns the audit of a twin with the claim of the honest mechanism at the same delta."""
-    return dataclasses.replace(found, upper=claimed)
+    return dataclasses.replace(audit, upper=claimed)
+
+
+def held(run: Run, claimed: float) -> Run:
+    """Returns the audit of a twin, held to the claim of the honest mechanism."""
+    return lambda trials, seed: under(run(trials, seed), claimed)
 
 
 def judge(case: Case, seed: bytes, trials: int | None) -> tuple[dict[str, str], bool]:

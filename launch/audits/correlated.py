@@ -23,7 +23,7 @@ from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
 
 from . import case
-from .case import Case, Run, under
+from .case import Case, Run, standard_twins, under
 from .finetune import CLIP, DELTA, EXAMPLES, PARAMS, doubled, loss, unclipped, with_one_key
 
 SIGMA = 1.0  # of the one Gaussian that a run is
@@ -75,14 +75,14 @@ def _case(mechanism: str, words: str, strategy: Any, proof: str) -> Case:
 
         return run
 
-    twins: dict[str, Run | str] = {
-        case.HALF_THE_NOISE: audit(lambda: _trainer(strategy, 0.5)),
-        case.NO_CLIPPING: audit(lambda: unclipped(honest())),
-        case.SENSITIVITY_OFF_BY_TWO: audit(lambda: doubled(honest())),
-        case.REUSED_KEY: audit(lambda: with_one_key(honest())),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(honest, adjacency="replace_one"),
-        FORGETS: audit(lambda: _forgetful(strategy)),
-    }
+    twins = standard_twins(
+        half_the_noise=audit(lambda: _trainer(strategy, 0.5)),
+        no_clipping=audit(lambda: unclipped(honest())),
+        sensitivity_off_by_two=audit(lambda: doubled(honest())),
+        reused_key=audit(lambda: with_one_key(honest())),
+        add_remove_for_replace_one=audit(honest, adjacency="replace_one"),
+    )
+    twins[FORGETS] = audit(lambda: _forgetful(strategy))
     return Case(mechanism, words, proof, audit(honest), twins, trials=400)
 
 

@@ -6,8 +6,10 @@ random entries. Its norm is a hundred times the clip norm.
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +17,10 @@ import numpy as np
 import optax
 
 from jaxdp import finetune
+from jaxdp.audit import Audit
 from jaxdp.audit.finetune import audit_sampling, audit_step
 from jaxdp.data import (
+    Examples,
     Owners,
     PoissonSampler,
     Source,
@@ -31,12 +35,13 @@ from jaxdp.finetune.gep import GradientEmbedding
 from jaxdp.finetune.query import QuerySums
 from jaxdp.finetune.sla_clip import SlackClipping
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.privacy import GaussianDpEvent
+from jaxdp.privacy import DpEvent, GaussianDpEvent
+from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
 from . import case, inputs
-from .case import Case, Run, under
+from .case import Audits, Case, Run, standard_twins, under
 
 DELTA = 1e-5
 CLIP = 0.5
@@ -45,59 +50,73 @@ SAMPLER = PoissonSampler(100, 0.2)
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 
 _random = np.random.default_rng(0)
-EXAMPLES = from_arrays(
-    features=100 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2
-)
+
+
+def _twelve(length: float) -> Examples:
+    """Returns twelve random examples of about this many clip norms."""
+    gradients = length * CLIP * _random.normal(size=(12, 12))
+    return from_arrays(features=gradients, label=np.zeros(12, int), num_classes=2)
+
+
+EXAMPLES = _twelve(100)
 # Gradients far below the clip norm.
-SHORT = from_arrays(
-    features=1e-3 * CLIP * _random.normal(size=(12, 12)), label=np.zeros(12, int), num_classes=2
-)
+SHORT = _twelve(1e-3)
 # Each of the twelve is a patient with four records, three of them in its own direction. The
 # identifiers are those that numbers would merge, such as "007" and "7", in all their spellings.
 RECORDS = 4
-_rows = np.repeat(np.arange(12), RECORDS)
-_owners: list[Any] = []
-for _spellings in inputs.PEOPLE[:12]:
-    _owners += [_spellings[n % len(_spellings)] for n in range(RECORDS)]
-PATIENTS = by_group(
-    take(EXAMPLES, np.where(np.arange(48) % RECORDS, _rows, 0)), _owners, max_records=RECORDS
-)
+_people: list[Any] = []
+_rows: list[int] = []
+for _patient, _spellings in enumerate(inputs.PEOPLE[:12]):
+    _spelled = itertools.cycle(_spellings)
+    _people += itertools.islice(_spelled, RECORDS)
+    _rows += [0] + [_patient] * (RECORDS - 1)
+PATIENTS = by_group(take(EXAMPLES, np.array(_rows)), _people, max_records=RECORDS)
 # Each of the twelve is eight messages to one receiver, each of its own sender. The receiver is
 # named second, and four of the messages count.
-_messages = take(EXAMPLES, np.repeat(np.arange(12), 2 * RECORDS))
-SENDERS = [[f"sender {row}"] for row in range(len(_messages))]
-PAIRS = [[f"sender {row}", f"receiver {row // (2 * RECORDS)}"] for row in range(len(_messages))]
+MESSAGES = 2 * RECORDS
+_messages = take(EXAMPLES, np.repeat(np.arange(12), MESSAGES))
+SENDERS: list[list[str]] = []
+PAIRS: list[list[str]] = []
+for _row in range(len(_messages)):
+    _sender = f"sender {_row}"
+    SENDERS.append([_sender])
+    PAIRS.append([_sender, f"receiver {_row // MESSAGES}"])
 OF_OWNERS = by_owners(_messages, PAIRS, max_records=RECORDS)
 PARAMS = {"first": jnp.zeros(4), "second": jnp.zeros(8)}
 COMMON: dict[str, Any] = {"sampler": SAMPLER, "clip_norm": CLIP, "physical_batch_size": 4}
 
 # Two equal norms, whose total is CLIP. The noise for the larger one alone would be too small.
-PARTS = {"first": CLIP / 2**0.5, "second": CLIP / 2**0.5}
+_PART = CLIP / 2**0.5
+PARTS = {"first": _PART, "second": _PART}
 
 Make = Callable[[float], PrivateTrainer]
 
 
 def loss(params: Mapping[str, jax.Array], example: Mapping[str, jax.Array]) -> jax.Array:
     """Returns a loss whose gradient is the example."""
-    return jnp.vdot(jnp.concatenate([params["first"], params["second"]]), example["features"])
+    weights = jnp.concatenate([params["first"], params["second"]])
+    return jnp.vdot(weights, example["features"])
 
 
 # --- The trainers, by their noise multiplier ----------------------------------------------------
 
 
-def dp_sgd(sigma: float, **options: Any) -> PrivateTrainer:
-    return finetune.dp_sgd(loss, optax.sgd(0.1), noise_multiplier=sigma, **COMMON, **options)
+def _made_by(method: Callable[..., PrivateTrainer], sigma: float, **own: Any) -> PrivateTrainer:
+    """Returns a trainer of a method, with its own options and the common ones."""
+    options = COMMON | own
+    return method(loss, optax.sgd(0.1), noise_multiplier=sigma, **options)
+
+
+def dp_sgd(sigma: float, **own: Any) -> PrivateTrainer:
+    return _made_by(finetune.dp_sgd, sigma, **own)
 
 
 def dp_sgd_by_parts(sigma: float) -> PrivateTrainer:
-    return finetune.dp_sgd(
-        loss, optax.sgd(0.1), noise_multiplier=sigma, **COMMON | {"clip_norm": PARTS}
-    )
+    return dp_sgd(sigma, clip_norm=PARTS)
 
 
 def adp_clip_by_parts(sigma: float) -> PrivateTrainer:
-    options: dict[str, Any] = COMMON | {"clip_norm": PARTS, "count_noise": 2.0}
-    return finetune.adp_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, **options)
+    return _made_by(finetune.adp_clip, sigma, clip_norm=PARTS, count_noise=2.0)
 
 
 def dp_sgd_exact(sigma: float) -> PrivateTrainer:
@@ -109,10 +128,7 @@ def dp_sgd_of_patients(sigma: float) -> PrivateTrainer:
 
 
 def dp_sgd_of_owners(sigma: float) -> PrivateTrainer:
-    options = COMMON | {"sampler": OF_OWNERS.sampler(0.2)}
-    return finetune.dp_sgd(
-        loss, optax.sgd(0.1), noise_multiplier=RECORDS * sigma, unit="person", **options
-    )
+    return dp_sgd(RECORDS * sigma, unit="person", sampler=OF_OWNERS.sampler(0.2))
 
 
 def dp_sat(sigma: float) -> PrivateTrainer:
@@ -121,30 +137,26 @@ def dp_sat(sigma: float) -> PrivateTrainer:
 
 def adp_alloc(sigma: float) -> PrivateTrainer:
     schedule = finetune.exponential_noise(0.1)
-    return finetune.adp_alloc(
-        loss, optax.sgd(0.1), noise_multiplier=sigma, schedule=schedule, **COMMON
-    )
+    return _made_by(finetune.adp_alloc, sigma, schedule=schedule)
 
 
 def adp_clip(sigma: float) -> PrivateTrainer:
-    return finetune.adp_clip(
-        loss, optax.sgd(0.1), noise_multiplier=sigma, count_noise=2.0, **COMMON
-    )
+    return _made_by(finetune.adp_clip, sigma, count_noise=2.0)
 
 
 def sla_clip(sigma: float) -> PrivateTrainer:
-    return finetune.sla_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, slots=4, **COMMON)
+    return _made_by(finetune.sla_clip, sigma, slots=4)
 
 
 def gep(sigma: float) -> PrivateTrainer:
-    anchors = EXAMPLES.gather(np.arange(6, 12))
-    options: dict[str, Any] = {
-        "anchors": anchors,
-        "basis_size": 4,
-        "groups": 1,
-        "residual_clip_norm": CLIP,
-    }
-    return finetune.gep(loss, optax.sgd(0.1), noise_multiplier=sigma, **options, **COMMON)
+    return _made_by(
+        finetune.gep,
+        sigma,
+        anchors=EXAMPLES.gather(np.arange(6, 12)),
+        basis_size=4,
+        groups=1,
+        residual_clip_norm=CLIP,
+    )
 
 
 # --- Their broken twins -------------------------------------------------------------------------
@@ -153,9 +165,7 @@ def gep(sigma: float) -> PrivateTrainer:
 class UnclippedSum(GradientSum):
     """DP-SGD that sums raw gradients."""
 
-    def sums(
-        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
-    ) -> QuerySums:
+    def sums(self, params: Any, carried: Any, batch: Any, mask: Any, key: Any) -> QuerySums:
         of_examples = self.gradient.per_example(params, batch, mask)
         total = jax.tree.map(lambda g: g.sum(0), of_examples.grads)
         if grid := self.gradient.grid:
@@ -164,28 +174,19 @@ class UnclippedSum(GradientSum):
         return QuerySums(total, of_examples.nonfinite)
 
 
-class UnclippedQuantile(QuantileClipping):
-    """AdpClip with a clip norm that no gradient reaches. It still divides by the honest clip
-    norm.
+def _out_of_reach(kind: type) -> type:
+    """Returns AdpClip's or SlaClip's query with a clip norm that no gradient reaches.
+
+    It still divides by the honest clip norm.
     """
 
-    def sums(
-        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
-    ) -> QuerySums:
-        total, dropped = super().sums(params, FAR * carried, batch, mask, key)
-        grads = jax.tree.map(lambda g: FAR * g, total.grads)
-        return QuerySums(total._replace(grads=grads), dropped)
+    class Unclipped(kind):
+        def sums(self, params: Any, carried: Any, *batch: Any) -> QuerySums:
+            total, dropped = super().sums(params, FAR * carried, *batch)
+            total = total._replace(grads=_times(FAR, total.grads))
+            return QuerySums(total, dropped)
 
-
-class UnclippedSlack(SlackClipping):
-    """SlaClip with a clip norm that no gradient reaches. It still divides by the honest one."""
-
-    def sums(
-        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
-    ) -> QuerySums:
-        total, dropped = super().sums(params, FAR * carried, batch, mask, key)
-        grads = jax.tree.map(lambda g: FAR * g, total.grads)
-        return QuerySums(total._replace(grads=grads), dropped)
+    return Unclipped
 
 
 class LargeSlots(SlackClipping):
@@ -198,22 +199,23 @@ class LargeSlots(SlackClipping):
 class UnclippedEmbedding(GradientEmbedding):
     """GEP with clip norms that no gradient reaches. It still divides by the honest clip norms."""
 
-    def sums(
-        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
-    ) -> QuerySums:
-        gradient = dataclasses.replace(self.gradient, clip_norm=FAR * self.gradient.clip_norm)
-        fields = _fields(self) | {
-            "gradient": gradient,
-            "residual_clip_norm": FAR * self.residual_clip_norm,
-        }
-        sums = GradientEmbedding(**fields).sums(params, carried, batch, mask, key)
-        return sums._replace(total=jax.tree.map(lambda x: FAR * x, sums.total))
+    def sums(self, *batch: Any) -> QuerySums:
+        fields = _fields(self)
+        clip_norm = FAR * self.gradient.clip_norm
+        fields["gradient"] = dataclasses.replace(self.gradient, clip_norm=clip_norm)
+        fields["residual_clip_norm"] = FAR * self.residual_clip_norm
+        sums = GradientEmbedding(**fields).sums(*batch)
+        return sums._replace(total=_times(FAR, sums.total))
+
+
+def _times(factor: float, tree: Any) -> Any:
+    return jax.tree.map(lambda x: factor * x, tree)
 
 
 UNCLIPPED: Mapping[type, type] = {
     GradientSum: UnclippedSum,
-    QuantileClipping: UnclippedQuantile,
-    SlackClipping: UnclippedSlack,
+    QuantileClipping: _out_of_reach(QuantileClipping),
+    SlackClipping: _out_of_reach(SlackClipping),
     GradientEmbedding: UnclippedEmbedding,
 }
 
@@ -221,9 +223,7 @@ UNCLIPPED: Mapping[type, type] = {
 class ClippedPerRecord(GradientSum):
     """DP-SGD that clips each record of a patient and sums them, sold as protection of patients."""
 
-    def sums(
-        self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
-    ) -> QuerySums:
+    def sums(self, params: Any, carried: Any, batch: Any, mask: Any, key: Any) -> QuerySums:
         records = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batch)
         by_record = dataclasses.replace(self.gradient, group=False)
         out = by_record(params, records, mask.reshape(-1), key=key)
@@ -232,7 +232,8 @@ class ClippedPerRecord(GradientSum):
 
 def unclipped(trainer: PrivateTrainer) -> PrivateTrainer:
     """Returns the trainer without its clip but with the same noise."""
-    query = UNCLIPPED[type(trainer.query)](**_fields(trainer.query))
+    honest = trainer.query
+    query = UNCLIPPED[type(honest)](**_fields(honest))
     return dataclasses.replace(trainer, query=query)
 
 
@@ -244,7 +245,7 @@ def doubled(trainer: PrivateTrainer) -> PrivateTrainer:
     class Doubled(type(trainer.query)):  # type: ignore[misc]
         def sums(self, *args: Any) -> Any:
             sums = super().sums(*args)
-            return sums._replace(total=jax.tree.map(lambda x: 2 * x, sums.total))
+            return sums._replace(total=_times(2, sums.total))
 
     return dataclasses.replace(trainer, query=Doubled(**_fields(trainer.query)))
 
@@ -281,9 +282,9 @@ class TwiceAsOften(PoissonSampler):
     """A sampler that draws every example with twice the declared probability."""
 
     def batch(self, step: int) -> np.ndarray:
-        return PoissonSampler(
-            self.num_examples, 2 * self.sampling_probability, seed=self.seed
-        ).batch(step)
+        often = 2 * self.sampling_probability
+        sampler = PoissonSampler(self.num_examples, often, seed=self.seed)
+        return sampler.batch(step)
 
 
 class OneBatch(PoissonSampler):
@@ -300,84 +301,100 @@ def _fields(query: Any) -> dict[str, Any]:
 # --- The cases ----------------------------------------------------------------------------------
 
 
-def steps(
-    make: Make, *, step: int = 1, source: Source = EXAMPLES
-) -> tuple[Run, dict[str, Run | str]]:
-    """Returns the audit of a step of a trainer, and of its twins."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """The audit of a step of a trainer. It is a `case.Run`.
 
-    def audit(trainer: PrivateTrainer, of: Source = source, **options: Any) -> Run:
-        terms: dict[str, Any] = {
-            "delta": DELTA,
-            "step": step,
-            "rows": range(6),
-            "confidence": case.CONFIDENCE,
-        }
-        return lambda trials, seed: audit_step(
-            trainer, PARAMS, of, trials=trials, seed=seed, **terms, **options
+    Attributes:
+      source, rows: The examples, and those of them that may be the canary.
+      step: Its number.
+      adjacency: The relation of the two data sets.
+      claimed: The claim of the honest trainer, for a twin. None means the trainer's own.
+    """
+
+    trainer: PrivateTrainer
+    source: Any = EXAMPLES
+    rows: Any = range(6)
+    step: int = 1
+    adjacency: Adjacency = "add_remove"
+    claimed: float | None = None
+
+    def __call__(self, trials: int, seed: bytes) -> Audit:
+        audit = audit_step(
+            self.trainer,
+            PARAMS,
+            self.source,
+            rows=self.rows,
+            step=self.step,
+            adjacency=self.adjacency,
+            trials=trials,
+            delta=DELTA,
+            confidence=case.CONFIDENCE,
+            seed=seed,
         )
+        if self.claimed is None:
+            return audit
+        return under(audit, self.claimed)
 
+    def broken(self, event: DpEvent) -> Callable[..., "Step"]:
+        """Returns `twin(**changes) -> Step` under the claim of an event, add/remove."""
+        claimed = claim(event, adjacency="add_remove", delta=DELTA)
+        return functools.partial(dataclasses.replace, self, claimed=claimed)
+
+
+def _standard(twin: Callable[..., Step], honest: PrivateTrainer, half: PrivateTrainer) -> Any:
+    """Returns the standard twins of a trainer. `half` has half of its noise."""
+    return standard_twins(
+        half_the_noise=twin(trainer=half),
+        no_clipping=twin(trainer=unclipped(honest)),
+        sensitivity_off_by_two=twin(trainer=doubled(honest)),
+        reused_key=twin(trainer=with_one_key(honest)),
+        add_remove_for_replace_one=twin(adjacency="replace_one"),
+    )
+
+
+def steps(make: Make, *, step: int = 1, source: Source = EXAMPLES) -> Audits:
+    """Returns the audit of a step of a trainer, and of its twins."""
     honest = make(SIGMA)
-    claimed = claim(honest.privatizer.event_at(step), adjacency="add_remove", delta=DELTA)
-
-    def held(run: Run) -> Run:
-        """Returns the run under the claim of the honest trainer."""
-        return lambda trials, seed: under(run(trials, seed), claimed)
-
-    twins: dict[str, Run | str] = {
-        case.HALF_THE_NOISE: held(audit(make(SIGMA / 2))),
-        case.NO_CLIPPING: held(audit(unclipped(honest))),
-        case.SENSITIVITY_OFF_BY_TWO: held(audit(doubled(honest))),
-        case.REUSED_KEY: held(audit(with_one_key(honest))),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: held(audit(honest, adjacency="replace_one")),
-        "the noise of the step before": held(audit(with_noise_used_twice(honest))),
-    }
-    if honest.query.gradient.patterns is not None:
-        least = max(honest.query.gradient.clip_norms) / honest.query.gradient.sensitivity()
-        twins["noise for the largest part"] = held(audit(make(SIGMA * least)))
+    run = Step(trainer=honest, source=source, step=step)
+    twin = run.broken(honest.privatizer.event_at(step))
+    twins = _standard(twin, honest, make(SIGMA / 2))
+    twins["the noise of the step before"] = twin(trainer=with_noise_used_twice(honest))
+    gradient = honest.query.gradient
+    if gradient.patterns is not None:
+        least = max(gradient.clip_norms) / gradient.sensitivity()
+        twins["noise for the largest part"] = twin(trainer=make(SIGMA * least))
     if isinstance(honest.query, SlackClipping):
         large = dataclasses.replace(honest, query=LargeSlots(**_fields(honest.query)))
-        twins["slots of the clip norm each"] = held(audit(large, of=SHORT))
+        twins["slots of the clip norm each"] = twin(trainer=large, source=SHORT)
     if honest.group:
-        broken = dataclasses.replace(honest, query=ClippedPerRecord(gradient=honest.query.gradient))
-        twins["a clip per record, sold as per patient"] = held(audit(broken))
-    return audit(honest), twins
+        per_record = dataclasses.replace(honest, query=ClippedPerRecord(gradient=gradient))
+        twins["a clip per record, sold as per patient"] = twin(trainer=per_record)
+    return run, twins
 
 
-def of_owners() -> tuple[Run, dict[str, Run | str]]:
+def of_owners() -> Audits:
     """Returns the audit of a step with all records of an owner, and of its twins."""
 
-    def audit(trainer: PrivateTrainer, source: Owners, **options: Any) -> Run:
-        receivers = source.rows // (2 * RECORDS)
+    def of_receivers(source: Owners) -> dict[str, Any]:
+        """Returns a source with the messages of each receiver that may be the canary."""
+        receivers = source.rows // MESSAGES
         rows = [np.flatnonzero(receivers == receiver) for receiver in range(6)]
-        terms: dict[str, Any] = {"delta": DELTA, "rows": rows, "confidence": case.CONFIDENCE}
-        return lambda trials, seed: audit_step(
-            trainer, PARAMS, source, trials=trials, seed=seed, **terms, **options
-        )
+        return {"source": source, "rows": rows}
 
     honest = dp_sgd_of_owners(SIGMA)
-    claimed = claim(GaussianDpEvent(SIGMA), adjacency="add_remove", delta=DELTA)
-
-    def held(run: Run) -> Run:
-        """Returns the run under the claim of the honest trainer."""
-        return lambda trials, seed: under(run(trials, seed), claimed)
-
+    run = Step(trainer=honest, **of_receivers(OF_OWNERS))
+    twin = run.broken(GaussianDpEvent(SIGMA))
+    twins = _standard(twin, honest, dp_sgd_of_owners(SIGMA / 2))
+    of_one_record = dp_sgd_of_owners(SIGMA / RECORDS)
+    twins["noise for one record, sold as for four"] = twin(trainer=of_one_record)
     # The receiver owns nothing here, so that all eight messages count.
     first_only = by_owners(_messages, SENDERS, max_records=RECORDS)
-    twins: dict[str, Run | str] = {
-        case.HALF_THE_NOISE: held(audit(dp_sgd_of_owners(SIGMA / 2), OF_OWNERS)),
-        case.NO_CLIPPING: held(audit(unclipped(honest), OF_OWNERS)),
-        case.SENSITIVITY_OFF_BY_TWO: held(audit(doubled(honest), OF_OWNERS)),
-        case.REUSED_KEY: held(audit(with_one_key(honest), OF_OWNERS)),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: held(audit(honest, OF_OWNERS, adjacency="replace_one")),
-        "noise for one record, sold as for four": held(
-            audit(dp_sgd_of_owners(SIGMA / RECORDS), OF_OWNERS)
-        ),
-        "a bound for the first owner only": held(audit(honest, first_only)),
-    }
-    return audit(honest, OF_OWNERS), twins
+    twins["a bound for the first owner only"] = twin(**of_receivers(first_only))
+    return run, twins
 
 
-def sampling() -> tuple[Run, dict[str, Run | str]]:
+def sampling() -> Audits:
     """Returns the audit of the sampling of a trainer's batches, and of its twins."""
 
     def audit(sampler: PoissonSampler) -> Run:
@@ -387,80 +404,80 @@ def sampling() -> tuple[Run, dict[str, Run | str]]:
         )
 
     public = SAMPLER.num_examples, SAMPLER.sampling_probability
-    twins: dict[str, Run | str] = {
-        case.HALF_THE_NOISE: "no noise is added to a batch",
-        case.NO_CLIPPING: "who is in a batch has no norm",
-        case.SENSITIVITY_OFF_BY_TWO: audit(TwiceAsOften(*public)),
-        case.REUSED_KEY: audit(OneBatch(*public)),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: "an example and its replacement are sampled alike: the "
+    twins = standard_twins(
+        half_the_noise="no noise is added to a batch",
+        no_clipping="who is in a batch has no norm",
+        sensitivity_off_by_two=audit(TwiceAsOften(*public)),
+        reused_key=audit(OneBatch(*public)),
+        add_remove_for_replace_one="an example and its replacement are sampled alike: the "
         "distance is q as well",
-    }
+    )
     return audit(SAMPLER), twins
 
 
+class _Method(NamedTuple):
+    """A trainer by its noise multiplier, the step that is audited, and the proof."""
+
+    make: Make
+    proof: str
+    step: int = 1
+
+
+METHODS: Mapping[str, _Method] = {
+    "DP-SGD": _Method(
+        dp_sgd, "Abadi et al. 2016, Algorithm 1; Balle and Wang 2018; `jaxdp.finetune.dp_sgd`"
+    ),
+    "DP-SGD, exact noise": _Method(
+        dp_sgd_exact,
+        "integers of norm at most 2^bits / sigma, and a Gaussian that is rounded: "
+        "post-processing; `jaxdp.transforms.grids`, `jaxdp.transforms.noise.rounded`",
+    ),
+    "DP-SAT": _Method(
+        dp_sat,
+        "the ascent follows the gradient released before (Park et al. 2023): post-processing; "
+        "`jaxdp.finetune.dp_sgd`",
+    ),
+    "AdpAlloc": _Method(
+        adp_alloc,
+        "the schedule of the noise is public (Yu et al. 2019, section V); "
+        "`jaxdp.finetune.adp_alloc`",
+        step=7,
+    ),
+    "DP-SGD by parts": _Method(
+        dp_sgd_by_parts,
+        "a term has norm at most sqrt(sum_k C_k^2) (McMahan et al. 2018, section 3.1); "
+        "`jaxdp.transforms.clip_parts`",
+    ),
+    "AdpClip by parts": _Method(
+        adp_clip_by_parts,
+        "gradient and all counts are one Gaussian (Andrew et al. 2021, Theorem 1); "
+        "`jaxdp.finetune.adp_clip`",
+    ),
+    "AdpClip": _Method(
+        adp_clip,
+        "gradient and count are one Gaussian (Andrew et al. 2021, Theorem 1); "
+        "`jaxdp.finetune.adp_clip`",
+    ),
+    "SlaClip": _Method(
+        sla_clip,
+        "a clipped gradient and its slots have norm at most C_t (Zou et al. 2026); "
+        "`jaxdp.finetune.sla_clip`",
+    ),
+    "GEP": _Method(
+        gep,
+        "embedding and residual are one Gaussian on one sample (Yu et al. 2021, Algorithm 1); "
+        "`jaxdp.finetune.gep`",
+    ),
+}
+
+
 def _cases() -> Iterator[Case]:
-    gaussian = "a Gaussian of multiplier {}, add/remove, given that the example is in the batch"
-    proofs = {
-        "DP-SGD": (
-            dp_sgd,
-            1,
-            "Abadi et al. 2016, Algorithm 1; Balle and Wang 2018; `jaxdp.finetune.dp_sgd`",
-        ),
-        "DP-SGD, exact noise": (
-            dp_sgd_exact,
-            1,
-            "integers of norm at most 2^bits / sigma, and a Gaussian that is rounded: "
-            "post-processing; `jaxdp.transforms.grids`, `jaxdp.transforms.noise.rounded`",
-        ),
-        "DP-SAT": (
-            dp_sat,
-            1,
-            "the ascent follows the gradient released before (Park et al. 2023): post-processing; "
-            "`jaxdp.finetune.dp_sgd`",
-        ),
-        "AdpAlloc": (
-            adp_alloc,
-            7,
-            "the schedule of the noise is public (Yu et al. 2019, section V); "
-            "`jaxdp.finetune.adp_alloc`",
-        ),
-        "DP-SGD by parts": (
-            dp_sgd_by_parts,
-            1,
-            "a term has norm at most sqrt(sum_k C_k^2) (McMahan et al. 2018, section 3.1); "
-            "`jaxdp.transforms.clip_parts`",
-        ),
-        "AdpClip by parts": (
-            adp_clip_by_parts,
-            1,
-            "gradient and all counts are one Gaussian (Andrew et al. 2021, Theorem 1); "
-            "`jaxdp.finetune.adp_clip`",
-        ),
-        "AdpClip": (
-            adp_clip,
-            1,
-            "gradient and count are one Gaussian (Andrew et al. 2021, Theorem 1); "
-            "`jaxdp.finetune.adp_clip`",
-        ),
-        "SlaClip": (
-            sla_clip,
-            1,
-            "a clipped gradient and its slots have norm at most C_t (Zou et al. 2026); "
-            "`jaxdp.finetune.sla_clip`",
-        ),
-        "GEP": (
-            gep,
-            1,
-            "embedding and residual are one Gaussian on one sample (Yu et al. 2021, Algorithm 1); "
-            "`jaxdp.finetune.gep`",
-        ),
-    }
-    for mechanism, (make, step, proof) in proofs.items():
-        multiplier = make(SIGMA).privatizer.event_at(step).noise_multiplier
+    gaussian = "a Gaussian of multiplier {:.4g}, add/remove, given that the example is in the batch"
+    for mechanism, (make, proof, step) in METHODS.items():
+        event = make(SIGMA).privatizer.event_at(step)
+        claimed = f"step {step}: {gaussian.format(event.noise_multiplier)}"
         run, twins = steps(make, step=step)
-        yield Case(
-            mechanism, f"step {step}: {gaussian.format(f'{multiplier:.4g}')}", proof, run, twins
-        )
+        yield Case(mechanism, claimed, proof, run, twins)
     run, twins = steps(dp_sgd_of_patients, source=PATIENTS)
     yield Case(
         "DP-SGD of patients",

@@ -5,8 +5,9 @@ A form is a function of plain arrays: labels int32 [n], or float32 logits [B, K]
 anything. `VALUES` are records of the right form with unusual numbers.
 """
 
-import datetime
+import tomllib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,24 +29,30 @@ class Form(NamedTuple):
     fits: bool = False
 
 
+def _cast(dtype: Any, fits: bool = False) -> Form:
+    """Returns the form of another dtype."""
+    return Form(lambda array: array.astype(dtype), fits)
+
+
 def _one_hot(labels: np.ndarray) -> np.ndarray:
-    return np.eye(CLASSES, dtype=np.int32)[np.clip(labels, 0, CLASSES - 1)]
+    known = np.clip(labels, 0, CLASSES - 1)
+    return np.eye(CLASSES, dtype=np.int32)[known]
 
 
 # The labels as a column of a table, as a one-hot row, as read from a file of floats, ...
 LABELS: Mapping[str, Form] = {
     "int32 [n]": Form(lambda y: y, True),
-    "int8 [n]": Form(lambda y: y.astype(np.int8), True),
-    "uint8 [n]": Form(lambda y: y.astype(np.uint8), True),
-    "int64 [n]": Form(lambda y: y.astype(np.int64), True),
-    "uint64 [n]": Form(lambda y: y.astype(np.uint64), True),
+    "int8 [n]": _cast("int8", True),
+    "uint8 [n]": _cast("uint8", True),
+    "int64 [n]": _cast("int64", True),
+    "uint64 [n]": _cast("uint64", True),
     "int32 [n, 1]": Form(lambda y: y[:, None]),
     "int32 [1, n]": Form(lambda y: y[None]),
     "int32 []": Form(lambda y: y[0]),
     "one-hot [n, K]": Form(_one_hot),
     "one label fewer": Form(lambda y: y[1:]),
     "bool [n]": Form(lambda y: y > 0),
-    "float32 [n]": Form(lambda y: y.astype(np.float32)),
+    "float32 [n]": _cast("float32"),
 }
 
 
@@ -53,7 +60,7 @@ LABELS: Mapping[str, Form] = {
 LOGITS: Mapping[str, Form] = {
     "float32 [B, K]": Form(lambda z: z, True),
     "bfloat16 [B, K]": Form(lambda z: jnp.asarray(z, jnp.bfloat16), True),
-    "float16 [B, K]": Form(lambda z: z.astype(np.float16), True),
+    "float16 [B, K]": _cast("float16", True),
     "float32 [B, 1, K]": Form(lambda z: z[:, None]),
     "float32 [B, K, 1]": Form(lambda z: z[..., None]),
     "float32 [K, B]": Form(lambda z: z.T),
@@ -62,9 +69,9 @@ LOGITS: Mapping[str, Form] = {
     "float32 [B, 0]": Form(lambda z: z[:, :0]),
     "classes int32 [B]": Form(lambda z: z.argmax(-1)),
     "classes int32 [B, 1]": Form(lambda z: z.argmax(-1)[:, None]),
-    "int32 [B, K]": Form(lambda z: z.astype(np.int32)),
+    "int32 [B, K]": _cast("int32"),
     "bool [B, K]": Form(lambda z: z > 0),
-    "complex64 [B, K]": Form(lambda z: z.astype(np.complex64)),
+    "complex64 [B, K]": _cast("complex64"),
 }
 
 
@@ -92,16 +99,26 @@ RIGHT = np.array([True, True, True, False, True, False])
 
 def _with_logits(record: int, row: list[float]) -> Values:
     """Returns the plain records with other logits of one record, of which a logit is not finite."""
-    logits, fine = PLAIN_LOGITS.copy(), np.arange(len(RIGHT)) != record
-    logits[record] = row
-    return Values(logits, PLAIN_LABELS, RIGHT & fine, fine, np.ones_like(fine))
+    values = _but_one(record)
+    values.logits[record] = row
+    values.finite[record] = False
+    return values
 
 
 def _with_label(record: int, label: int, dtype: Any) -> Values:
     """Returns the plain records with another label of one record, which is no class."""
-    labels, fine = PLAIN_LABELS.astype(dtype), np.arange(len(RIGHT)) != record
+    values = _but_one(record)
+    labels = PLAIN_LABELS.astype(dtype)
     labels[record] = label
-    return Values(PLAIN_LOGITS, labels, RIGHT & fine, np.ones_like(fine), fine)
+    values.labelled[record] = False
+    return values._replace(labels=labels)
+
+
+def _but_one(record: int) -> Values:
+    """Returns copies of the plain records, of which one is not right."""
+    values = Values(*map(np.copy, _plain()))
+    values.correct[record] = False
+    return values
 
 
 def _plain() -> Values:
@@ -134,40 +151,19 @@ def broadcasting_count(logits: Any, labels: Any) -> int:
 
 # --- Identifiers --------------------------------------------------------------------------------
 
-# Each row is one person, in all spellings that are this person.
-PEOPLE = [
-    ("1_23",),
-    ("12_3",),
-    ("123", " 123", "123\t", 123, np.int64(123), b"123"),
-    ("007", b"007", "007 "),
-    ("7", 7, np.uint8(7), "\u00a07"),
-    ("+7",),
-    ("7.0",),
-    ("-0",),
-    ("0", 0),
-    ("12345678901234567890", 12345678901234567890),
-    ("12345678901234567891", 12345678901234567891),
-    ("200001.01",),
-    ("200001.02",),
-    ("200001.03",),
-    ("200001.04",),
-    ("16777216", 16777216),
-    ("16777217", 16777217),
-    ("1e3",),
-    ("1000", 1000),
-    ("P1", "P1\n"),
-    ("p1",),
-    ("Zo\u00eb", "Zoe\u0308", "Zo\u00eb".encode()),
-    ("Zoe",),
-    ("\ufb01", "\ufb01 "),  # a ligature, which NFKC would make "fi"
-    ("fi",),
-    ("\u0663",),  # the Arabic digit three, which int() reads as 3
-    ("3", 3),
-    ("NA",),
-    ("nan",),
-    ("None",),
-    ("0x1f",),
-    ("2026-01-02", datetime.date(2026, 1, 2)),
-    (("site 1", "4"), ("site 1 ", 4)),
-    (("site 1", "04"),),
-]
+# Each row is one person, in all spellings that are this person. `people.toml` has those of text,
+# integers and dates. A list there is an identifier of several columns.
+_TABLE = Path(__file__).with_name("people.toml").read_text(encoding="utf-8")
+# Bytes as of a file that was not decoded, numbers of NumPy, and integers of more than 64 bits.
+_MORE: Mapping[Any, tuple[Any, ...]] = {
+    "123": (np.int64(123), b"123"),
+    "007": (b"007",),
+    "7": (np.uint8(7),),
+    "12345678901234567890": (12345678901234567890,),
+    "12345678901234567891": (12345678901234567891,),
+    "Zo\u00eb": ("Zo\u00eb".encode(),),
+}
+PEOPLE: list[tuple[Any, ...]] = []
+for _spellings in tomllib.loads(_TABLE)["people"]:
+    _person = [tuple(one) if isinstance(one, list) else one for one in _spellings]
+    PEOPLE.append((*_person, *_MORE.get(_person[0], ())))

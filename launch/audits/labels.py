@@ -11,7 +11,7 @@ from jaxdp.labels import NoisyLabels, noisy, release_labels
 from jaxdp.transforms.responses import Response
 
 from . import case
-from .case import Case, Run
+from .case import Case, Run, Twin
 
 CLASSES = 4
 EPSILON = 1.5
@@ -28,7 +28,8 @@ def _one_number(*records: Any, **options: Any) -> NoisyLabels:
     drawn = noisy.numbers
 
     def repeated(key: Any, count: int) -> np.ndarray:
-        return np.repeat(drawn(key, count)[::2], 2)[:count]
+        every_other = drawn(key, count)[::2]
+        return np.repeat(every_other, 2)[:count]
 
     with mock.patch.object(noisy, "numbers", repeated):
         return release_labels(*records, **options)
@@ -58,7 +59,8 @@ def _private_prior(*records: Any, prior: Any, **options: Any) -> NoisyLabels:
     """Returns labels whose answers are chosen by the private labels."""
     (source,) = records
     truth = source.gather(np.arange(len(source)))["label"]
-    return release_labels(source, prior=0.1 + 0.6 * np.eye(CLASSES)[truth], **options)
+    of_the_truth = 0.1 + 0.6 * np.eye(CLASSES)[truth]
+    return release_labels(source, prior=of_the_truth, **options)
 
 
 def _audit(release: Any, prior: Any, pair: tuple[int, int]) -> Run:
@@ -77,7 +79,7 @@ def _audit(release: Any, prior: Any, pair: tuple[int, int]) -> Run:
     return run
 
 
-_REASONS: dict[str, Run | str] = {
+_REASONS: dict[str, Twin] = {
     case.NO_CLIPPING: "a label has no norm",
     case.SENSITIVITY_OFF_BY_TWO: "randomised response has no sensitivity",
     case.REUSED_KEY: "equal bits for a label outside and for one inside tell little",

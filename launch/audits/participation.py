@@ -12,7 +12,9 @@ from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
 
 from . import case
-from .case import Case, Run, under
+from .case import Case, Run, standard_twins, under
+
+Sampler = BallsInBinsSampler | BMinSepSampler
 
 SIGMA = 0.8
 DELTA = 0.03
@@ -39,7 +41,7 @@ class NoSeparation(BMinSepSampler):
         return super().batch(step)
 
 
-def runs(sampler: BallsInBinsSampler | BMinSepSampler, noise_multiplier: float = SIGMA) -> Run:
+def runs(sampler: Sampler, noise_multiplier: float = SIGMA) -> Run:
     """Returns the audit of a sampler."""
 
     def audit(trials: int, seed: bytes) -> Audit:
@@ -56,32 +58,27 @@ def runs(sampler: BallsInBinsSampler | BMinSepSampler, noise_multiplier: float =
 
 
 @functools.cache
-def claim_of(sampler: BallsInBinsSampler | BMinSepSampler) -> float:
+def claim_of(sampler: Sampler) -> float:
     """Returns the epsilon of all runs of a case. Each simulation of an account has its own."""
     event = sampler.run_event(GaussianDpEvent(SIGMA), sampler.steps, seed=SEED)
     return claim(event, adjacency="add_remove", delta=DELTA)
 
 
-def pattern(
-    name: str,
-    sampler: BallsInBinsSampler | BMinSepSampler,
-    broken: BallsInBinsSampler | BMinSepSampler,
-    denser: BallsInBinsSampler | BMinSepSampler,
-) -> Case:
+def pattern(name: str, sampler: Sampler, broken: Sampler, denser: Sampler) -> Case:
     """Returns the case of a pattern, with a sampler that breaks it and one that costs more."""
 
     def held(run: Run) -> Run:
         return lambda trials, seed: under(run(trials, seed), claim_of(sampler))
 
-    twins: dict[str, Run | str] = {
-        case.HALF_THE_NOISE: held(runs(sampler, SIGMA / 2)),
-        case.NO_CLIPPING: held(runs(sampler, SIGMA / 50)),
-        case.SENSITIVITY_OFF_BY_TWO: held(runs(sampler, SIGMA / 2)),
-        case.REUSED_KEY: "the noise is that of DP-SGD, whose row has this twin",
-        case.ADD_REMOVE_FOR_REPLACE_ONE: "there is no account for replace-one, and it is refused",
-        "a record takes part too often": held(runs(broken)),
-        "an account of rarer participation": held(runs(denser)),
-    }
+    twins = standard_twins(
+        half_the_noise=held(runs(sampler, SIGMA / 2)),
+        no_clipping=held(runs(sampler, SIGMA / 50)),
+        sensitivity_off_by_two=held(runs(sampler, SIGMA / 2)),
+        reused_key="the noise is that of DP-SGD, whose row has this twin",
+        add_remove_for_replace_one="there is no account for replace-one, and it is refused",
+    )
+    twins["a record takes part too often"] = held(runs(broken))
+    twins["an account of rarer participation"] = held(runs(denser))
     return Case(
         name,
         f"{sampler.steps} steps of multiplier {SIGMA}, add/remove, by simulation",

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import jax
@@ -36,15 +36,17 @@ from jaxdp.prediction import (
     train_with_bounds,
 )
 from jaxdp.prediction import answers as answering
+from jaxdp.privacy import DpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim
 from jaxdp.transforms import losses, noise
 
 from . import case
-from .case import Case, Run, under
+from .case import Audits, Case, Run, Twin, patched, standard_twins, under
 
 Data = Mapping[str, np.ndarray]
 Train = Callable[[Data], Any]
+Patch = Callable[[], Any]
 
 ROWS, CLIP = 16, 0.1
 UNIT = CLIP / ROWS
@@ -65,19 +67,24 @@ def records(surpluses: Sequence[int]) -> Data:
 
     A part has `ROWS` records, or one fewer if its surplus is odd.
     """
-    rows = [ROWS - surplus % 2 for surplus in surpluses]
-    ones = [(n + surplus) // 2 for n, surplus in zip(rows, surpluses, strict=True)]
-    labels = [np.repeat([1, 0], [m, n - m]) for m, n in zip(ones, rows, strict=True)]
-    return _records(np.concatenate(labels), np.repeat(np.arange(len(surpluses)), rows))
+    labels, numbers = [], []
+    for part, surplus in enumerate(surpluses):
+        rows = ROWS - surplus % 2
+        ones = (rows + surplus) // 2
+        labels += [1] * ones + [0] * (rows - ones)
+        numbers += [part] * rows
+    return _records(labels, numbers)
 
 
 def _records(y: Any, part: Any, x: float = 1.0) -> Data:
     y = np.asarray(y, np.float32)
-    return {"x": np.full(len(y), x, np.float32), "y": y, "part": np.asarray(part, np.int32)}
+    features = np.full(len(y), x, np.float32)
+    return {"x": features, "y": y, "part": np.asarray(part, np.int32)}
 
 
 def loss(params: Any, example: Any) -> jax.Array:
-    return losses.sigmoid_cross_entropy(params["w"] * example["x"], example["y"])
+    logit = params["w"] * example["x"]
+    return losses.sigmoid_cross_entropy(logit, example["y"])
 
 
 def label(params: Any, query: jax.Array) -> jax.Array:
@@ -158,19 +165,24 @@ def voter(data: Data) -> Any:
 # --- Broken mechanisms --------------------------------------------------------------------------
 
 
-def half_the_noise(name: str) -> Any:
+def half_the_noise(name: str) -> Patch:
     """Returns a patch that halves the noise of this name."""
     whole = getattr(noise, name)
-    return mock.patch.object(noise, name, lambda key, tree, scale: whole(key, tree, scale / 2))
+
+    def halved(key: jax.Array, tree: Any, scale: float) -> Any:
+        return whole(key, tree, scale / 2)
+
+    return patched(noise, name, halved)
 
 
 def answered_by(
     name: str, broken: Callable[[Callable[..., Any]], Callable[..., Any]], field: str = "answer"
-) -> Any:
+) -> Patch:
     """Returns a patch of how a mechanism answers."""
     row = METHODS[name]
     changed: Any = {field: broken(getattr(row, field))}
-    return mock.patch.dict(METHODS, {name: dataclasses.replace(row, **changed)})
+    broken_row = dataclasses.replace(row, **changed)
+    return lambda: mock.patch.dict(METHODS, {name: broken_row})
 
 
 def with_one_key(whole: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,7 +195,9 @@ def with_one_key(whole: Callable[..., Any]) -> Callable[..., Any]:
 
     def broken(key: jax.Array, *arrays: Any, **options: Any) -> np.ndarray:
         first = [np.asarray(array)[..., :1] for array in arrays]
-        return np.repeat(whole(KEY, *first, **options), np.shape(arrays[0])[-1])
+        answer = whole(KEY, *first, **options)
+        queries = np.shape(arrays[0])[-1]
+        return np.repeat(answer, queries)
 
     return broken
 
@@ -213,8 +227,10 @@ def flips_of_half_the_noise(epsilon: float) -> Callable[..., Any]:
     def broken(whole: Callable[..., Any]) -> Callable[..., Any]:
         def answer(key: jax.Array, labels: Any, distances: Any, **options: Any) -> np.ndarray:
             flips = mechanisms.flip_probability_cauchy(distances, epsilon=epsilon)
-            halved = np.arctan(np.tan(math.pi * flips) / 2) / math.pi
-            flipped = np.asarray(jax.random.uniform(key, np.shape(labels))) < halved
+            quantiles = np.tan(math.pi * flips)
+            halved = np.arctan(quantiles / 2) / math.pi
+            uniform = jax.random.uniform(key, np.shape(labels))
+            flipped = np.asarray(uniform) < halved
             return np.where(flipped, 1 - np.asarray(labels), labels).astype(np.int32)
 
         return answer
@@ -225,57 +241,65 @@ def flips_of_half_the_noise(epsilon: float) -> Callable[..., Any]:
 # --- The cases ----------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Answers:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OneAnswer:
+    """The audit of one answer.
+
+    Attributes:
+      surpluses: The data without a canary, see `records`.
+      candidates: The canaries.
+      train: Returns a model, or the members of an ensemble, from data.
+      adjacency: The relation of the two data sets.
+      patch: What breaks the mechanism of a twin.
+    """
+
+    surpluses: Sequence[int]
+    candidates: Data
+    train: Train = one_model
+    adjacency: Adjacency = "add_remove"
+    patch: Patch = contextlib.nullcontext
+
+    def audited(self, cost: DpEvent, claimed: float, **terms: Any) -> Audit:
+        """Returns the audit of answers that are charged as `cost`, under a claim."""
+        data = records(self.surpluses)
+        terms |= {"adjacency": self.adjacency, "confidence": case.CONFIDENCE}
+        with self.patch():
+            audit = audit_answers(self.ask, cost, QUERY, data, self.candidates, **terms)
+        return under(audit, claimed)
+
+    def ask(self, data: Any, queries: Any, **terms: Any) -> np.ndarray:
+        """Returns the answers of a model of the data."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answers(_OneAnswer):
     """The audit of one answer under the claim of an epsilon. It is a `case.Run`.
 
     Attributes:
       mechanism: A key of `METHODS`.
       claimed: The epsilon that is claimed.
-      surpluses: The data without a canary, see `records`.
-      candidates: The canaries.
       epsilon: The epsilon of the noise, by default `claimed`.
-      train: Returns a model, or the members of an ensemble, from data.
       apply_fn: Returns the output of a model.
       output_range: The range of values. None asks for labels.
-      adjacency: The relation of the two data sets.
-      patch: What breaks the mechanism of a twin.
     """
 
     mechanism: str
-    _: dataclasses.KW_ONLY
     claimed: float
-    surpluses: Sequence[int]
-    candidates: Data
     epsilon: float | None = None
-    train: Train = one_model
     apply_fn: Any = label
     output_range: tuple[float, float] | None = None
-    adjacency: Adjacency = "add_remove"
-    patch: Callable[[], Any] = contextlib.nullcontext
 
     def __call__(self, trials: int, seed: bytes) -> Audit:
-        cost = event(1, epsilon=self._epsilon, mechanism=self.mechanism)
-        with self.patch():
-            audit = audit_answers(
-                self._ask,
-                cost,
-                QUERY,
-                records(self.surpluses),
-                self.candidates,
-                trials=trials,
-                adjacency=self.adjacency,
-                confidence=case.CONFIDENCE,
-                seed=seed,
-            )
-        return under(audit, self.claimed)
+        cost = event(1, **self._terms)
+        return self.audited(cost, self.claimed, trials=trials, seed=seed)
 
     @property
-    def _epsilon(self) -> float:
-        return self.epsilon or self.claimed
+    def _terms(self) -> dict[str, Any]:
+        return {"epsilon": self.epsilon or self.claimed, "mechanism": self.mechanism}
 
-    def _ask(self, data: Any, queries: Any, **terms: Any) -> np.ndarray:
-        terms |= {"epsilon": self._epsilon, "mechanism": self.mechanism}
+    def ask(self, data: Any, queries: Any, **terms: Any) -> np.ndarray:
+        terms |= self._terms
         model = self.train(data)
         if self.output_range is None:
             return private_predict(model, self.apply_fn, queries, **terms)
@@ -283,183 +307,153 @@ class Answers:
         return private_values(model, self.apply_fn, queries, **terms)
 
 
-@dataclasses.dataclass(frozen=True)
-class Votes:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Votes(_OneAnswer):
     """The audit of one answer of Confident-GNMax under the claim for another. It is a `case.Run`.
 
     Attributes:
       honest: The mechanism whose cost is claimed.
-      mechanism: The mechanism that answers, by default `honest`.
-      surpluses, candidates, train, adjacency, patch: As in `Answers`.
+      mechanism: The mechanism that answers.
     """
 
     honest: ensembles.ConfidentGNMax
-    _: dataclasses.KW_ONLY
-    surpluses: Sequence[int]
-    candidates: Data
-    train: Train
-    mechanism: ensembles.ConfidentGNMax | None = None
-    adjacency: Adjacency = "add_remove"
-    patch: Callable[[], Any] = contextlib.nullcontext
+    mechanism: ensembles.ConfidentGNMax
 
     def __call__(self, trials: int, seed: bytes) -> Audit:
-        cost = self._mechanism.event(1, max_answers=1)
-        with self.patch():
-            audit = audit_answers(
-                self._ask,
-                cost,
-                QUERY,
-                records(self.surpluses),
-                self.candidates,
-                trials=trials,
-                claim="gaussian",
-                adjacency=self.adjacency,
-                delta=DELTA,
-                confidence=case.CONFIDENCE,
-                seed=seed,
-            )
-        claimed = claim(self.honest.event(1, max_answers=1), adjacency="add_remove", delta=DELTA)
-        return under(audit, claimed)
+        cost = self.mechanism.event(1, max_answers=1)
+        honest_cost = self.honest.event(1, max_answers=1)
+        claimed = claim(honest_cost, adjacency="add_remove", delta=DELTA)
+        terms: dict[str, Any] = {"claim": "gaussian", "delta": DELTA}
+        return self.audited(cost, claimed, trials=trials, seed=seed, **terms)
 
-    @property
-    def _mechanism(self) -> ensembles.ConfidentGNMax:
-        return self.mechanism or self.honest
-
-    def _ask(self, data: Any, queries: Any, **terms: Any) -> np.ndarray:
-        terms |= {"mechanism": self._mechanism, "max_answers": len(queries)}
-        return pate_predict(self.train(data), label, queries, **terms)
+    def ask(self, data: Any, queries: Any, **terms: Any) -> np.ndarray:
+        terms |= {"mechanism": self.mechanism, "max_answers": len(queries)}
+        members = self.train(data)
+        return pate_predict(members, label, queries, **terms)
 
 
 ANY_LABEL = "any other label costs the same: there is no distance or norm to be wrong about"
+NO_CLIP_OF_VOTES = "a member has one vote: there is no clip"
 ONE_FROM = _records([0, 1], [0, 0])
 ONE_TO = _records([1], [0])
 OUTLIER = _records([1], [0], x=50.0)
+# A twin whose data differ by a replaced record, which the account counts as one change.
+REPLACED: dict[str, Any] = {"adjacency": "replace_one", "patch": replacement_as_one_step}
 
 
-def certified(mechanism: str, epsilon: float, *, half: Run | str, loose: str | None = None) -> Any:
+def certified(mechanism: str, epsilon: float, *, half: Twin, loose: str | None = None) -> Audits:
     """Returns audits of answers at certified distances.
 
     At distance 0 the label flips. Further away only changes in the distance show. `loose` says why
     two changes for one are within the claim.
     """
-    audit = functools.partial(Answers, mechanism, claimed=epsilon)
-    twins: Mapping[str, Run | str] = {
-        case.HALF_THE_NOISE: half,
-        case.NO_CLIPPING: audit(surpluses=[-8], candidates=OUTLIER, train=forgetful),
-        case.SENSITIVITY_OFF_BY_TWO: loose
-        or audit(surpluses=[2], candidates=ONE_TO, patch=doubled_distances),
-        case.REUSED_KEY: audit(
-            surpluses=[0], candidates=ONE_TO, patch=lambda: answered_by(mechanism, with_one_key)
-        ),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: loose
-        or audit(
-            surpluses=[4],
-            candidates=ONE_FROM,
-            adjacency="replace_one",
-            patch=replacement_as_one_step,
-        ),
-    }
-    return audit(surpluses=[0], candidates=ONE_TO), twins
+    honest = Answers(mechanism=mechanism, claimed=epsilon, surpluses=[0], candidates=ONE_TO)
+    twin = functools.partial(dataclasses.replace, honest)
+    doubled = twin(surpluses=[2], patch=doubled_distances)
+    replaced = twin(surpluses=[4], candidates=ONE_FROM, **REPLACED)
+    twins = standard_twins(
+        half_the_noise=half,
+        no_clipping=twin(surpluses=[-8], candidates=OUTLIER, train=forgetful),
+        sensitivity_off_by_two=loose or doubled,
+        reused_key=twin(patch=answered_by(mechanism, with_one_key)),
+        add_remove_for_replace_one=loose or replaced,
+    )
+    return honest, twins
 
 
-def certified_vote(epsilon: float) -> Any:
+def certified_vote(epsilon: float) -> Audits:
     """Returns audits of the answers of an ensemble of three at the certified distance of its
     vote.
     """
-    train = ensemble(3)
-    audit = functools.partial(Answers, "randomised_response", claimed=epsilon, train=train)
-    flip: dict[str, Any] = {"surpluses": [2, -2, 0], "candidates": _records([1], [2])}
-    twins: Mapping[str, Run | str] = {
-        case.HALF_THE_NOISE: audit(**flip, epsilon=2 * epsilon),
-        case.NO_CLIPPING: audit(
-            surpluses=[-8, 8, -8], candidates=OUTLIER, train=ensemble(3, forgetful)
-        ),
-        case.SENSITIVITY_OFF_BY_TWO: audit(
+    mechanism = "randomised_response"
+    honest = Answers(
+        mechanism=mechanism,
+        claimed=epsilon,
+        train=ensemble(3),
+        surpluses=[2, -2, 0],
+        candidates=_records([1], [2]),
+    )
+    twin = functools.partial(dataclasses.replace, honest)
+    unclipped = ensemble(3, forgetful)
+    twins = standard_twins(
+        half_the_noise=twin(epsilon=2 * epsilon),
+        no_clipping=twin(surpluses=[-8, 8, -8], candidates=OUTLIER, train=unclipped),
+        sensitivity_off_by_two=twin(
             surpluses=[2, 8, -4], candidates=ONE_TO, patch=doubled_distances
         ),
-        case.REUSED_KEY: audit(
-            **flip, patch=lambda: answered_by("randomised_response", with_one_key)
-        ),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
-            surpluses=[4, 10, -4],
-            candidates=ONE_FROM,
-            adjacency="replace_one",
-            patch=replacement_as_one_step,
-        ),
-    }
-    return audit(**flip), twins
+        reused_key=twin(patch=answered_by(mechanism, with_one_key)),
+        add_remove_for_replace_one=twin(surpluses=[4, 10, -4], candidates=ONE_FROM, **REPLACED),
+    )
+    return honest, twins
 
 
-def laplace_vote(epsilon: float) -> Any:
+def laplace_vote(epsilon: float) -> Audits:
     """Returns audits of the noisy votes of an ensemble of five. A clear vote shows the most of
     epsilon.
     """
-    audit = functools.partial(Answers, "global_laplace", claimed=epsilon, train=ensemble(5))
-    last = _records([1], [4])
-    clear: dict[str, Any] = {"surpluses": [2, 2, 2, 2, 0], "candidates": last}
-    twins: Mapping[str, Run | str] = {
-        case.HALF_THE_NOISE: audit(**clear, patch=lambda: half_the_noise("laplace")),
-        case.NO_CLIPPING: "a member has one vote: there is no clip",
-        case.SENSITIVITY_OFF_BY_TWO: audit(
-            surpluses=[2, 2, 2, 0, 0], candidates=last, train=overlapping(5)
+    mechanism = "global_laplace"
+    honest = Answers(
+        mechanism=mechanism,
+        claimed=epsilon,
+        train=ensemble(5),
+        surpluses=[2, 2, 2, 2, 0],
+        candidates=_records([1], [4]),
+    )
+    twin = functools.partial(dataclasses.replace, honest)
+    one_key = answered_by(mechanism, with_one_key, "vote")
+    twins = standard_twins(
+        half_the_noise=twin(patch=half_the_noise("laplace")),
+        no_clipping=NO_CLIP_OF_VOTES,
+        sensitivity_off_by_two=twin(surpluses=[2, 2, 2, 0, 0], train=overlapping(5)),
+        reused_key=twin(surpluses=[2, 2, -2, -2, 0], patch=one_key),
+        add_remove_for_replace_one=twin(
+            surpluses=[2, 2, 2, 1, 0], candidates=_records([0, 1], [3, 4]), **REPLACED
         ),
-        case.REUSED_KEY: audit(
-            surpluses=[2, 2, -2, -2, 0],
-            candidates=last,
-            patch=lambda: answered_by("global_laplace", with_one_key, "vote"),
-        ),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
-            surpluses=[2, 2, 2, 1, 0],
-            candidates=_records([0, 1], [3, 4]),
-            adjacency="replace_one",
-            patch=replacement_as_one_step,
-        ),
-    }
-    return audit(**clear), twins
+    )
+    return honest, twins
 
 
-def global_labels(mechanism: str, epsilon: float) -> Any:
+def global_labels(mechanism: str, epsilon: float) -> Audits:
     """Returns audits of answers that have the same noise at every distance."""
-    audit = functools.partial(Answers, mechanism, claimed=epsilon, surpluses=[0], candidates=ONE_TO)
-    twins: Mapping[str, Run | str] = {
-        case.HALF_THE_NOISE: audit(epsilon=2 * epsilon),
-        case.NO_CLIPPING: ANY_LABEL,
-        case.SENSITIVITY_OFF_BY_TWO: ANY_LABEL,
-        case.REUSED_KEY: audit(patch=lambda: answered_by(mechanism, with_one_key)),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: ANY_LABEL,
-    }
-    return audit(), twins
+    honest = Answers(mechanism=mechanism, claimed=epsilon, surpluses=[0], candidates=ONE_TO)
+    one_key = answered_by(mechanism, with_one_key)
+    twins = standard_twins(
+        half_the_noise=dataclasses.replace(honest, epsilon=2 * epsilon),
+        no_clipping=ANY_LABEL,
+        sensitivity_off_by_two=ANY_LABEL,
+        reused_key=dataclasses.replace(honest, patch=one_key),
+        add_remove_for_replace_one=ANY_LABEL,
+    )
+    return honest, twins
 
 
-def cauchy_values(epsilon: float) -> Any:
+def cauchy_values(epsilon: float) -> Audits:
     """Returns audits of values between -1 and 1. A record moves them by half of the range."""
-    range_: dict[str, Any] = {"apply_fn": value, "output_range": (-1.0, 1.0)}
-    audit = functools.partial(Answers, "cauchy_values", claimed=epsilon, **range_)
-    moved: dict[str, Any] = {"surpluses": [0], "candidates": ONE_TO}
+    honest = Answers(
+        mechanism="cauchy_values",
+        claimed=epsilon,
+        apply_fn=value,
+        output_range=(-1.0, 1.0),
+        surpluses=[0],
+        candidates=ONE_TO,
+    )
+    twin = functools.partial(dataclasses.replace, honest)
+    whole = mechanisms.smooth_sensitivity
 
-    def halved(
-        *args: Any, whole: Any = mechanisms.smooth_sensitivity, **options: Any
-    ) -> np.ndarray:
+    def halved(*args: Any, **options: Any) -> np.ndarray:
         return whole(*args, **options) / 2
 
-    twins: Mapping[str, Run | str] = {
-        case.HALF_THE_NOISE: audit(**moved, patch=lambda: half_the_noise("cauchy")),
-        case.NO_CLIPPING: audit(surpluses=[-8], candidates=OUTLIER, train=forgetful),
-        case.SENSITIVITY_OFF_BY_TWO: audit(
-            **moved, patch=lambda: mock.patch.object(mechanisms, "smooth_sensitivity", halved)
-        ),
-        case.REUSED_KEY: audit(**moved, patch=lambda: answered_by("cauchy_values", with_one_key)),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
-            surpluses=[0],
-            candidates=ONE_FROM,
-            adjacency="replace_one",
-            patch=replacement_as_one_step,
-        ),
-    }
-    return audit(**moved), twins
+    twins = standard_twins(
+        half_the_noise=twin(patch=half_the_noise("cauchy")),
+        no_clipping=twin(surpluses=[-8], candidates=OUTLIER, train=forgetful),
+        sensitivity_off_by_two=twin(patch=patched(mechanisms, "smooth_sensitivity", halved)),
+        reused_key=twin(patch=answered_by("cauchy_values", with_one_key)),
+        add_remove_for_replace_one=twin(candidates=ONE_FROM, **REPLACED),
+    )
+    return honest, twins
 
 
-def laplace_values(epsilon: float) -> Any:
+def laplace_values(epsilon: float) -> Audits:
     """Returns audits of values between -1 and 1. A record moves them from end to end."""
 
     def far(params: Any, query: jax.Array) -> jax.Array:
@@ -471,169 +465,162 @@ def laplace_values(epsilon: float) -> Any:
     def unclipped(
         key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]
     ) -> np.ndarray:
-        ends = 1000 * output_range[0], 1000 * output_range[1]
+        low, high = output_range
+        ends = (1000 * low, 1000 * high)
         return whole(key, values, epsilon=1000 * epsilon, output_range=ends)
 
-    def halved(
-        key: jax.Array, values: Any, *, epsilon: float, output_range: tuple[float, float]
-    ) -> np.ndarray:
-        return whole(key, values, epsilon=2 * epsilon, output_range=output_range)
+    def halved(key: jax.Array, values: Any, *, epsilon: float, **options: Any) -> np.ndarray:
+        return whole(key, values, epsilon=2 * epsilon, **options)
+
+    honest = Answers(
+        mechanism="laplace_values",
+        claimed=epsilon,
+        apply_fn=far,
+        output_range=(-1.0, 1.0),
+        surpluses=[0],
+        candidates=ONE_TO,
+    )
 
     def by(broken: Callable[..., Any]) -> Run:
-        return audit(patch=lambda: answered_by("laplace_values", lambda whole: broken))
+        patch = answered_by("laplace_values", lambda whole: broken)
+        return dataclasses.replace(honest, patch=patch)
 
-    range_: dict[str, Any] = {
-        "apply_fn": far,
-        "output_range": (-1.0, 1.0),
-        "surpluses": [0],
-        "candidates": ONE_TO,
-    }
-    audit = functools.partial(Answers, "laplace_values", claimed=epsilon, **range_)
-    twins: Mapping[str, Run | str] = {
-        case.HALF_THE_NOISE: audit(patch=lambda: half_the_noise("laplace")),
-        case.NO_CLIPPING: by(unclipped),
-        case.SENSITIVITY_OFF_BY_TWO: by(halved),
-        case.REUSED_KEY: by(with_one_key(whole)),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: "the noise hides the whole range, whatever changes in "
-        "the data",
-    }
-    return audit(), twins
+    twins = standard_twins(
+        half_the_noise=dataclasses.replace(honest, patch=half_the_noise("laplace")),
+        no_clipping=by(unclipped),
+        sensitivity_off_by_two=by(halved),
+        reused_key=by(with_one_key(whole)),
+        add_remove_for_replace_one="the noise hides the whole range, whatever changes in the data",
+    )
+    return honest, twins
 
 
-def pate(gnmax: ensembles.ConfidentGNMax) -> Any:
+def pate(gnmax: ensembles.ConfidentGNMax) -> Audits:
     """Returns audits of Confident-GNMax on a vote that is nearly even. The vote always passes the
     threshold.
     """
-    last = _records([1], [4])
-    audit = functools.partial(
-        Votes, gnmax, surpluses=[2, 2, -2, -2, 0], candidates=last, train=ensemble(5, voter)
+    honest = Votes(
+        honest=gnmax,
+        mechanism=gnmax,
+        surpluses=[2, 2, -2, -2, 0],
+        candidates=_records([1], [4]),
+        train=ensemble(5, voter),
     )
+    twin = functools.partial(dataclasses.replace, honest)
     whole = ensembles.ConfidentGNMax.answer
 
     def one_key(
         self: Any, key: jax.Array, votes: np.ndarray, *, num_classes: int, max_answers: int
     ) -> np.ndarray:
-        return with_one_key(functools.partial(whole, self))(
-            key, votes, num_classes=num_classes, max_answers=1
-        )
+        answer = with_one_key(functools.partial(whole, self))
+        return answer(key, votes, num_classes=num_classes, max_answers=1)
 
     half = dataclasses.replace(
         gnmax, sigma_threshold=gnmax.sigma_threshold / 2, sigma_votes=gnmax.sigma_votes / 2
     )
-    twins: Mapping[str, Run | str] = {
-        case.HALF_THE_NOISE: audit(mechanism=half),
-        case.NO_CLIPPING: "a member has one vote: there is no clip",
-        case.SENSITIVITY_OFF_BY_TWO: audit(
-            surpluses=[2, -2, -2, 0, 0], train=overlapping(5, voter)
-        ),
-        case.REUSED_KEY: audit(
-            patch=lambda: mock.patch.object(ensembles.ConfidentGNMax, "answer", one_key)
-        ),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(
+    twins = standard_twins(
+        half_the_noise=twin(mechanism=half),
+        no_clipping=NO_CLIP_OF_VOTES,
+        sensitivity_off_by_two=twin(surpluses=[2, -2, -2, 0, 0], train=overlapping(5, voter)),
+        reused_key=twin(patch=patched(ensembles.ConfidentGNMax, "answer", one_key)),
+        add_remove_for_replace_one=twin(
             surpluses=[2, -2, -2, 1, 0],
             candidates=_records([0, 1], [3, 4]),
             adjacency="replace_one",
         ),
-    }
-    return audit(), twins
+    )
+    return honest, twins
 
 
-class _Pure(NamedTuple):
-    """A mechanism with a pure epsilon, its audit and the audits of its twins, and the proof."""
+def _pure(mechanism: str, epsilon: float, audits: Audits, proof: str) -> Case:
+    """Returns the case of a mechanism with a pure epsilon."""
+    run, twins = audits
+    trials = TRIALS
+    if mechanism in RARE:
+        trials = 4 * TRIALS
+    claimed = f"an answer: pure epsilon {epsilon:g}, add/remove"
+    return Case(mechanism, claimed, proof, run, twins, trials)
 
-    mechanism: str
-    epsilon: float
-    audits: tuple[Run, Mapping[str, Run | str]]
-    proof: str
 
-
-def _pure() -> Iterator[_Pure]:
+def _labels() -> Iterator[Case]:
+    """Yields the cases of answers at certified distances, with the noise of each."""
     family = "`jaxdp.prediction.mechanisms`, proof for {}"
     doubled = Answers(
-        "randomised_response", surpluses=[0], candidates=ONE_TO, claimed=1.0, epsilon=2.0
+        mechanism="randomised_response",
+        surpluses=[0],
+        candidates=ONE_TO,
+        claimed=1.0,
+        epsilon=2.0,
     )
-    yield _Pure(
-        mechanism="randomised response",
-        epsilon=1.0,
-        audits=certified("randomised_response", 1.0, half=doubled),
-        proof=family.format("the family"),
+    response = certified("randomised_response", 1.0, half=doubled)
+    yield _pure("randomised response", 1.0, response, family.format("the family"))
+
+    half = Answers(
+        mechanism="smooth_cauchy",
+        surpluses=[0],
+        candidates=ONE_TO,
+        claimed=0.8,
+        patch=answered_by("smooth_cauchy", flips_of_half_the_noise(0.8)),
     )
-    half = functools.partial(answered_by, "smooth_cauchy", flips_of_half_the_noise(0.8))
-    cauchy = Answers("smooth_cauchy", surpluses=[0], candidates=ONE_TO, claimed=0.8, patch=half)
-    yield _Pure(
-        mechanism="rounded Cauchy noise",
-        epsilon=0.8,
-        audits=certified("smooth_cauchy", 0.8, half=cauchy),
-        proof=family.format("Cauchy noise"),
-    )
+    cauchy = certified("smooth_cauchy", 0.8, half=half)
+    yield _pure("rounded Cauchy noise", 0.8, cauchy, family.format("Cauchy noise"))
+
     nissim = (
         "its constants leave room: half the noise, or two changes for one, cost less than epsilon"
     )
-    yield _Pure(
-        mechanism="rounded Cauchy noise as published",
-        epsilon=3.0,
-        audits=certified("paper_cauchy", 3.0, half=nissim, loose=nissim),
-        proof="Nissim, Raskhodnikova and Smith 2007, Corollary 2.4; `jaxdp.prediction.mechanisms`",
-    )
-    yield _Pure(
-        mechanism="randomised response of a certified vote",
-        epsilon=1.0,
-        audits=certified_vote(1.0),
-        proof="arXiv:2406.13433, Theorem 5.3; `jaxdp.prediction.ensembles.vote`",
-    )
-    yield _Pure(
-        mechanism="rounded Laplace noise",
-        epsilon=1.0,
-        audits=global_labels("global_laplace", 1.0),
-        proof=family.format("the family"),
-    )
-    yield _Pure(
-        mechanism="k-ary randomised response",
-        epsilon=1.0,
-        audits=global_labels("global_response", 1.0),
-        proof=family.format("the family"),
-    )
-    yield _Pure(
-        mechanism="Laplace noise on votes",
-        epsilon=1.0,
-        audits=laplace_vote(1.0),
-        proof="Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.ensembles.laplace_vote`",
-    )
-    yield from _pure_values()
-
-
-def _pure_values() -> Iterator[_Pure]:
-    yield _Pure(
-        mechanism="Cauchy noise on values",
-        epsilon=1.0,
-        audits=cauchy_values(1.0),
-        proof="`jaxdp.prediction.mechanisms.cauchy_values`, by (**) of the module",
-    )
-    yield _Pure(
-        mechanism="Laplace noise on values",
-        epsilon=1.0,
-        audits=laplace_values(1.0),
-        proof="Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.mechanisms.laplace_values`",
+    published = certified("paper_cauchy", 3.0, half=nissim, loose=nissim)
+    yield _pure(
+        "rounded Cauchy noise as published",
+        3.0,
+        published,
+        "Nissim, Raskhodnikova and Smith 2007, Corollary 2.4; `jaxdp.prediction.mechanisms`",
     )
 
 
-def _cases() -> Iterator[Case]:
-    for pure in _pure():
-        run, twins = pure.audits
-        yield Case(
-            mechanism=pure.mechanism,
-            claim=f"an answer: pure epsilon {pure.epsilon:g}, add/remove",
-            proof=pure.proof,
-            run=run,
-            twins=twins,
-            trials=4 * TRIALS if pure.mechanism in RARE else TRIALS,
-        )
+def _votes_and_values() -> Iterator[Case]:
+    """Yields the cases of ensembles, of answers with the noise of any label, and of values."""
+    family = "`jaxdp.prediction.mechanisms`, proof for the family"
+    vote = certified_vote(1.0)
+    yield _pure(
+        "randomised response of a certified vote",
+        1.0,
+        vote,
+        "arXiv:2406.13433, Theorem 5.3; `jaxdp.prediction.ensembles.vote`",
+    )
+    laplace = global_labels("global_laplace", 1.0)
+    yield _pure("rounded Laplace noise", 1.0, laplace, family)
+    response = global_labels("global_response", 1.0)
+    yield _pure("k-ary randomised response", 1.0, response, family)
+    laplace = laplace_vote(1.0)
+    yield _pure(
+        "Laplace noise on votes",
+        1.0,
+        laplace,
+        "Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.ensembles.laplace_vote`",
+    )
+    cauchy = cauchy_values(1.0)
+    yield _pure(
+        "Cauchy noise on values",
+        1.0,
+        cauchy,
+        "`jaxdp.prediction.mechanisms.cauchy_values`, by (**) of the module",
+    )
+    laplace = laplace_values(1.0)
+    yield _pure(
+        "Laplace noise on values",
+        1.0,
+        laplace,
+        "Dwork and Roth 2014, Theorem 3.6; `jaxdp.prediction.mechanisms.laplace_values`",
+    )
+
+
+def _gnmax() -> Case:
     root_two = math.sqrt(2)
     gnmax = ensembles.ConfidentGNMax(
         threshold=-50.0, sigma_threshold=3 * root_two, sigma_votes=root_two
     )
     run, twins = pate(gnmax)
-    yield Case(
+    return Case(
         mechanism="PATE's Confident-GNMax",
         claim="a query and its answer: Gaussians of multipliers 4.243 and 1, add/remove",
         proof="Papernot et al. 2018, arXiv:1802.08908, Algorithm 1; "
@@ -644,4 +631,4 @@ def _cases() -> Iterator[Case]:
     )
 
 
-CASES = tuple(_cases())
+CASES = (*_labels(), *_votes_and_values(), _gnmax())

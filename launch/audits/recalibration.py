@@ -5,8 +5,8 @@ adds nothing. Twins have the noise of the honest method unless they say otherwis
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -19,17 +19,16 @@ from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, Logi
 from jaxdp.recalibration.protocol import Method, Records
 
 from . import case
-from .case import Case, Run, under
+from .case import Audits, Case, Run, Twin, standard_twins, under
 
 EPSILON = 2.0
 CLASSES = 10
 BOUND = 10.0  # of a loss
 TRIALS = 10_000
 # Surely right, surely wrong and undecided. The loss of the second is a hundred times the bound.
-CANDIDATES = (
-    (1000 * np.eye(CLASSES, dtype=np.float32)[[0, 0, 1]] * [[1], [1], [0]]),
-    np.array([0, 1, 0]),
-)
+_LOGITS = np.zeros((3, CLASSES))
+_LOGITS[:2, 0] = 1000
+CANDIDATES = (_LOGITS, np.array([0, 1, 0]))
 OTHERS = np.zeros((1, CLASSES), np.float32), np.zeros(1, np.int32)
 
 
@@ -37,12 +36,13 @@ class UnboundedNllT(NllT):
     """NLL-T that does not clip losses, with the noise for clipped losses."""
 
     def summand(self, k: int, records: Records, temperature: jax.Array) -> jax.Array:
-        return NllT(iterations=self.iterations, bound=1e4).summand(k, records, temperature)
+        unbounded = NllT(iterations=self.iterations, bound=1e4)
+        return unbounded.summand(k, records, temperature)
 
 
 def conversations(
     method: Method, *, unclipped: Method | str, replaced: str | None = None
-) -> tuple[Run, Any]:
+) -> Audits:
     """Returns the audit of a method's conversations with a source, and of its twins.
 
     `unclipped` is the method without its clip, or why there is none. `replaced` says why the
@@ -83,14 +83,16 @@ def conversations(
     def of_added_records(self: Method, k: int, adjacency: Adjacency, num_classes: int) -> float:
         return whole(self, k, "add_remove", num_classes)
 
-    twins: Mapping[str, Run | str] = {
-        case.HALF_THE_NOISE: audit(method, epsilon=2 * EPSILON),
-        case.NO_CLIPPING: unclipped if isinstance(unclipped, str) else audit(unclipped),
-        case.SENSITIVITY_OFF_BY_TWO: audit(method, sensitivity=halved),
-        case.REUSED_KEY: audit(method, converse=_with_one_key(auditing.converse)),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: replaced
-        or audit(method, adjacency="replace_one", sensitivity=of_added_records),
-    }
+    without_clip: Twin = unclipped if isinstance(unclipped, str) else audit(unclipped)
+    one_key = _with_one_key(auditing.converse)
+    of_replaced = audit(method, adjacency="replace_one", sensitivity=of_added_records)
+    twins = standard_twins(
+        half_the_noise=audit(method, epsilon=2 * EPSILON),
+        no_clipping=without_clip,
+        sensitivity_off_by_two=audit(method, sensitivity=halved),
+        reused_key=audit(method, converse=one_key),
+        add_remove_for_replace_one=replaced or of_replaced,
+    )
     return audit(method), twins
 
 
@@ -98,47 +100,57 @@ def _with_one_key(converse: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a conversation that draws its noise from one key, whatever key it is given."""
 
     def broken(method: Method, parties: Any, key: jax.Array, **options: Any) -> Any:
-        same = jax.random.wrap_key_data(0 * jax.random.key_data(key), impl=jax.random.key_impl(key))
+        zeros = 0 * jax.random.key_data(key)
+        same = jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
         return converse(method, parties, same, **options)
 
     return broken
 
 
-def _cases() -> Iterator[Case]:
+class _Audited(NamedTuple):
+    """A method, where it is described, and the arguments of `conversations`."""
+
+    method: Method
+    section: str
+    unclipped: Method | str
+    replaced: str | None = None
+
+
+def _methods() -> dict[str, _Audited]:
     count = "a record adds a count of 1: there is no clip"
     gap = "a record adds the gap of two numbers in [0, 1]: there is no clip"
-    proof = (
-        "Laplace noise on sums of bounded numbers, composed over rounds; Luo et al., {}; "
-        "`jaxdp.recalibration.protocol`"
+    nll = _Audited(
+        NllT(iterations=1, bound=BOUND),
+        "Section C.2.1",
+        UnboundedNllT(iterations=1, bound=BOUND),
+        "a clipped loss is in [0, bound]: whether a record is added or replaced, a sum moves by "
+        "at most the bound",
     )
-    methods: dict[str, tuple[Method, Any, str | None, str]] = {
-        "NLL-T": (
-            NllT(iterations=1, bound=BOUND),
-            UnboundedNllT(iterations=1, bound=BOUND),
-            "a clipped loss is in [0, bound]: whether a record is added or replaced, a sum moves "
-            "by at most the bound",
-            "Section C.2.1",
-        ),
-        "ECE-T": (EceT(iterations=1), gap, None, "Section C.2.2"),
-        "Acc-T": (AccT(iterations=1), gap, None, "Section 4, Algorithm 1"),
-        "Acc-T by bisection": (AccBisection(iterations=2), gap, None, "Algorithm 1"),
-        "histogram binning": (HistogramBinning(), count, None, "Section C.2.3"),
-        "histogram binning as published": (
-            HistogramBinning(form="published"),
-            count,
-            None,
-            "Section C.2.3",
-        ),
-        "logistic binning": (LogisticBinning(), count, None, "Section C.2.3"),
+    published = HistogramBinning(form="published")
+    return {
+        "NLL-T": nll,
+        "ECE-T": _Audited(EceT(iterations=1), "Section C.2.2", gap),
+        "Acc-T": _Audited(AccT(iterations=1), "Section 4, Algorithm 1", gap),
+        "Acc-T by bisection": _Audited(AccBisection(iterations=2), "Algorithm 1", gap),
+        "histogram binning": _Audited(HistogramBinning(), "Section C.2.3", count),
+        "histogram binning as published": _Audited(published, "Section C.2.3", count),
+        "logistic binning": _Audited(LogisticBinning(), "Section C.2.3", count),
     }
-    for name, (method, unclipped, replaced, where) in methods.items():
+
+
+def _cases() -> Iterator[Case]:
+    for name, (method, section, unclipped, replaced) in _methods().items():
         run, twins = conversations(method, unclipped=unclipped, replaced=replaced)
         rounds = f"{method.rounds} round{'s' if method.rounds > 1 else ''}"
         claim = (
             f"all answers of a source in {rounds}: pure epsilon {EPSILON:g}, for a record made "
             "invalid"
         )
-        yield Case(name, claim, proof.format(where), run, twins, trials=TRIALS)
+        proof = (
+            "Laplace noise on sums of bounded numbers, composed over rounds; Luo et al., "
+            f"{section}; `jaxdp.recalibration.protocol`"
+        )
+        yield Case(name, claim, proof, run, twins, trials=TRIALS)
 
 
 CASES = tuple(_cases())

@@ -4,9 +4,8 @@ The canary lies at the end of every range, or far outside of it for the twin wit
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
 
 from . import case
-from .case import Case, Run, under
+from .case import Case, Run, patched, standard_twins, under
 
 SIGMA = 1.0
 DELTA = 1e-5
@@ -30,16 +29,15 @@ MIDDLE = (60.0, 35.0)
 
 def rows(*canaries: tuple[float, float]) -> Examples:
     """Returns rows in the middle of the ranges, behind canaries."""
-    return from_arrays(features=np.array([*canaries, *[MIDDLE] * 10], np.float32))
+    features = [*canaries, *[MIDDLE] * 10]
+    return from_arrays(features=np.array(features, np.float32))
 
 
-ENDS = rows((120, 60), (0, 10))
+END = (120, 60)
+ENDS = rows(END, (0, 10))
 # The first owner has four rows at the end of the ranges, the others one.
-OWNERS = by_group(
-    rows((120, 60), (120, 60), (120, 60), (120, 60)),
-    np.maximum(np.arange(14) - 3, 0),
-    max_records=4,
-)
+_identifiers = [0, 0, 0, 0, *range(1, 11)]
+OWNERS = by_group(rows(END, END, END, END), _identifiers, max_records=4)
 
 
 def releases(
@@ -64,8 +62,10 @@ def releases(
 
 def without_a_clip(features: np.ndarray, measured: scaler.Columns) -> np.ndarray:
     """Computes the vectors of cells that are not cut to their ranges."""
-    middle, half = (measured.low + measured.high) / 2, (measured.high - measured.low) / 2
-    u = (features[..., list(measured.columns)] - middle) / half
+    middle = (measured.low + measured.high) / 2
+    half = (measured.high - measured.low) / 2
+    cells = features[..., list(measured.columns)]
+    u = (cells - middle) / half
     return np.stack([u, u**2 - 1 / 2, 0 * u], axis=-2)
 
 
@@ -78,7 +78,8 @@ def of_every_record(source: Any, measured: scaler.Columns) -> np.ndarray:
     """Adds up the records of owners in place of their means."""
     batch = source.gather(np.arange(len(source)))
     vectors = scaler.contributions(batch.records["features"], measured)
-    return (vectors * batch.present[:, :, None, None]).sum(axis=(0, 1))
+    present = batch.present[:, :, None, None]
+    return (vectors * present).sum(axis=(0, 1))
 
 
 def with_one_key(
@@ -88,30 +89,25 @@ def with_one_key(
     return whole(jax.random.key(0, impl="threefry2x32"), *args)
 
 
-def patched(owner: Any, name: str, broken: Callable[..., Any]) -> Callable[[], Any]:
-    """Returns what puts a broken function in the place of one."""
-    return lambda: mock.patch.object(owner, name, broken)
-
-
-TWINS: Mapping[str, Run | str] = {
-    case.HALF_THE_NOISE: releases(sigma=SIGMA / 2),
-    case.NO_CLIPPING: releases(
-        rows((600, 600)), patch=patched(scaler, "contributions", without_a_clip)
-    ),
-    case.SENSITIVITY_OFF_BY_TWO: releases(patch=patched(auditing, "column_sums", twice)),
-    case.REUSED_KEY: releases(patch=patched(auditing, "draw", with_one_key)),
-    case.ADD_REMOVE_FOR_REPLACE_ONE: releases(canaries=(0, 1), adjacency="replace_one"),
-}
-OWNER_TWINS: Mapping[str, Run | str] = {
-    case.HALF_THE_NOISE: releases(OWNERS, sigma=SIGMA / 2),
-    case.NO_CLIPPING: "cells are cut by the same lines as those of rows",
-    case.SENSITIVITY_OFF_BY_TWO: releases(OWNERS, patch=patched(auditing, "column_sums", twice)),
-    case.REUSED_KEY: releases(OWNERS, patch=patched(auditing, "draw", with_one_key)),
-    case.ADD_REMOVE_FOR_REPLACE_ONE: "a replaced owner moves the sums as a replaced row does",
-    "every record of an owner counts": releases(
-        OWNERS, patch=patched(auditing, "column_sums", of_every_record)
-    ),
-}
+_UNCLIPPED = patched(scaler, "contributions", without_a_clip)
+_TWICE = patched(auditing, "column_sums", twice)
+_ONE_KEY = patched(auditing, "draw", with_one_key)
+_EVERY_RECORD = patched(auditing, "column_sums", of_every_record)
+TWINS = standard_twins(
+    half_the_noise=releases(sigma=SIGMA / 2),
+    no_clipping=releases(rows((600, 600)), patch=_UNCLIPPED),
+    sensitivity_off_by_two=releases(patch=_TWICE),
+    reused_key=releases(patch=_ONE_KEY),
+    add_remove_for_replace_one=releases(canaries=(0, 1), adjacency="replace_one"),
+)
+OWNER_TWINS = standard_twins(
+    half_the_noise=releases(OWNERS, sigma=SIGMA / 2),
+    no_clipping="cells are cut by the same lines as those of rows",
+    sensitivity_off_by_two=releases(OWNERS, patch=_TWICE),
+    reused_key=releases(OWNERS, patch=_ONE_KEY),
+    add_remove_for_replace_one="a replaced owner moves the sums as a replaced row does",
+)
+OWNER_TWINS["every record of an owner counts"] = releases(OWNERS, patch=_EVERY_RECORD)
 _PROOF = "`jaxdp.finetune.scaler`, a vector of norm C for each row or owner; Balle and Wang 2018"
 
 CASES = (

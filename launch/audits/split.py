@@ -18,14 +18,15 @@ from jaxdp.release import claim
 from jaxdp.split.noisy_upload import PrivateRelease, Projection, Released
 
 from . import case
-from .case import Case, Run, under
+from .case import Case, Run, held, standard_twins
 
 DELTA = 1e-5
 CLIP = 0.5
 CLASSES = 3
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 PROJECTION = Projection(jnp.zeros((2, 2)), jnp.eye(4))
-IMAGES = 100 * CLIP * np.concatenate([np.eye(4), -np.eye(4)]).reshape(8, 2, 2).astype(np.float32)
+_sides = np.concatenate([np.eye(4), -np.eye(4)])
+IMAGES = 100 * CLIP * _sides.reshape(8, 2, 2).astype(np.float32)
 LABELS = np.arange(8) % CLASSES
 
 GAUSSIAN = PrivateRelease(
@@ -43,16 +44,18 @@ class OneKey(PrivateRelease):
         """Returns the honest release, with the noise and answer of the first image for all
         images.
         """
-        rest = {"labels": labels, "projection": projection}
-        drawn = super().release(key, representations, **rest)
-        noiseless = PrivateRelease(**{**_fields(self), "noise_multiplier": 0.0})
-        features = noiseless.release(key, representations, **rest).features
-        answers = (labels + drawn.labels[0] - labels[0]) % self.num_classes
-        return Released(features + drawn.features[:1] - features[:1], answers.astype(np.int32))
+        noisy = super().release(key, representations, labels=labels, projection=projection)
+        noiseless = PrivateRelease(**_fields(self) | {"noise_multiplier": 0.0})
+        exact = noiseless.release(key, representations, labels=labels, projection=projection)
+        features = exact.features + noisy.features[:1] - exact.features[:1]
+        shift = noisy.labels[0] - labels[0]
+        answers = (labels + shift) % self.num_classes
+        return Released(features, answers.astype(np.int32))
 
 
 def _fields(release: PrivateRelease) -> dict[str, Any]:
-    return {field.name: getattr(release, field.name) for field in dataclasses.fields(release)}
+    names = (field.name for field in dataclasses.fields(release))
+    return {name: getattr(release, name) for name in names}
 
 
 def uploads(part: Part, delta: float) -> Callable[[PrivateRelease], Run]:
@@ -74,39 +77,44 @@ def uploads(part: Part, delta: float) -> Callable[[PrivateRelease], Run]:
 
 def _features(honest: PrivateRelease, event: DpEvent, claim_in_words: str, proof: str) -> Case:
     """Returns the case of features with Gaussian or Laplace noise."""
-    sigma, delta = honest.noise_multiplier, DELTA if honest.mechanism == "gaussian" else 0.0
+    sigma = honest.noise_multiplier
+    delta = 0.0
+    if honest.mechanism == "gaussian":
+        delta = DELTA
     audit = uploads("features", delta)
-    twins: dict[str, PrivateRelease] = {
-        case.HALF_THE_NOISE: dataclasses.replace(honest, noise_multiplier=sigma / 2),
-        case.NO_CLIPPING: dataclasses.replace(
-            honest, clip_norm=FAR * CLIP, noise_multiplier=sigma / FAR
-        ),
-        case.SENSITIVITY_OFF_BY_TWO: dataclasses.replace(
-            honest, clip_norm=2 * CLIP, noise_multiplier=sigma / 2
-        ),
-        case.REUSED_KEY: OneKey(**_fields(honest)),
-        # The noise is for a move of C. A replacement moves the features by 2 C.
-        case.ADD_REMOVE_FOR_REPLACE_ONE: dataclasses.replace(honest, noise_multiplier=sigma / 2),
-    }
     claimed = claim(event, adjacency="replace_one", delta=delta)
-    held = {name: _held(audit(twin), claimed) for name, twin in twins.items()}
+
+    def twin(**changes: float) -> Run:
+        broken = dataclasses.replace(honest, **changes)  # type: ignore[arg-type]
+        return held(audit(broken), claimed)
+
+    half = twin(noise_multiplier=sigma / 2)
+    twins = standard_twins(
+        half_the_noise=half,
+        no_clipping=twin(clip_norm=FAR * CLIP, noise_multiplier=sigma / FAR),
+        sensitivity_off_by_two=twin(clip_norm=2 * CLIP, noise_multiplier=sigma / 2),
+        reused_key=held(audit(OneKey(**_fields(honest))), claimed),
+        # The noise is for a move of C. A replacement moves the features by 2 C.
+        add_remove_for_replace_one=half,
+    )
     mechanism = f"Split upload, {honest.mechanism} features"
-    return Case(mechanism, claim_in_words, proof, audit(honest), held, trials=4000)
+    return Case(mechanism, claim_in_words, proof, audit(honest), twins, trials=4000)
 
 
 def _labels() -> Case:
-    audit, epsilon = uploads("labels", 0.0), GAUSSIAN.label_epsilon
+    audit = uploads("labels", 0.0)
+    epsilon = GAUSSIAN.label_epsilon
     claimed = claim(PureDpEvent(epsilon), adjacency="replace_one", delta=0.0)
-    twins: dict[str, Run | str] = {
-        case.HALF_THE_NOISE: _held(
-            audit(dataclasses.replace(GAUSSIAN, label_epsilon=2 * epsilon)), claimed
-        ),
-        case.NO_CLIPPING: "a label has no norm",
-        case.SENSITIVITY_OFF_BY_TWO: "randomised response has no sensitivity",
-        case.REUSED_KEY: _held(audit(OneKey(**_fields(GAUSSIAN))), claimed),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: "randomised response is charged for the replacement of a "
+    half = dataclasses.replace(GAUSSIAN, label_epsilon=2 * epsilon)
+    one_key = OneKey(**_fields(GAUSSIAN))
+    twins = standard_twins(
+        half_the_noise=held(audit(half), claimed),
+        no_clipping="a label has no norm",
+        sensitivity_off_by_two="randomised response has no sensitivity",
+        reused_key=held(audit(one_key), claimed),
+        add_remove_for_replace_one="randomised response is charged for the replacement of a "
         "label only",
-    }
+    )
     return Case(
         "Split upload, labels",
         f"{CLASSES}-ary randomised response of epsilon {epsilon:g}, replace-one",
@@ -116,10 +124,6 @@ def _labels() -> Case:
         twins,
         trials=4000,
     )
-
-
-def _held(run: Run, claimed: float) -> Run:
-    return lambda trials, seed: under(run(trials, seed), claimed)
 
 
 CASES = (

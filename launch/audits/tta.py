@@ -20,7 +20,7 @@ from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim
 
 from . import case
-from .case import Case, Run, under
+from .case import Audits, Case, Run, Twin, held, standard_twins
 
 DELTA = 1e-5
 CLIP = 0.01
@@ -33,13 +33,14 @@ OPTIMIZER = optax.sgd(1.0)
 
 _random = np.random.default_rng(0)
 IMAGES = _random.normal(size=(36, SIDE, SIDE, 3)).astype(np.float32)
+_embed = _random.normal(size=(SIDE * SIDE * 3, WIDTH)) / 7
+_head = _random.normal(size=(WIDTH, CLASSES))
+_norm_params = {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
 PARAMS: Mapping[str, Any] = {
-    "embed": jnp.asarray(_random.normal(size=(SIDE * SIDE * 3, WIDTH)) / 7, jnp.float32),
-    "head": jnp.asarray(_random.normal(size=(WIDTH, CLASSES)), jnp.float32),
-    **{
-        f"block_{i}": {"norm": {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}}
-        for i in range(2)
-    },
+    "embed": jnp.asarray(_embed, jnp.float32),
+    "head": jnp.asarray(_head, jnp.float32),
+    "block_0": {"norm": _norm_params},
+    "block_1": {"norm": _norm_params},
 }
 
 
@@ -47,13 +48,18 @@ def apply_fn(params: Mapping[str, Any], images: jax.Array) -> jax.Array:
     """Returns logits [B, CLASSES] of two blocks. Each has a LayerNorm, and the first a tanh after
     it.
     """
-    h = images.reshape(len(images), -1) @ params["embed"]
-    h = jnp.tanh(_norm(h, **params["block_0"]["norm"]))
-    return _norm(h, **params["block_1"]["norm"]) @ params["head"]
+    pixels = images.reshape(len(images), -1)
+    h = pixels @ params["embed"]
+    h = _norm(h, **params["block_0"]["norm"])
+    h = jnp.tanh(h)
+    h = _norm(h, **params["block_1"]["norm"])
+    return h @ params["head"]
 
 
 def _norm(h: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
-    h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+    mean = h.mean(-1, keepdims=True)
+    variance = h.var(-1, keepdims=True)
+    h = (h - mean) * jax.lax.rsqrt(variance + 1e-5)
     return h * scale[None] + bias[None]
 
 
@@ -62,13 +68,12 @@ class OneKey(tta.Adapter):
 
     def init(self, key: jax.Array | None = None) -> tta.AdaptState:
         assert key is not None
-        same = 0 * jax.random.key_data(key)
-        return super().init(jax.random.wrap_key_data(same, impl=jax.random.key_impl(key)))
+        zeros = 0 * jax.random.key_data(key)
+        same = jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
+        return super().init(same)
 
 
-def updates(
-    method: tta.Method, *, accumulate: int = 1, **options: Any
-) -> tuple[Run, dict[str, Run | str]]:
+def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> Audits:
     """Returns the audit of an update by the private form of a method, and of its twins."""
     claimed = claim(GaussianDpEvent(SIGMA), adjacency="zero_out", delta=DELTA)
 
@@ -81,8 +86,9 @@ def updates(
     ) -> Run:
         def run(trials: int, seed: bytes) -> Audit:
             private = tta.private(method, clip_norm=clip, noise_multiplier=sigma, **options)
+            adapter = kind(apply_fn, PARAMS, private, OPTIMIZER, accumulate=accumulate)
             return audit_stream(
-                kind(apply_fn, PARAMS, private, OPTIMIZER, accumulate=accumulate),
+                adapter,
                 IMAGES[:4],
                 IMAGES[4:],
                 trials=trials,
@@ -94,38 +100,39 @@ def updates(
 
         return run
 
-    def held(run: Run) -> Run:
-        """Returns the run under the claim of the honest method."""
-        return lambda trials, seed: under(run(trials, seed), claimed)
+    def twin(*noise: float, **changes: Any) -> Run:
+        return held(audit(*noise, **changes), claimed)
 
-    unclipped: Run | str = "int32 has no room for gradients that are not clipped"
+    unclipped: Twin = "int32 has no room for gradients that are not clipped"
     if not options.get("exact"):
-        unclipped = held(audit(FAR * CLIP, SIGMA / FAR))
-    twins: dict[str, Run | str] = {
-        case.HALF_THE_NOISE: held(audit(sigma=SIGMA / 2)),
-        case.NO_CLIPPING: unclipped,
-        case.SENSITIVITY_OFF_BY_TWO: held(audit(2 * CLIP, SIGMA / 2)),
-        case.REUSED_KEY: held(audit(kind=OneKey)),
-        case.ADD_REMOVE_FOR_REPLACE_ONE: held(audit(adjacency="replace_one")),
-    }
+        unclipped = twin(FAR * CLIP, SIGMA / FAR)
+    twins = standard_twins(
+        half_the_noise=twin(sigma=SIGMA / 2),
+        no_clipping=unclipped,
+        sensitivity_off_by_two=twin(2 * CLIP, SIGMA / 2),
+        reused_key=twin(kind=OneKey),
+        add_remove_for_replace_one=twin(adjacency="replace_one"),
+    )
     return audit(), twins
 
 
 def _cases() -> Iterator[Case]:
-    eata = tta.EATA(CLASSES, fisher=tta.fisher(apply_fn, PARAMS, [IMAGES[:4]]))
-    methods: dict[str, tuple[tta.Method, dict[str, Any]]] = {
-        "Tent": (tta.Tent(), {}),
-        "Tent, two batches an update": (tta.Tent(), {"accumulate": 2}),
-        "Tent, exact noise": (tta.Tent(), {"exact": True}),
-        "EATA": (eata, {}),
-        "EATA, filters kept": (eata, {"filters": "keep", "kept_fraction": 0.5}),
-        "SAR": (tta.SAR(CLASSES), {}),
-        "DeYO": (tta.DeYO(CLASSES), {}),
-        "COME over Tent": (tta.COME(tta.Tent(), CLASSES), {}),
-        "COME over DeYO": (tta.COME(tta.DeYO(CLASSES), CLASSES), {}),
+    fisher = tta.fisher(apply_fn, PARAMS, [IMAGES[:4]])
+    tent = tta.Tent()
+    eata = tta.EATA(CLASSES, fisher=fisher)
+    deyo = tta.DeYO(CLASSES)
+    audits = {
+        "Tent": updates(tent),
+        "Tent, two batches an update": updates(tent, accumulate=2),
+        "Tent, exact noise": updates(tent, exact=True),
+        "EATA": updates(eata),
+        "EATA, filters kept": updates(eata, filters="keep", kept_fraction=0.5),
+        "SAR": updates(tta.SAR(CLASSES)),
+        "DeYO": updates(deyo),
+        "COME over Tent": updates(tta.COME(tent, CLASSES)),
+        "COME over DeYO": updates(tta.COME(deyo, CLASSES)),
     }
-    for name, (method, options) in methods.items():
-        run, twins = updates(method, **options)
+    for name, (run, twins) in audits.items():
         yield Case(
             f"private {name}",
             f"an update: a Gaussian of multiplier {SIGMA:g} for an image that is replaced by "

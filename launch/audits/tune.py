@@ -7,7 +7,7 @@ from jaxdp.privacy import GaussianDpEvent, calibrate_noise
 from jaxdp.release import claim
 
 from . import case
-from .case import Case, Run, under
+from .case import Case, Run, standard_twins, under
 
 SIGMA = 4.0
 DELTA = 1e-2
@@ -44,17 +44,17 @@ def searches(runs: RandomRuns, sigma: float) -> Run:
 
 
 _RUN = "is a matter of one run, and runs are audited as DP-SGD"
-TWINS: dict[str, Run | str] = {
-    case.HALF_THE_NOISE: "the bound is loose: a search with half the noise stays below it",
-    case.NO_CLIPPING: f"clipping {_RUN}",
-    case.SENSITIVITY_OFF_BY_TWO: f"sensitivity {_RUN}",
-    case.REUSED_KEY: "runs of a search that share a key are one run, which tells less",
-    case.ADD_REMOVE_FOR_REPLACE_ONE: f"the relation {_RUN}",
-    "a tenth of the noise": searches(RUNS, SIGMA / 10),
-    f"the best of {FIXED} runs, with the noise of one run": searches(
-        _FixedRuns(RUNS.mean), OF_ONE_RUN
-    ),
-}
+TWINS = standard_twins(
+    half_the_noise="the bound is loose: a search with half the noise stays below it",
+    no_clipping=f"clipping {_RUN}",
+    sensitivity_off_by_two=f"sensitivity {_RUN}",
+    reused_key="runs of a search that share a key are one run, which tells less",
+    add_remove_for_replace_one=f"the relation {_RUN}",
+)
+TWINS["a tenth of the noise"] = searches(RUNS, SIGMA / 10)
+TWINS[f"the best of {FIXED} runs, with the noise of one run"] = searches(
+    _FixedRuns(RUNS.mean), OF_ONE_RUN
+)
 
 CASES = (
     Case(
