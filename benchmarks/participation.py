@@ -7,11 +7,11 @@ one expected size, and equal steps. The groups of cyclic Poisson sampling are th
 the least error of the sums of noise. b-min-sep takes the same separation."""
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 import optax
 
@@ -21,24 +21,25 @@ from benchmarks.correlated import DELTA, EPSILONS, RATES, TASKS, logits
 from jaxdp import data, finetune
 from jaxdp.finetune.strategies import amplified_plans
 
-# Simulated accounts of a few seconds. More draws would need about one percent less noise.
-_DRAWS_OF_BINS = 2**15
-_DRAWS_OF_RENEWALS = 2**13
+# Simulated accounts of a few seconds. More draws would need a little less noise.
+_DRAWS_OF_BINS = 2**14
+_DRAWS_OF_RENEWALS = 2**12
 Choice = tuple[Any, Any]  # a sampler, and its correlated noise or None
 
 
-def poisson(order: data.FixedOrderSampler, steps: int, groups: int) -> Choice:
+def poisson(order: data.FixedOrderSampler, steps: int, epsilon: float) -> Choice:
     share = order.expected_batch_size / order.num_examples
     return data.PoissonSampler(order.num_examples, share), None
 
 
-def cyclic_poisson(order: data.FixedOrderSampler, steps: int, groups: int) -> Choice:
+def cyclic_poisson(order: data.FixedOrderSampler, steps: int, epsilon: float) -> Choice:
+    groups = best_groups(order, steps, epsilon)
     share = groups * order.expected_batch_size / order.num_examples
     sampler = data.CyclicPoissonSampler(order.num_examples, share, cycle_length=groups)
     return sampler, finetune.optimal_noise(sampler, steps=steps, bands=groups)
 
 
-def balls_in_bins(order: data.FixedOrderSampler, steps: int, groups: int) -> Choice:
+def balls_in_bins(order: data.FixedOrderSampler, steps: int, epsilon: float) -> Choice:
     sampler = data.BallsInBinsSampler(
         num_examples=order.num_examples,
         bins=order.steps_per_epoch,
@@ -48,7 +49,8 @@ def balls_in_bins(order: data.FixedOrderSampler, steps: int, groups: int) -> Cho
     return sampler, finetune.optimal_noise(sampler, steps=steps, strategy="blt")
 
 
-def b_min_sep(order: data.FixedOrderSampler, steps: int, groups: int) -> Choice:
+def b_min_sep(order: data.FixedOrderSampler, steps: int, epsilon: float) -> Choice:
+    groups = best_groups(order, steps, epsilon)
     share = order.expected_batch_size / order.num_examples
     # The p with which a record is in that share of the steps.
     p = share / (1 - (groups - 1) * share)
@@ -62,11 +64,11 @@ def b_min_sep(order: data.FixedOrderSampler, steps: int, groups: int) -> Choice:
     return sampler, finetune.optimal_noise(sampler, steps=steps, bands=groups)
 
 
-def fixed_order(order: data.FixedOrderSampler, steps: int, groups: int) -> Choice:
+def fixed_order(order: data.FixedOrderSampler, steps: int, epsilon: float) -> Choice:
     return order, finetune.optimal_noise(order, steps=steps)
 
 
-METHODS: Mapping[str, Callable[[data.FixedOrderSampler, int, int], Choice]] = {
+METHODS: Mapping[str, Callable[[data.FixedOrderSampler, int, float], Choice]] = {
     "Poisson, independent (DP-SGD)": poisson,
     "cyclic Poisson, banded": cyclic_poisson,
     "balls in bins, BLT": balls_in_bins,
@@ -75,6 +77,7 @@ METHODS: Mapping[str, Callable[[data.FixedOrderSampler, int, int], Choice]] = {
 }
 
 
+@functools.cache
 def best_groups(order: data.FixedOrderSampler, steps: int, epsilon: float) -> int:
     """Returns the number of groups whose sums of noise have the least error at an epsilon."""
     plans = amplified_plans(order, steps=steps, epsilon=epsilon, delta=DELTA)
@@ -91,8 +94,7 @@ def row_of(task: str, method: str, epsilon: float, runs: int) -> dict[str, Any]:
     private, test = correlated.examples(task)
     order = data.FixedOrderSampler(len(private), batch_size)
     steps = epochs * order.steps_per_epoch
-    groups = best_groups(order, steps, epsilon)
-    sampler, noise = METHODS[method](order, steps, groups)
+    sampler, noise = METHODS[method](order, steps, epsilon)
     target = {"epsilon": epsilon, "delta": DELTA, "steps": steps}
     sigma = finetune.options.calibrated(sampler, noise=noise, **target)
     classes, inputs = private.num_classes, test["features"].shape[1]
@@ -126,7 +128,6 @@ def row_of(task: str, method: str, epsilon: float, runs: int) -> dict[str, Any]:
     row |= {"separation": sampler.participation(steps)[1] if noise else 1}
     row |= {"noise_multiplier": sigma, "error": correlated.error(trainer, steps)}
     print(json.dumps(row), flush=True)
-    jax.clear_caches()
     return row
 
 

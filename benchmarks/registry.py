@@ -80,6 +80,9 @@ BENCHMARKS = {
     "correlated": _page(
         "correlated", "correlated noise beside DP-SGD at equal epsilon", "correlated"
     ),
+    "participation": _page(
+        "participation", "patterns of participation at equal epsilon", "participation"
+    ),
     "demo_ranges": _page("demo_ranges", "ranges of the demo's results", "demo_ranges"),
     "dpadapter_theory": _page(
         "dpadapter_theory",

@@ -24,7 +24,7 @@ from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import derive, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
-# Histories that stand for the law of a secret sampler in the score.
+# Histories that stand for the law of a secret sampler in the score, and draws for the covariance.
 _HISTORIES = 512
 # Of the mean variance. Noise of less variance in some direction hides nothing there.
 _LEAST_VARIANCE = 1e-8
@@ -88,14 +88,14 @@ def audit_whole_run(
             return np.array([[row in batch for batch in batches]], np.float64)
         return histories(trainer.sampler, noise.steps, count, derive(runs.seed, purpose))
 
-    def released(share: float, purpose: str) -> np.ndarray:
-        keys = jax.random.split(stream(runs.seed, purpose), runs.trials)
-        is_in = steps_of(runs.trials, f"{purpose}, participation")
-        shares = np.broadcast_to(share * is_in, (runs.trials, noise.steps))
+    def released(share: float, purpose: str, count: int) -> np.ndarray:
+        keys = jax.random.split(stream(runs.seed, purpose), count)
+        is_in = steps_of(count, f"{purpose}, participation")
+        shares = np.broadcast_to(share * is_in, (count, noise.steps))
         noisy = _runs(trainer.privatizer, (nobody, canary), keys, shares.astype(np.float32))
         return np.asarray(jax.device_get(noisy), np.float64)
 
-    covariance = _covariance(released(0.0, "what the noise is like"))
+    covariance = _covariance(released(0.0, "what the noise is like", _HISTORIES))
     law = steps_of(_HISTORIES, "law")
 
     def log_ratio(values: np.ndarray, share: float) -> np.ndarray:
@@ -110,7 +110,7 @@ def audit_whole_run(
 
     def scores(share: float, purpose: str) -> np.ndarray:
         # The product with the contribution of the canary has all that the values tell.
-        along = released(share, purpose) @ direction
+        along = released(share, purpose, runs.trials) @ direction
         return log_ratio(along, 1.0) - log_ratio(along, neighbour)
 
     return runs.judge(scores, 1.0, neighbour)

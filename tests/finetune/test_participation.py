@@ -143,18 +143,17 @@ def test_what_a_run_shares_is_not_drawn_or_released_twice(tmp_path):
 
 @pytest.mark.slow
 def test_all_chunks_of_a_run_share_their_groups(monkeypatch):
-    drawn = []
+    drawn = {}
     load = finetune.PrivateTrainer.load
 
     def noted(self, state, source, rows, *, step=None):
-        if step is not None:  # the first examples are read without one, for a check
-            drawn.append((step, rows))
+        drawn[step] = rows  # the first examples are read as of step 0 before it, for a check
         return load(self, state, source, rows, step=step)
 
     monkeypatch.setattr(finetune.PrivateTrainer, "load", noted)
     fit(shared("correlated cyclic"), ledger(), checkpoint_every=2)
     groups = {}
-    for step, rows in drawn:
+    for step, rows in drawn.items():
         for row in rows:
             groups.setdefault(row, set()).add(step % 4)
     assert len(drawn) == STEPS and len(groups) > N / 2

@@ -16,7 +16,6 @@ from launch.command import main
 
 SAMPLER = FixedOrderSampler(40, 10)
 STEPS = 8
-TARGET = {"epsilon": 8.0, "delta": 1e-5}
 
 
 @pytest.mark.slow
