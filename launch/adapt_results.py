@@ -68,7 +68,8 @@ def _summaries(
         }
         sigma = work.shared.noise.get(setting)
         if sigma:
-            way = {"target": ways[setting].epsilon, "filters": ways[setting].filters}
+            way = {name: getattr(ways[setting], name) for name in ("filters", "noise")}
+            way["target"] = ways[setting].epsilon
             cell |= {"noise_multiplier": sigma, **way, **_costs(sigma, mine, config)}
         cells.append(cell)
     return cells
@@ -151,9 +152,8 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         "Difference to the original method on the same streams ± standard error": _differences(
             "over_original", changed
         ),
-        "Difference of kept filters to removed ones, and of clipped batches to clipped images": (
-            _differences("over_usual", ablated)
-        ),
+        "Difference of kept filters to removed ones, of clipped batches to clipped images, and of "
+        "correlated noise to independent noise": _differences("over_usual", ablated),
         "Difference to the original method, by photographs of a domain": _by_length(result),
         "Diagnostics, functions of the records: mean length of an update, and percent of images "
         "that took part": [_name(cell) | _step_length(cell) for cell in cells],

@@ -23,6 +23,10 @@ SEPARATED = BMinSepSampler(
 )
 
 
+# A batch has 1.3 records on average, and more than six with a probability of 3e-5.
+TRUNCATED = dataclasses.replace(SEPARATED, truncated_batch_size=6)
+
+
 class TwiceInACycle(BallsInBinsSampler):
     """Bins of which every step takes two, so that a record takes part twice."""
 
@@ -67,8 +71,12 @@ def pattern(
     sampler: BallsInBinsSampler | BMinSepSampler,
     broken: BallsInBinsSampler | BMinSepSampler,
     denser: BallsInBinsSampler | BMinSepSampler,
+    **further: BallsInBinsSampler | BMinSepSampler,
 ) -> Case:
-    """Returns the case of a pattern, with a sampler that breaks it and one that costs more."""
+    """Returns the case of a pattern, with a sampler that breaks it and one that costs more.
+
+    `further` twins are samplers under the account of the pattern, by name.
+    """
 
     def held(run: Run) -> Run:
         return lambda trials, seed: under(run(trials, seed), claim_of(sampler))
@@ -81,11 +89,12 @@ def pattern(
         case.ADD_REMOVE_FOR_REPLACE_ONE: "there is no account for replace-one, and it is refused",
         "a record takes part too often": held(runs(broken)),
         "an account of rarer participation": held(runs(denser)),
+        **{twin: held(runs(other)) for twin, other in further.items()},
     }
     return Case(
         name,
         f"{sampler.steps} steps of multiplier {SIGMA}, add/remove, by simulation",
-        "arXiv:2410.06266, arXiv:2602.09338; `jaxdp.privacy.participation`",
+        "arXiv:2410.06266, arXiv:2602.09338, arXiv:2411.04205; `jaxdp.privacy.participation`",
         held(runs(sampler)),
         twins,
         trials=6000,
@@ -104,5 +113,19 @@ CASES = (
         SEPARATED,
         NoSeparation(num_examples=8, sampling_probability=0.9, separation=4, steps=4, draws=2**14),
         dataclasses.replace(SEPARATED, sampling_probability=0.9, separation=1),
+    ),
+    pattern(
+        "b-min-sep, truncated batches",
+        TRUNCATED,
+        NoSeparation(
+            num_examples=8,
+            sampling_probability=0.9,
+            separation=4,
+            steps=4,
+            draws=2**14,
+            truncated_batch_size=6,
+        ),
+        dataclasses.replace(TRUNCATED, sampling_probability=0.9, separation=1),
+        **{"most batches truncated": dataclasses.replace(TRUNCATED, truncated_batch_size=1)},
     ),
 )
