@@ -6,11 +6,11 @@
 A trial is the noisy sums of one run, in the direction of a canary whose contribution always has the
 largest norm. Records take part independently, so the records of one sampler are the canaries of
 all trials. With truncated batches a canary displaces other records. So a trial has all records of
-its sampler, and the others contribute the opposite of the canary.
+its sampler then, of which the others contribute the opposite of the canary.
 """
 
 import dataclasses
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 from scipy import special
@@ -49,8 +49,8 @@ def audit_participation(
 
     Formal guarantees:
       As `jaxdp.audit.multi_run`. The score is the likelihood ratio of the run, where 512 drawn
-      histories stand for the law of the pattern, with the canary and without. Any score gives a
-      valid bound.
+      histories stand for the law of the pattern. Any score gives a valid bound. The attack knows
+      how many other records are sampled, which hides nothing of the canary.
 
     Raises:
       ValueError: An argument is out of range.
@@ -62,65 +62,40 @@ def audit_participation(
     bound.check(upper)
     root = new_seed() if seed is None else seed
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(root, "little")))
+    shifts = _shifts(sampler, _HISTORIES, derive(root, "law")) / noise_multiplier
+    present = _shifts(sampler, trials, derive(root, "canaries")) / noise_multiplier
 
-    def drawn(count: int, purpose: str) -> tuple[np.ndarray, np.ndarray]:
-        included = _histories(sampler, count, derive(root, purpose))
-        with_canary = _sums(sampler, included, derive(root, f"{purpose}, truncation"))
-        included[:, 0] = 0.0
-        without = _sums(sampler, included, derive(root, f"{purpose}, truncation without"))
-        return with_canary / noise_multiplier, without / noise_multiplier
-
-    law = drawn(_HISTORIES, "law")
-    present, absent = drawn(trials, "canaries")
-
-    def scores(shift: np.ndarray) -> np.ndarray:
+    def scores(shift: Any) -> np.ndarray:
         values = shift + rng.standard_normal((trials, sampler.steps))
-        ratio: np.ndarray = _log_density(values, law[0]) - _log_density(values, law[1])
+        exponents = values @ shifts.T - np.square(shifts).sum(axis=1) / 2
+        ratio: np.ndarray = special.logsumexp(exponents, axis=1)
         return ratio
 
-    return bounds.multi_run(
-        scores(present), scores(absent), upper=upper, **dataclasses.asdict(bound)
-    )
+    return bounds.multi_run(scores(present), scores(0.0), upper=upper, **dataclasses.asdict(bound))
 
 
-def _log_density(values: np.ndarray, shifts: np.ndarray) -> np.ndarray:
-    """Returns log E_h N(h, I) / N(0, I) [trials] at values [trials, steps].
-
-    The h are the shifts, [histories, steps].
-    """
-    exponents = values @ shifts.T - np.square(shifts).sum(axis=1) / 2
-    density: np.ndarray = special.logsumexp(exponents, axis=1)
-    return density
+def _shifts(sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: bytes) -> np.ndarray:
+    """Returns what the canaries of `count` runs add to the sums, float64 [count, steps]."""
+    if sampler.truncated_batch_size is None:
+        return _histories(sampler, count, seed)
+    most = sampler.truncated_batch_size
+    records = sampler.num_examples
+    untruncated = dataclasses.replace(sampler, truncated_batch_size=None)
+    of_all = _histories(untruncated, count * records, seed)
+    sampled = of_all.reshape(count, records, sampler.steps)
+    # Record 0 is the canary, which adds 1 and may take the place of a record that adds -1.
+    shifts = sampled[:, 0].copy()
+    for run, step in np.argwhere((sampled.sum(axis=1) > most) & (shifts > 0)):
+        of_run = sampler.of_run(derive(seed, f"run {run}"))
+        batch = of_run.truncated(np.flatnonzero(sampled[run, :, step]), int(step))
+        shifts[run, step] = 2.0 if batch[0] == 0 else 0.0
+    return shifts
 
 
 def _histories(sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: bytes) -> np.ndarray:
-    """Returns who takes part in which step of `count` runs, without truncation.
-
-    It is 0 or 1, float64 [count, records, steps]. Record 0 is the canary.
-    """
-    records = 1 if sampler.truncated_batch_size is None else sampler.num_examples
-    untruncated = dataclasses.replace(
-        sampler, num_examples=count * records, truncated_batch_size=None
-    )
-    of_trials = untruncated.of_run(seed)
-    included = np.zeros((count * records, sampler.steps))
+    """Returns who of `count` records takes part in which step, 0 or 1, float64 [count, steps]."""
+    of_trials = dataclasses.replace(sampler, num_examples=count).of_run(seed)
+    included = np.zeros((count, sampler.steps))
     for step in range(sampler.steps):
         included[of_trials.batch(step), step] = 1.0
-    return included.reshape(count, records, sampler.steps)
-
-
-def _sums(
-    sampler: BallsInBinsSampler | BMinSepSampler, included: np.ndarray, seed: bytes
-) -> np.ndarray:
-    """Returns the sums of the steps of runs, float64 [count, steps].
-
-    The canary contributes 1, and every other record -1.
-    """
-    taking_part = included.copy()
-    for run, step in np.argwhere(included.sum(axis=1) > sampler.largest_batch):
-        of_run = sampler.of_run(derive(seed, f"run {run}"))
-        batch = np.flatnonzero(included[run, :, step])
-        taking_part[run, :, step] = 0.0
-        taking_part[run, of_run.truncated(batch, int(step)), step] = 1.0
-    sums: np.ndarray = taking_part[:, 0] - taking_part[:, 1:].sum(axis=1)
-    return sums
+    return included

@@ -175,8 +175,8 @@ def truncated_event(event: DpEvent, probability: float) -> DpEvent:
             for both neighbours. Truncation must not depend on what the run releases.
 
     Returns:
-        The event with (1 + e^epsilon) tau in its deltas. It is non-private where noise is so small
-        that the event has no simulation.
+        The event with (1 + e^epsilon) tau in its deltas. It is non-private where these reach 1, or
+        where noise is so small that the event has no simulation.
 
     Raises:
         ValueError: probability is not in [0, 1], or the event is another one.
@@ -201,11 +201,15 @@ def truncated_event(event: DpEvent, probability: float) -> DpEvent:
         falling = np.minimum.accumulate(bounds)
         return tuple(map(rounded_up, falling))
 
+    forward = raised(event.forward)
+    backward = raised(event.backward)
+    if max(forward[-1], backward[-1]) >= 1:
+        return NonPrivateDpEvent()
     return dataclasses.replace(
         event,
         mechanism=f"Truncated({event.mechanism}, with probability {rounded_up(probability):g})",
-        forward=raised(event.forward),
-        backward=raised(event.backward),
+        forward=forward,
+        backward=backward,
     )
 
 

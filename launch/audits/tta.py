@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jaxdp
 from jaxdp import tta
 from jaxdp.audit import Audit
 from jaxdp.audit.tta import audit_stream
@@ -111,6 +112,49 @@ def updates(
     return audit(), twins
 
 
+NOISE = jaxdp.correlated(np.array([1.0, 0.5, 0.375]), steps=3)
+FORGETS = "the noise of independent rows"
+
+
+def periods() -> tuple[Run, dict[str, Run | str]]:
+    """Returns the audit of a period of correlated noise, and of its twins."""
+    claimed = claim(GaussianDpEvent(SIGMA), adjacency="zero_out", delta=DELTA)
+
+    def audit(
+        share: float = 1.0,
+        clip: float = CLIP,
+        *,
+        adjacency: Adjacency = "zero_out",
+        kind: type[tta.Adapter] = tta.Adapter,
+    ) -> Run:
+        def run(trials: int, seed: bytes) -> Audit:
+            sigma = share * SIGMA * NOISE.sensitivity
+            private = tta.private(tta.Tent(), clip_norm=clip, noise_multiplier=sigma, noise=NOISE)
+            seen = audit_stream(
+                kind(apply_fn, PARAMS, private, OPTIMIZER),
+                IMAGES[:4],
+                IMAGES[4:],
+                trials=trials,
+                delta=DELTA,
+                adjacency=adjacency,
+                confidence=case.CONFIDENCE,
+                seed=seed,
+            )
+            return under(seen, claimed)
+
+        return run
+
+    twins: dict[str, Run | str] = {
+        case.HALF_THE_NOISE: audit(0.5),
+        case.NO_CLIPPING: audit(1 / FAR, FAR * CLIP),
+        case.SENSITIVITY_OFF_BY_TWO: audit(0.5, 2 * CLIP),
+        case.REUSED_KEY: audit(kind=OneKey),
+        case.ADD_REMOVE_FOR_REPLACE_ONE: audit(adjacency="replace_one"),
+        FORGETS: audit(0.5 / NOISE.sensitivity),
+    }
+    return audit(), twins
+
+
 def _cases() -> Iterator[Case]:
     eata = tta.EATA(CLASSES, fisher=tta.fisher(apply_fn, PARAMS, [IMAGES[:4]]))
     methods: dict[str, tuple[tta.Method, dict[str, Any]]] = {
@@ -135,6 +179,16 @@ def _cases() -> Iterator[Case]:
             run,
             twins,
         )
+    run, twins = periods()
+    yield Case(
+        "private Tent, correlated noise",
+        f"a period of {NOISE.steps} updates: a Gaussian of multiplier {SIGMA:g} for an image that "
+        "is replaced by padding",
+        "C (G + C^-1 Z) = C G + Z, and an image is in one row of G (Denisov et al. 2022, theorem "
+        "2.1); `jaxdp.tta.private`",
+        run,
+        twins,
+    )
 
 
 CASES = tuple(_cases())

@@ -288,9 +288,10 @@ def test_an_account_without_the_price_is_rejected():
     assert delta(event, epsilon=at) < cost < delta(truncated_event(event, share * tau), epsilon=at)
 
 
-def test_events_that_no_truncation_has_a_price_for_are_refused():
+def test_events_that_no_truncation_has_a_price_for_are_refused(two_bins):
     assert truncated_event(GaussianDpEvent(1.0), 0.0) == GaussianDpEvent(1.0)
     assert isinstance(truncated_event(GaussianDpEvent(0.01), 1e-9), NonPrivateDpEvent)
+    assert isinstance(truncated_event(two_bins, 0.5), NonPrivateDpEvent)
     with pytest.raises(ValueError, match="balls in bins or b-min-sep, got PoissonSampled"):
         truncated_event(PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0)), 1e-9)
     with pytest.raises(ValueError, match=r"probability must be in \[0, 1\], got 1.5"):
