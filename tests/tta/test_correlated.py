@@ -29,6 +29,7 @@ BANDS = np.array([1.0, 0.5, 0.375])
 NOISE = jaxdp.correlated(BANDS, steps=PERIOD)
 EVENT = NOISE.event(SIGMA)
 SGD = optax.sgd(1.0)
+TENT = tta.Tent()
 # Gradients of this norm vanish beside the noise.
 NOTHING = 1e-6
 
@@ -70,7 +71,7 @@ def stream_of(*sizes, **terms):
 
 
 def adapter_of(noise=NOISE, *, clip_norm=1.0, sigma=SIGMA, optimizer=SGD, **terms):
-    method = tta.private(tta.Tent(), clip_norm=clip_norm, noise_multiplier=sigma, noise=noise)
+    method = tta.private(TENT, clip_norm=clip_norm, noise_multiplier=sigma, noise=noise)
     return tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, optimizer, **terms)
 
 
