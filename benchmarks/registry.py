@@ -77,6 +77,11 @@ BENCHMARKS = {
     "clip_parts": _page(
         "clip_parts", "clipping per part beside flat clipping: time and accuracy", "clip_parts"
     ),
+    "correlated_streams": _page(
+        "correlated_streams",
+        "private adaptation to a stream with correlated noise",
+        "correlated_streams",
+    ),
     "correlated": _page(
         "correlated", "correlated noise beside DP-SGD at equal epsilon", "correlated"
     ),

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp import tta
+from jaxdp import finetune, tta
 from jaxdp.data import DataSpec, Examples, imagenet_r_classes, restrict_classes
 from jaxdp.data import open as open_spec
 from jaxdp.data.order import shuffled
@@ -34,10 +34,14 @@ from . import adapt_figures, adapt_results, data, frame, models, plans, results
 from .adapt_settings import (
     CLIPPINGS,
     FILTERS,
+    INDEPENDENT,
+    NOISES,
     ORIGINAL,
     SOURCE,
     compared,
     lengths,
+    noises,
+    period,
     settings,
 )
 
@@ -67,7 +71,8 @@ class _Task:
       tuning: Photographs under the held-out corruptions, if hyper-parameters are chosen. No stream
           contains them.
       noise: The noise multiplier of each private setting. At it a visit costs at most the setting's
-          epsilon.
+          epsilon. That of correlated noise is over its sensitivity.
+      correlations: The correlated noise of each strategy.
       source: The source model of a number.
       method: The method of a name, for the source model of a number.
     """
@@ -75,6 +80,11 @@ class _Task:
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
         self.noise = _noise_of_settings(config)
+        self.correlations = {
+            name: finetune.optimal_noise(None, steps=period(config), strategy=name)
+            for name in noises(config)
+            if name != INDEPENDENT
+        }
         self._network = models.network(config.model)
         opened = data.parts(
             config.data, "public", "test", "tuning", prepare=self._network.preprocessing.prepare
@@ -160,10 +170,12 @@ class _Task:
         setting: Any = settings(self.config)[cell.setting]
         method: Any = self.method(name, number, not setting.epsilon)
         if setting.epsilon:
+            noise = self.correlations.get(setting.noise)
             method = tta.private(
                 method,
                 clip_norm=choice["clip_norm"],
-                noise_multiplier=self.noise[cell.setting],
+                noise_multiplier=self.noise[cell.setting] * (noise.sensitivity if noise else 1),
+                noise=noise,
                 filters=setting.filters,
                 kept_fraction=privacy.kept_fraction if setting.filters == "keep" else 1.0,
             )
@@ -364,6 +376,7 @@ def _cells(config: Any) -> Iterator[Cell]:
     frame.known("methods", frame.some("methods", config.methods), _names())
     frame.known("clipping", config.clipping, CLIPPINGS)
     frame.known("privacy.filters", config.privacy.filters, FILTERS)
+    frame.known("privacy.noise", frame.some("privacy.noise", noises(config)), NOISES)
     for images in config.protocol.lengths:
         if not config.protocol.batch_size <= images < config.data.images:
             raise ValueError(
@@ -484,10 +497,12 @@ def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
         noise = task.noise.get(setting, 0.0)
         release = GaussianDpEvent(noise) if noise else NonPrivateDpEvent()
         accumulate = config.protocol.accumulate if noise else 1
+        is_correlated = settings(config)[setting].noise in task.correlations
+        updates = period(config) if is_correlated else 1
         yield plans.Item(
             f"{setting}, {streams}",
             "each stream",
-            tta.event(release, stream, accumulate=accumulate),
+            tta.event(release, stream, accumulate=accumulate, updates=updates),
             _terms(config),
             rows=[("noise multiplier", f"{noise:.6g}")],
             runs=len(methods) * count,

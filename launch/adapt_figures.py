@@ -6,7 +6,7 @@ from typing import Any
 from jaxdp.report import plot_curves
 
 from . import frame, results
-from .adapt_settings import SOURCE
+from .adapt_settings import INDEPENDENT, SOURCE
 
 _MEAN_ACCURACY = "mean accuracy over the stream"
 Curves = dict[str, list[tuple[float, float]]]
@@ -66,7 +66,11 @@ def draw_epsilons(result: Mapping[str, Any], work: frame.Work, about: str) -> No
     for cell in private:
         epsilon = cell["epsilon_sample"]
         filters = ", filters kept" if cell["filters"] == "keep" else ""
-        curves.setdefault(f"{cell['method']}{filters}", []).append((epsilon, cell["mean"]))
+        # Results of earlier versions are of independent noise.
+        noise = cell.get("noise", INDEPENDENT)
+        correlation = "" if noise == INDEPENDENT else f", {noise} noise"
+        curve = f"{cell['method']}{filters}{correlation}"
+        curves.setdefault(curve, []).append((epsilon, cell["mean"]))
         ticks[epsilon] = f"{cell['target']:g}"
     plot_curves(
         work.root / "by_epsilon.png",

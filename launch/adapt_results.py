@@ -93,6 +93,7 @@ def _costs(work: frame.Work, setting: str, mine: Sequence[frame.Row]) -> dict[st
         "noise_multiplier": sigma,
         "target": way.epsilon,
         "filters": way.filters,
+        "noise": way.noise,
         "epsilon_sample": paid.sample,
         "epsilon_unit": paid.unit,
         "visits": visits,
@@ -158,9 +159,8 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
         "Difference to the original method on the same streams ± standard error": _differences(
             "over_original", changed
         ),
-        "Difference of kept filters to removed ones, and of clipped batches to clipped images": (
-            _differences("over_usual", ablated)
-        ),
+        "Difference of kept filters to removed ones, of clipped batches to clipped images, and of "
+        "correlated noise to independent noise": _differences("over_usual", ablated),
         "Difference to the original method, by photographs of a domain": _by_length(result),
         "Diagnostics, functions of the records: mean length of an update, and percent of images "
         "that took part": _each(cells, _step_length),

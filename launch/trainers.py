@@ -1,5 +1,6 @@
 """The trainer that the `private` part of a config describes, for all studies that fine-tune."""
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -196,13 +197,22 @@ def sampler_of(config: Any, private: Any, part: str) -> Sampler:
     pattern = config.participation
     frame.known(f"{part}.participation.kind", [pattern.kind], _PATTERNS)
     separation = pattern.separation
-    if truncated_batch_size or separation < 1 or share * separation > 1:
+    if separation < 1 or share * separation > 1:
         raise ValueError(
-            f"config.{part}.participation needs truncated_batch_size=0 and a separation from 1 to "
+            f"config.{part}.participation needs a separation from 1 to "
             f"{count // config.batch_size}, the batches of an epoch, got separation={separation}. "
             "Nobody can take part more often than once in so many steps."
         )
-    return _PATTERNS[pattern.kind](count, share, separation, steps(config))
+    sampler = _PATTERNS[pattern.kind](count, share, separation, steps(config))
+    if not truncated_batch_size:
+        return sampler
+    if isinstance(sampler, CyclicPoissonSampler):
+        raise ValueError(
+            f"config.{part}.truncated_batch_size must be 0 with cyclic Poisson sampling, got "
+            f"{truncated_batch_size}. Its steps compose one by one, and no event of theirs has a "
+            "truncation. Use balls_in_bins or b_min_sep."
+        )
+    return dataclasses.replace(sampler, truncated_batch_size=truncated_batch_size)
 
 
 def _cyclic_poisson(count: int, share: float, separation: int, steps: int) -> Sampler:

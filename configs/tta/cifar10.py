@@ -117,6 +117,9 @@ def get_config(source: str = "trained") -> ConfigDict:
                 # of single images in the private form: "remove" as in the paper, "keep", or both
                 "filters": ("remove",),
                 "kept_fraction": 1.0,  # the divisor over B with "keep"
+                # "independent" as in the paper, or correlated: "banded", "blt", "bisr", or several
+                "noise": ("independent",),
+                "noise_steps": 0,  # updates of a period of correlated noise, 0 for a domain's
             },
             "tuning": {
                 "corruptions": ("speckle_noise", "spatter", "gaussian_blur", "saturate"),

@@ -5,7 +5,8 @@
 
 A trial is the noisy sums of one run, in the direction of a canary whose contribution always has the
 largest norm. Records take part independently, so the records of one sampler are the canaries of
-all trials.
+all trials. With truncated batches a canary displaces other records. So a trial has all records of
+its sampler then, of which the others contribute the opposite of the canary.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ def audit_participation(
     """Audits sampling and account of a pattern by many runs with and without a canary.
 
     Args:
-      sampler: The sampler. Its `num_examples` has no effect.
+      sampler: The sampler. Its `num_examples` has an effect with truncated batches only.
       noise_multiplier: The noise of a step over the clip norm.
       trials: The number of runs of either kind, at least 2.
       seed: 16 secret bytes, of the noise and of who takes part. The default is OS entropy.
@@ -48,7 +49,8 @@ def audit_participation(
 
     Formal guarantees:
       As `jaxdp.audit.multi_run`. The score is the likelihood ratio of the run, where 512 drawn
-      histories stand for the law of the pattern. Any score gives a valid bound.
+      histories stand for the law of the pattern. Any score gives a valid bound. The attack knows
+      how many other records are sampled, which hides nothing of the canary.
 
     Raises:
       ValueError: An argument is out of range.
@@ -60,9 +62,8 @@ def audit_participation(
     bound.check(upper)
     root = new_seed() if seed is None else seed
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(root, "little")))
-    steps = sampler.steps
-    shifts = histories(sampler, steps, _HISTORIES, derive(root, "law")) / noise_multiplier
-    present = histories(sampler, steps, trials, derive(root, "canaries")) / noise_multiplier
+    shifts = _shifts(sampler, _HISTORIES, derive(root, "law")) / noise_multiplier
+    present = _shifts(sampler, trials, derive(root, "canaries")) / noise_multiplier
 
     def scores(shift: Any) -> np.ndarray:
         values = shift + rng.standard_normal((trials, sampler.steps))
@@ -71,6 +72,25 @@ def audit_participation(
         return ratio
 
     return bounds.multi_run(scores(present), scores(0.0), upper=upper, **dataclasses.asdict(bound))
+
+
+def _shifts(sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: bytes) -> np.ndarray:
+    """Returns what the canaries of `count` runs add to the sums, float64 [count, steps]."""
+    steps = sampler.steps
+    if sampler.truncated_batch_size is None:
+        return histories(sampler, steps, count, seed)
+    most = sampler.truncated_batch_size
+    records = sampler.num_examples
+    untruncated = dataclasses.replace(sampler, truncated_batch_size=None)
+    of_all = histories(untruncated, steps, count * records, seed)
+    sampled = of_all.reshape(count, records, steps)
+    # Record 0 is the canary, which adds 1 and may take the place of a record that adds -1.
+    shifts = sampled[:, 0].copy()
+    for run, step in np.argwhere((sampled.sum(axis=1) > most) & (shifts > 0)):
+        of_run = sampler.of_run(derive(seed, f"run {run}"))
+        batch = of_run.truncated(np.flatnonzero(sampled[run, :, step]), int(step))
+        shifts[run, step] = 2.0 if batch[0] == 0 else 0.0
+    return shifts
 
 
 def histories(sampler: Any, steps: int, count: int, seed: bytes) -> np.ndarray:

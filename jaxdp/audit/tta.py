@@ -4,7 +4,8 @@
     print(audit_stream(adapter, batch, images, trials=500, delta=1e-5).describe())
 
 A trial is one update from the source model, with an image or its neighbour in the first row of its
-batch. All pairs of images are tried without noise. The pair whose updates are farthest apart is the
+batch. With correlated noise it is a period: such an update, and the updates of empty batches after
+it. All pairs of images are tried without noise. The pair whose updates are farthest apart is the
 canary and its neighbour.
 """
 
@@ -27,6 +28,8 @@ from jaxdp.tta.select import trainable_part
 # The number of images in one compiled call. Second views differ between trials and multiply the
 # work.
 _IMAGES = 1024
+# Of the mean variance. Noise of less variance in some direction hides nothing there.
+_LEAST_VARIANCE = 1e-8
 
 
 @shows_keywords(StreamTerms, vars(Trials))
@@ -41,8 +44,8 @@ def audit_stream(
     """Audits the update of a private adapter by many updates with and without a canary.
 
     Args:
-      adapter: An adapter of a private method. The attack sees its parameters after the update.
-          Plain SGD shows most.
+      adapter: An adapter of a private method. The attack sees its parameters after the update, or
+          after every update of a period of correlated noise. Plain SGD shows most.
       batch: Images [B, ...], B >= 1. The canary replaces the first.
       candidates: Images [N, ...] that may be the canary, N >= 1, for "replace_one" N >= 2.
       adjacency: "replace_one", or "zero_out", where the canary's neighbour is padding.
@@ -56,8 +59,9 @@ def audit_stream(
     Formal guarantees:
       As `jaxdp.audit.multi_run`. Every update starts from the source model with its own key, so
       that scores are independent. The score is the product of the update with the difference of the
-      two updates without noise. For plain SGD it is the likelihood ratio of the Gaussian noise. It
-      is fixed before the noise of the trials is drawn. The keys are of the kind "threefry2x32",
+      two updates without noise. For plain SGD it is the likelihood ratio of the Gaussian noise. For
+      correlated noise the covariance of separate trials weighs it. It is fixed before the noise of
+      the trials is drawn. The keys are of the kind "threefry2x32",
       which are independent under `jax.vmap`. Adapters draw "chacha12" keys.
 
     Raises:
@@ -87,7 +91,8 @@ def audit_stream(
 
     runs = Trials(charge=charge, adjacency=adjacency, **terms)
     runs.check_candidates("candidates must hold", len(candidates), "images")
-    size = min(runs.trials, _IMAGES // len(batch) + 1)
+    updates = adapter.method.updates
+    size = min(runs.trials, _IMAGES // len(batch) // updates + 1)
 
     def ends(image: Any, purpose: str, count: int) -> np.ndarray:
         """Returns the adapted parameters after `count` updates, float64 [count, P]."""
@@ -113,6 +118,11 @@ def audit_stream(
     empty = same_noise(None)  # padding
     canary, neighbour = runs.farthest(results, [empty], distance)
     direction = canary.result - neighbour.result
+    if updates > 1:
+        draws = ends(neighbour.data, "what the noise is like", runs.trials)
+        covariance = np.cov(draws, rowvar=False)
+        least = _LEAST_VARIANCE * np.trace(covariance) / len(covariance)
+        direction = np.linalg.solve(covariance + least * np.eye(len(covariance)), direction)
 
     def scores(image: Any, purpose: str) -> np.ndarray:
         params = ends(image, purpose, runs.trials)
@@ -130,7 +140,7 @@ def _updated(
     """Returns the adapted parameters [P] after one update from the source model.
 
     The image takes the place of the first image of the update's first batch. None leaves that place
-    empty.
+    empty. For a period of correlated noise the parameters after all its updates follow each other.
     """
     images = batch.copy()
     mask = np.ones(len(batch), bool)
@@ -143,6 +153,21 @@ def _updated(
         state, _ = adapter.step(state, jnp.asarray(images), mask=jnp.asarray(mask))
         images = batch
         mask = np.ones(len(batch), bool)
-    adapted = trainable_part(state.params, frozenset(adapter.adapted_paths))
-    leaves = jax.tree.leaves(adapted)
-    return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
+
+    def adapted(params: Any) -> jax.Array:
+        part = trainable_part(params, frozenset(adapter.adapted_paths))
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(part)])
+
+    assert isinstance(adapter.method, Private)
+    nobody = jnp.zeros(len(batch), bool)
+    first = adapted(state.params)
+
+    def later(state: Any, _: None) -> tuple[Any, jax.Array]:
+        for _ in range(adapter.accumulate):
+            state, _ = adapter.step(state, jnp.asarray(batch), mask=nobody)
+        return state, adapted(state.params)
+
+    if adapter.method.updates == 1:
+        return first
+    _, rest = jax.lax.scan(later, state, length=adapter.method.updates - 1)
+    return jnp.concatenate([first, rest.reshape(-1)])

@@ -89,6 +89,11 @@ class RunOptions:
       seed: 16 secret bytes. The default is OS entropy, fresh for every chunk. Give a seed only to
         reproduce a test.
       progress: Whether to show a progress bar (`jaxdp.report.progress_bar`).
+      round_start: The step at which a round of federated training begins. `params` then take the
+        place of the parameters that the workdir has after so many steps. They are what a server
+        made of released parameters. The optimizer's state and the rows of correlated noise go on. A
+        round that was interrupted goes on from its own checkpoint, and a finished one returns what
+        it released. None, the default, never reads `params` in a resumed run.
       allow_nonfinite: Whether a run starts although more than a tenth of its first examples have a
         loss or gradient that is NaN or infinite. Such an example contributes zero.
     """
@@ -101,6 +106,7 @@ class RunOptions:
     delta: float | None = None
     seed: bytes | None = None
     progress: bool = True
+    round_start: int | None = None
     allow_nonfinite: bool = False
 
 
@@ -115,6 +121,7 @@ class RunKeywords(TypedDict, total=False):
     delta: float | None
     seed: bytes | None
     progress: bool
+    round_start: int | None
     allow_nonfinite: bool
 
 
@@ -137,7 +144,7 @@ def fit(
 
     Args:
       trainer: The trainer from `jaxdp.finetune.dp_sgd`, `adp_alloc`, `adp_clip` or `gep`.
-      params: The first parameters. A resumed run does not read them.
+      params: The first parameters. A resumed run reads them at its `round_start` only.
       source: The private examples. `len(source)` must be the sampler's `num_examples`. Its first
         and last examples are read for a check before anything is spent. The unit of privacy is
         decided here, because the sampler and the noise are made for its number: give
@@ -150,7 +157,8 @@ def fit(
         others give None.
       options: How the run is divided, kept, watched and shown.
       keywords: Fields of `RunOptions`, which replace those of `options`: workdir, checkpoint_every,
-        evaluate, evaluate_every, callbacks, delta, seed, progress and allow_nonfinite.
+        evaluate, evaluate_every, callbacks, delta, seed, progress, round_start and
+        allow_nonfinite.
 
     Returns:
       The state after the last step.
@@ -170,9 +178,9 @@ def fit(
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source
         (`by_group`) is about groups. Trainer and account differ in their unit of privacy. A
         schedule gives a step no positive noise. The workdir has a run with more than `steps` steps,
-        another process uses it, or its newest checkpoint is damaged. Neither the account nor the
-        caller has a delta. Processes of the mesh differ in config, program, data or versions, or
-        share no workdir.
+        or with fewer than `round_start`, another process uses it, or its newest checkpoint is
+        damaged. Neither the account nor the caller has a delta. Processes of the mesh differ in
+        config, program, data or versions, or share no workdir.
 
     Formal guarantees:
       At any instant the ledger has reserved the budget for everything that the process has computed
@@ -235,6 +243,8 @@ def _check_options(steps: int, options: RunOptions) -> None:
         check_function("callbacks", callback, "callback(step, metrics, params)")
     if not isinstance(options.allow_nonfinite, bool):
         raise TypeError(f"allow_nonfinite must be True or False, got {options.allow_nonfinite!r}.")
+    if options.round_start is not None:
+        check_count("round_start", options.round_start, 0)
     if options.evaluate_every is not None:
         check_count("evaluate_every", options.evaluate_every, 1)
 
@@ -367,7 +377,9 @@ class _Run:
         if self.trainer.is_whole:
             self.whole = whole_runs.WholeRun.of(self.trainer, self.source)
             self.files.whole_run = self.whole
-        state, first = self.files.restore(self.trainer.init(params))
+        fresh = self.trainer.init(params)
+        state, first = self.files.restore(fresh)
+        state = self._in_round(state, first, fresh.params)
         if first < self.steps:
             # The parameters of an earlier chunk are released, so an error may depend on them.
             if first:
@@ -380,6 +392,26 @@ class _Run:
             params = state.params if state.ema is None else state.ema
             self.hosts.each(lambda: _numbers(evaluate(params), "Nothing is charged yet."))
         return state, first
+
+    def _in_round(self, state: TrainState, first: int, params: Any) -> TrainState:
+        """Returns the state after `first` steps, with new parameters where a round begins."""
+        begin = self.options.round_start
+        if begin is None:
+            return state
+        if first < begin or begin > self.steps:
+            raise ValueError(
+                f"round_start must be at most steps={self.steps} and the {first} steps that the "
+                f"workdir has, got {begin}. Take the steps of the earlier rounds first."
+            )
+        if first != begin or not first:
+            return state
+        if state.ema is not None:
+            raise ValueError(
+                "ema_decay must be None with round_start, whose parameters are no average of this "
+                "run's."
+            )
+        self.hosts.each(lambda: check_finite(params))
+        return state._replace(params=params)
 
     def _shared(self, state: TrainState, steps: range) -> dict[str, str]:
         """Returns what all processes of the mesh must agree on."""

@@ -2,6 +2,7 @@
 
     noise = optimal_noise(sampler, steps=400)                        # as many bands as are best
     noise = optimal_noise(sampler, steps=400, strategy="blt")
+    noise = optimal_noise(None, steps=64)                            # of a stream
 
 The error of a run is the expected squared error of the sum of all noise until a step, averaged over
 the steps (`CorrelatedNoise.error`). It is that of the parameters of SGD with a constant learning
@@ -37,7 +38,7 @@ _MOST_BUFFERS = 6
 
 
 def optimal_noise(
-    sampler: Pattern,
+    sampler: Pattern | None,
     *,
     steps: int,
     strategy: str = "banded",
@@ -47,7 +48,8 @@ def optimal_noise(
 
     Args:
       sampler: The sampler of the run. With T steps an example takes part `participation(T)` times.
-        Cyclic Poisson and b-min-sep sampling have proofs for "banded" only.
+        Cyclic Poisson and b-min-sep sampling have proofs for "banded" only. None is a single epoch,
+        such as a stream whose records are in one step.
       steps: T.
       strategy: "banded", a banded Toeplitz matrix by `toeplitz.optimize_banded_toeplitz`, "blt", a
         buffered linear Toeplitz matrix by `buffered_toeplitz.optimize`, or "bisr", the banded
@@ -65,7 +67,9 @@ def optimal_noise(
     check_count("steps", steps, 1)
     if bands is not None:
         check_count("bands", bands, 1)
-    most, separation = sampler.participation(steps)
+    most, separation = 1, steps
+    if sampler is not None:
+        most, separation = sampler.participation(steps)
     pattern = {"steps": steps, "participations": most, "min_separation": separation}
     noise: CorrelatedNoise = STRATEGIES[strategy](pattern, bands)
     return noise

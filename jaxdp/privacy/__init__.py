@@ -58,6 +58,7 @@ from jaxdp.privacy.participation import (
     b_min_sep_event,
     balls_in_bins_event,
     cyclic_poisson_event,
+    truncated_event,
 )
 from jaxdp.privacy.planning import TrainingPlan, plan_training
 from jaxdp.privacy.privacy_warnings import PrivacyWarning
@@ -115,6 +116,7 @@ __all__ = [
     "delta",
     "epsilon",
     "plan_training",
+    "truncated_event",
     "unit_words",
     "unproven",
 ]

@@ -32,12 +32,13 @@ from jaxdp.files import check_count, check_numbers
 from jaxdp.privacy.events import (
     DpEvent,
     GaussianDpEvent,
+    MonteCarloDpEvent,
     NonPrivateDpEvent,
     NoOpDpEvent,
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
-from jaxdp.privacy.simulation import simulated
+from jaxdp.privacy.simulation import rounded_up, simulated
 
 DRAWS = 2**18
 FAILURE_PROBABILITY = 1e-8
@@ -157,6 +158,59 @@ def b_min_sep_event(
     pattern = f"{separation}, {sampling_probability:.9g}, {steps}"
     name = f"BMinSep({pattern}, {_text(noise_multiplier, strategy)})"
     return _event(mixture, name, draws, failure_probability, seed)
+
+
+def truncated_event(event: DpEvent, probability: float) -> DpEvent:
+    """Returns the event of a run whose batches are truncated, from that without truncation.
+
+    The two runs are equal unless a batch is truncated. So they differ by at most tau in total
+    variation, and for neighbours D, D' (Chua et al. 2024, arXiv 2411.04205)
+
+        P(truncated on D) <= P(run on D) + tau <= e^epsilon P(run on D') + delta + tau
+                          <= e^epsilon P(truncated on D') + delta + (1 + e^epsilon) tau.
+
+    Args:
+        event: The event without truncation, of `balls_in_bins_event` or `b_min_sep_event`.
+        probability: tau in [0, 1], a bound on the probability that a batch of the run is truncated,
+            for both neighbours. Truncation must not depend on what the run releases.
+
+    Returns:
+        The event with (1 + e^epsilon) tau in its deltas. It is non-private where these reach 1, or
+        where noise is so small that the event has no simulation.
+
+    Raises:
+        ValueError: probability is not in [0, 1], or the event is another one.
+    """
+    check_numbers(probability=probability)
+    if not 0 <= probability <= 1:
+        raise ValueError(f"probability must be in [0, 1], got {probability}.")
+    if probability == 0 or isinstance(event, NoOpDpEvent | NonPrivateDpEvent):
+        return event
+    if isinstance(event, GaussianDpEvent):
+        return NonPrivateDpEvent()
+    if not isinstance(event, MonteCarloDpEvent):
+        raise ValueError(
+            f"event must be that of balls in bins or b-min-sep, got {type(event).__name__}. "
+            "PoissonSampler(truncated_batch_size=...) has an event of its own."
+        )
+    price = probability * (1 + np.exp(event.epsilons))
+
+    def raised(curve: tuple[float, ...]) -> tuple[float, ...]:
+        bounds = np.minimum(curve + price, 1.0)
+        # Delta falls with epsilon, although the price rises.
+        falling = np.minimum.accumulate(bounds)
+        return tuple(map(rounded_up, falling))
+
+    forward = raised(event.forward)
+    backward = raised(event.backward)
+    if max(forward[-1], backward[-1]) >= 1:
+        return NonPrivateDpEvent()
+    return dataclasses.replace(
+        event,
+        mechanism=f"Truncated({event.mechanism}, with probability {rounded_up(probability):g})",
+        forward=forward,
+        backward=backward,
+    )
 
 
 def _event(

@@ -113,7 +113,7 @@ def simulated(
             log_most, sums = one_direction(mixture, rng, epsilons, aim * top, draws)
             bound = np.minimum(bound, _upper(sums, log_most, draws, math.log(1 / share)))
         falling = np.minimum.accumulate(np.minimum(bound * _ROUNDED_UP, 1.0))
-        curves.append(tuple(map(_rounded_up, falling)))
+        curves.append(tuple(map(rounded_up, falling)))
     return MonteCarloDpEvent(
         mechanism, draws, failure_probability, tuple(epsilons.tolist()), *curves
     )
@@ -197,7 +197,7 @@ def _upper(sums: np.ndarray, log_most: np.ndarray, draws: int, log_inverse: floa
     return bounds
 
 
-def _rounded_up(value: float) -> float:
+def rounded_up(value: float) -> float:
     """Returns a number of few digits that is at least `value`, for a short text."""
     digits = float(f"{value:.5e}")
     return min(1.0, digits if digits >= value else float(f"{value * (1 + 2e-5):.5e}"))

@@ -7,6 +7,8 @@ Disjoint batches compose in parallel, and visits of one unit sequentially.
     with account.spend(batch.units, release=step // adapter.accumulate):
         ...  # touch the batch here
 
+With correlated noise the release is a period: step // (adapter.accumulate * method.updates).
+
 The epsilon of a method counts one visit. One photograph under 15 corruptions makes 15 visits. A
 noise multiplier of 0.619 gives epsilon 20 at delta 1e-6 for a sample, and 137 for a photograph.
 `epsilons` returns both.
@@ -19,7 +21,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxdp.data import identifiers
 from jaxdp.privacy import Account, Ledger
@@ -134,7 +136,9 @@ class StreamAccount:
 
             mu = (2 / sigma) sqrt(s_u),  s_u = sum_t m_t^2
 
-        under replace_one, and half of it under zero_out.
+        under replace_one, and half of it under zero_out. With correlated noise a release is a
+        period: C G with noise of sigma times the sensitivity of C, which m_t records of a unit move
+        by at most m_t times as much as one, wherever they are in the period.
 
         The data set owes the largest s_u. Two records in one release cost four visits, not two,
         because their contributions may point the same way. Gaussians compose exactly. So each
@@ -343,7 +347,12 @@ class BatchPayment:
 
 
 def event(
-    release: DpEvent, stream: Iterable[Batch], *, unit: Unit = "photograph", accumulate: int = 1
+    release: DpEvent,
+    stream: Iterable[Batch],
+    *,
+    unit: Unit = "photograph",
+    accumulate: int = 1,
+    updates: int = 1,
 ) -> DpEvent:
     """Returns the total charge of `serve` for a stream from a new state, for a budget or a hold.
 
@@ -354,17 +363,28 @@ def event(
         release, unit: The `event` and the `unit` of the `StreamAccount`.
         stream: A `Stream`, of which no image is read, or any iterable of `Batch`.
         accumulate: The `accumulate` of the `Adapter`.
+        updates: The `updates` of the private method, more than 1 for correlated noise. Resets of
+            the stream begin new periods. Those of the adapter and of the monitor do so too, which
+            makes the charge smaller for units that come back.
     """
     if isinstance(stream, Stream):
-        visitors = stream.visitors(unit)
+        arrivals: Iterable[Any] = zip(stream.visitors(unit), stream.resets, strict=True)
     else:
-        visitors = (batch.visitors(unit) for batch in stream)
+        arrivals = ((batch.visitors(unit), batch.reset) for batch in stream)
     with Ledger.in_memory() as ledger:
         ledger.register("stream", adjacency="replace_one", unit=unit)
         account = StreamAccount(ledger.account("stream"), event=release)
-        for number, units in enumerate(visitors):
-            with account.spend(units, release=number // accumulate):
+        row = 0
+        begun = 0
+        for number, (units, reset) in enumerate(arrivals):
+            if reset:
+                row = 0
+            if number % accumulate == 0 and row == 0:
+                begun = number
+            with account.spend(units, release=begun):
                 pass
+            if (number + 1) % accumulate == 0:
+                row = (row + 1) % updates
         return ledger.events("stream").get(None, NoOpDpEvent())
 
 

@@ -213,6 +213,7 @@ class Adapter:
                 filters=self.method.filters,
                 clip_rule=self.method.clip_rule,
                 grid=self.method.grid,
+                noise=self.method.noise,
             )
             constants = constants._replace(
                 clip_norm=self.method.clip_norm,
@@ -296,7 +297,10 @@ class Adapter:
         return self._source_state(step, _typed(key))
 
     def reset(self, state: AdaptState) -> AdaptState:
-        """Returns the state of the source model. Step and key stay."""
+        """Returns the state of the source model. Step and key stay.
+
+        With correlated noise a new period begins, since no parameter holds the earlier noise.
+        """
         return self._source_state(state.step, state.key)
 
     def step(
@@ -337,6 +341,11 @@ class Adapter:
             raise ValueError(
                 "state comes from a method that is not private. It holds a memory of raw images, "
                 "and its parameters were not paid for. Begin with init(), or with reset(state)."
+            )
+        if (state.rows is None) != (self._program.noise is None):
+            raise ValueError(
+                "state comes from an adapter with other noise: only one of the two has "
+                "private(noise=...). Begin with init(), or with reset(state)."
             )
         self.prepare(batch)
         key = _typed(state.key if key is None else key)
@@ -449,7 +458,7 @@ class Adapter:
 
 def _form(state: AdaptState) -> Any:
     """Returns the structure of what depends on the parameters that adapt."""
-    return jax.tree.structure((state.opt_state, state.released, state.pending))
+    return jax.tree.structure((state.opt_state, state.released, state.pending, state.rows))
 
 
 def _kind_of(array: Any) -> tuple[Any, ...]:

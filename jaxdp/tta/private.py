@@ -11,6 +11,10 @@ loss.
     theta_{t+1} = optimizer(theta_t, G_t + pull(theta_t - theta_0))
 
 e_t is for methods that have rho. The optimizer and the pull are post-processing of G_t.
+
+With correlated noise Z_t is row t of C^-1 Z, and the updates of a period of C are one release
+(`jaxdp.transforms.noise.correlation`). A record is in one update, so the period is a single epoch:
+record i moves C G by at most the largest norm of a column of C, in clip norms.
 """
 
 import dataclasses
@@ -22,7 +26,7 @@ from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.grids import Grid
-from jaxdp.transforms.noise import check_product
+from jaxdp.transforms.noise import CorrelatedNoise, check_product
 from jaxdp.tta.accounts import check_adjacency, epsilons
 from jaxdp.tta.method import Method, check_name
 
@@ -59,6 +63,12 @@ class Private:
     kept_fraction: float
     clip_rule: Any
     exact: bool = False
+    noise: CorrelatedNoise | None = None
+
+    @property
+    def updates(self) -> int:
+        """The number of updates that are one release: 1, or the steps of correlated noise."""
+        return 1 if self.noise is None else self.noise.steps
 
     @property
     def grid(self) -> Grid | None:
@@ -74,10 +84,13 @@ class Private:
     def event(self) -> DpEvent:
         """The event of one batch for the records in it.
 
+        With correlated noise it is that of a period for a record in one of its updates.
         `jaxdp.tta.StreamAccount` composes it over a stream.
         """
         if self.noise_multiplier == 0:
             return NonPrivateDpEvent()
+        if self.noise is not None:
+            return self.noise.event(self.noise_multiplier)
         return GaussianDpEvent(self.noise_multiplier)
 
     def sensitivity(self, adjacency: Adjacency = "replace_one") -> float:
@@ -102,7 +115,8 @@ class Private:
         """Returns the epsilon of the whole transcript for a unit in `visits` batches, once in each.
 
         The transcript is mu-GDP with mu = 2 sqrt(visits) / sigma under "replace_one", half of it
-        under "zero_out". Without noise epsilon is inf.
+        under "zero_out". With correlated noise mu is multiplied by the sensitivity of C, and visits
+        are in different periods. Without noise epsilon is inf.
         """
         if visits < 1:
             raise ValueError(f"visits must be at least 1, got {visits}.")
@@ -117,6 +131,8 @@ class Private:
             noise = f"noise {self.noise_multiplier:g} x clip norm"
         if self.exact:
             noise += ", exact: in integers on a grid"
+        if self.noise is not None:
+            noise += f", correlated over periods of {self.updates} updates"
         lines = [f"private {type(method).__name__}, clip norm {self.clip_norm:g}{rule}, {noise}"]
         treatments = dict(RULES)
         if self.filters == "keep":
@@ -146,6 +162,7 @@ def private(
     kept_fraction: float = 1.0,
     clip_rule: Any = "global",
     exact: bool = False,
+    noise: CorrelatedNoise | None = None,
 ) -> Private:
     """Returns the private form of a test-time adaptation method.
 
@@ -168,10 +185,17 @@ def private(
       exact: Whether gradients are summed as integers and the noise is drawn by integers, as in
         `jaxdp.privatize(exact=True)`. The guarantee is the same, and no rounding of floats is left
         out of it. It needs noise. The default is False.
+      noise: `jaxdp.correlated(strategy, steps=...)`, noise whose rows cancel over the updates of a
+        period of `steps` updates. sigma C is then the standard deviation of its independent rows,
+        and `calibrate_noise(noise.event, ...)` chooses sigma. A period is one release. After
+        `steps` updates, and after a reset, a new period begins with fresh noise. A record that
+        comes once is charged for one period, however long the stream. None, the default, is
+        independent noise.
 
     Raises:
-      TypeError: method is not a `Method`, or is private already.
-      ValueError: An argument is out of range.
+      TypeError: method is not a `Method`, or is private already. noise is not correlated noise.
+      ValueError: An argument is out of range. Correlated noise is for several participations, or
+        exact, or has the size 0.
 
     Formal guarantees:
       Condition: a rule that does not read contents cuts the stream into batches, and a record is in
@@ -184,7 +208,10 @@ def private(
       noise, whatever its contents. A record whose gradient is NaN or infinite counts as zero. The
       constants of the program are assumed public: the source model, the optimizer, the fields of
       the method and everything that its hooks close over (EATA's Fisher information). The logits of
-      a record are NOT protected: give them to its owner only.
+      a record are NOT protected: give them to its owner only. With correlated noise the guarantee
+      is that of `event`: mu is multiplied by the sensitivity of C, because the updates of the
+      record's period are C G + Z up to C^-1. Other periods have independent noise. They depend on
+      the record through released values only, and so does the end of a period.
     """
     if isinstance(method, Private):
         raise TypeError("method is private already. Give the method inside it, method.method.")
@@ -206,6 +233,7 @@ def private(
         raise ValueError(
             f"kept_fraction must be in (0, 1], and 1 unless filters='keep', got {kept_fraction}."
         )
+    _check_correlation(noise, noise_multiplier, exact)
     form = Private(
         method=method,
         clip_norm=float(clip_norm),
@@ -214,7 +242,33 @@ def private(
         kept_fraction=float(kept_fraction),
         clip_rule=clip_rule,
         exact=exact,
+        noise=noise,
     )
     form.sensitivity()  # refuses an unknown clip_rule
     form.grid  # noqa: B018  refuses exact noise of size 0
     return form
+
+
+def _check_correlation(noise: Any, noise_multiplier: float, exact: bool) -> None:
+    """Raises TypeError or ValueError for noise that does not fit a stream."""
+    if noise is None:
+        return
+    if not isinstance(noise, CorrelatedNoise):
+        raise TypeError(
+            f"noise must be jaxdp.correlated(strategy, steps=...), got {type(noise).__name__}."
+        )
+    if noise.participations != 1:
+        raise ValueError(
+            "noise must be that of a single epoch, participations=1, got "
+            f"{noise.participations}. An account of a stream charges a unit that comes m times in "
+            "a period for m^2 visits."
+        )
+    if not noise_multiplier:
+        raise ValueError(
+            "noise_multiplier must be positive with correlated noise, got 0. Leave noise out to "
+            "clip only."
+        )
+    if exact:
+        raise ValueError(
+            "exact must be False with correlated noise, whose rows are sums of floats. Got True."
+        )

@@ -4,6 +4,13 @@ Each batch is one release of the till (`jaxdp.release`). Its noise and second vi
 secret of that release, so no state can put one noise on two gradients. A killed process resumes in
 its workdir. It repeats the interrupted batch bit for bit and does not pay again. If anything
 differs, it draws fresh noise and pays again.
+
+A unit is charged for the sums that it enters. A sum is an update, or with correlated noise all
+updates of a period, which are one release. So a period is paid when its first batch comes, and
+later batches of it pay for units that come back only. An interrupted batch that differs goes on
+from the same buffers with another row of Z. So it adds to what is known the entries of C G' + Z'
+from its update on, which move by no more than those of a period. All units of the period so far pay
+for one more.
 """
 
 import contextlib
@@ -29,6 +36,7 @@ from jaxdp.files import parse_json, shown, shows_keywords, understood, write_dur
 from jaxdp.privacy.events import DpEvent, NonPrivateDpEvent, to_json
 from jaxdp.privacy.ledger import BudgetExceeded
 from jaxdp.report import MetricsWriter, progress_bar, read_metrics
+from jaxdp.transforms.noise import CorrelatedNoise
 from jaxdp.transforms.parameters import check_finite
 from jaxdp.tta.accounts import BatchPayment, StreamAccount, Sum
 from jaxdp.tta.adapter import Adapter
@@ -139,8 +147,9 @@ def serve(
         So accuracies are meaningless for a stream without labels. If a stream ends in the middle of
         an update (`Adapter.accumulate`) with a workdir, disk and returned state drop the unfinished
         sum, so that no secret stays. Its batches are predicted and paid for, and make no update.
-        After an exception the sum stays, so that a later call can resume. Without a workdir the
-        state keeps the sum, for a call with the same account.
+        Rows of correlated noise are dropped too, so a longer stream begins a new period. After an
+        exception they stay, so that a later call can resume. Without a workdir the state keeps
+        them, for a call with the same account.
 
     Raises:
         ValueError: Labels are not [B], or logits not [B, C]. The state's parameters are NaN or
@@ -157,10 +166,11 @@ def serve(
         With an account, the parameters after all batches together are as private as the ledger
         says. Resets of the stream are public. Resets of the monitor are post-processing of released
         parameters and public images. Labels are only compared with predictions in memory. Only the
-        account that charged its batches accepts a state in the middle of an update, and only the
-        newest state of that update. Otherwise two noisy sums of one pending sum would be charged as
-        one. If an interrupted batch cannot be repeated, for example because the model calls back to
-        Python, its update is charged again with all of its batches.
+        account that charged its batches accepts a state in the middle of an update, or of a period
+        of correlated noise, and only the newest state of it. Otherwise two noisy sums of one
+        pending sum would be charged as one. If an interrupted batch cannot be repeated, for example
+        because the model calls back to Python, its update or period is charged again with all of
+        its batches.
     """
     observing = Observers(**observers)
     if account is not None and account.event != _event(adapter):
@@ -229,7 +239,7 @@ class _Loop:
         check_finite(state.params, argument="params of the state")
         self.step = int(state.step)
         self.name = self.run or _name(self.adapter, state)
-        self.entering = self._next(None, self.step)
+        self.entering = self._new_sum(self.step)
         if stored is None and self.account is not None:
             self.entering = self._admit(state, self.account)
         # A new key gives the returned state another name, and fixes the kind of key that the
@@ -248,7 +258,7 @@ class _Loop:
             )
         self.run = release.new_seed().hex()
         self.name = self.run
-        self.entering = self._next(None, self.step)
+        self.entering = self._new_sum(self.step)
         if self.account is not None:
             self.account.check_run(self.run)
         self._save()
@@ -268,6 +278,8 @@ class _Loop:
             return
         self._check_shapes(batch)
         before = self.adapter.reset(self.state) if batch.reset else self.state
+        row = _row(self.adapter, before)
+        self.entering = self._next(self.entering, self.step, row)
         payment = None
         if self.account is not None:
             payment = BatchPayment(self.account, units, self.entering, self.run)
@@ -283,11 +295,13 @@ class _Loop:
             facts=facts,
             programs=lambda: [self.adapter.lowered_text(before, batch.images)],
             keep=lambda result: self._keep(batch, *result),
-            note={"batch": number, "at": self.step, "records": records},
+            note={"batch": number, "at": self.step, "row": row, "records": records},
             once_in=self.run or "",
         )
         self.till.release(what)
-        self.entering = self._next(None if payment is None else payment.entered, self.step)
+        if payment is not None:
+            self.entering = payment.entered
+        self.entering = self._next(self.entering, self.step, _row(self.adapter, self.state))
 
     def _step(
         self, number: int, batch: Batch, before: Any, secret: bytes
@@ -344,9 +358,9 @@ class _Loop:
                 f"{self.files.workdir}. Give the same stream from its beginning, or use a new "
                 "workdir."
             )
-        if self.step % self.adapter.accumulate:
-            dropped = jax.tree.map(jnp.zeros_like, self.state.pending)
-            self.state = self.state._replace(pending=dropped)
+        if self.step % self.adapter.accumulate or _row(self.adapter, self.state):
+            secrets = {"pending": self.state.pending, "rows": self.state.rows}
+            self.state = self.state._replace(**jax.tree.map(jnp.zeros_like, secrets))
             self._save()
 
     def served(self) -> Served:
@@ -383,17 +397,19 @@ class _Loop:
         Raises ValueError for a state whose next update would be charged too little.
         """
         visits = account.visits
-        unfinished = self.step % self.adapter.accumulate != 0
+        row = _row(self.adapter, state)
+        unfinished = self.step % self.adapter.accumulate != 0 or row != 0
         held = visits.under_way(self.name)
         if unfinished and held is not None:
             return held
-        pending = jax.tree.leaves(getattr(state, "pending", None))
+        pending = jax.tree.leaves([getattr(state, "pending", None), row and state.rows.buffers])
         if unfinished and any(np.any(np.asarray(leaf)) for leaf in pending):
+            whole = "a period of correlated noise" if row else "an update"
             raise ValueError(
-                "state is in the middle of an update, but it is not the newest state that this "
-                "account has charged for that update. Its pending sum would be in two updates and "
+                f"state is in the middle of {whole}, but it is not the newest state that this "
+                "account has charged for it. Its pending sum or noise would be in two releases and "
                 "paid for in one. Continue from the newest state with its account, or from "
-                "adapter.reset(state), which drops the pending sum."
+                "adapter.reset(state), which drops both."
             )
         if any(self.entering.release in releases for releases in visits.counts.values()):
             raise ValueError(
@@ -415,7 +431,9 @@ class _Loop:
             # A batch that was released again has a note for each time, and enters one sum.
             if number != last:
                 last = number
-                self.entering = self._next(entered, note["at"])
+                held = entered or self._new_sum(note["at"])
+                # Notes of version 0.1 are of independent noise.
+                self.entering = self._next(held, note["at"], note.get("row", 0))
             if number < len(self.rows):
                 self.noted[number] = note["records"]
             if self.account is not None:
@@ -424,13 +442,17 @@ class _Loop:
                 with payment.reserve(label="charged again on resuming", token=token):
                     entered = payment.entered
         if last < len(self.rows):
-            self.entering = self._next(entered, self.step)
+            held = entered or self._new_sum(self.step)
+            self.entering = self._next(held, self.step, _row(self.adapter, self.state))
 
-    def _next(self, entered: Sum | None, step: int) -> Sum:
+    def _next(self, held: Sum, step: int, row: int) -> Sum:
         """Returns the sum that the batch at a step enters. It may be that of the batch before."""
-        if entered is None or step % self.adapter.accumulate == 0:
-            return Sum(f"{self.name}/{step // self.adapter.accumulate}")
-        return entered
+        if step % self.adapter.accumulate == 0 and row == 0:
+            return self._new_sum(step)
+        return held
+
+    def _new_sum(self, step: int) -> Sum:
+        return Sum(f"{self.name}/{step // self.adapter.accumulate}")
 
     def _save(self) -> None:
         assert self.files is not None and self.run is not None
@@ -447,7 +469,7 @@ class _Loop:
         return {
             "unit": self._unit,
             "accumulate": str(self.adapter.accumulate),
-            "event": to_json(_event(self.adapter)),
+            "event": _words(self.adapter),
             "clip_norm": repr(_clip_norm(self.adapter)),
         }
 
@@ -501,8 +523,10 @@ class _Files:
         with understood(path, _DAMAGED):
             arrays, facts = _read_state(path, {*terms, "kind", "run", "batches", "step"})
         different = [name for name in terms if terms[name] != facts[name]]
-        # An unfinished sum was clipped to the old norm, and needs noise for that norm.
-        if int(facts["step"]) % adapter.accumulate == 0 and "clip_norm" in different:
+        # An unfinished sum was clipped to the old norm, and needs noise for that norm. So do the
+        # updates of a period of correlated noise.
+        finished = int(facts["step"]) % adapter.accumulate == 0 and _correlation(adapter) is None
+        if finished and "clip_norm" in different:
             different.remove("clip_norm")
         if different:
             raise ValueError(
@@ -551,6 +575,27 @@ def _event(adapter: Any) -> DpEvent:
     return getattr(adapter.method, "event", NonPrivateDpEvent())
 
 
+def _correlation(adapter: Any) -> CorrelatedNoise | None:
+    return adapter.method.noise if isinstance(adapter.method, Private) else None
+
+
+def _words(adapter: Any) -> str:
+    """Returns the event of a release, and the strategy of its correlated noise, as text."""
+    noise = _correlation(adapter)
+    return to_json(_event(adapter)) + (f" {noise!r}" if noise else "")
+
+
+def _row(adapter: Any, state: Any) -> int:
+    """Returns the row of correlated noise of the next update. 0 begins a release."""
+    rows = getattr(state, "rows", None)
+    if rows is None:
+        return 0
+    step = int(state.step)
+    every = adapter.reset_every
+    is_reset = every is not None and step > 0 and step % every == 0
+    return 0 if is_reset else int(rows.number)
+
+
 def _clip_norm(adapter: Any) -> float | None:
     """Returns the largest norm of a record's contribution, or None for a method without privacy."""
     if not isinstance(adapter.method, Private):
@@ -579,6 +624,9 @@ def _name(adapter: Any, state: Any) -> str:
     """Names a state and the clip norm of its pending sum without revealing its key."""
     key = np.asarray(jax.random.key_data(state.key)).tobytes()
     place = f"{int(state.step)} {_clip_norm(adapter)!r}"
+    noise = _correlation(adapter)
+    if noise is not None:
+        place += f" {noise!r}"
     return hashlib.sha256(key + place.encode()).hexdigest()[:16]
 
 

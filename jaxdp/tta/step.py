@@ -19,7 +19,7 @@ import optax
 from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.grids import Grid
 from jaxdp.transforms.meshes import Layout
-from jaxdp.transforms.noise import gaussian, rounded_gaussian
+from jaxdp.transforms.noise import CorrelatedNoise, gaussian, rounded_gaussian
 from jaxdp.tta.clipped import Unit
 from jaxdp.tta.finite import all_finite, without_bad_rows
 from jaxdp.tta.method import Method, Sample
@@ -27,6 +27,19 @@ from jaxdp.tta.select import merge
 
 ApplyFn = Callable[[Any, jax.Array], jax.Array]
 Predict = Literal["before", "after"]
+
+
+class NoiseRows(NamedTuple):
+    """The place of a state in a period of correlated noise.
+
+    Attributes:
+      number: int32 scalar, the row of C^-1 Z that the next update gets. A period begins at 0.
+      buffers: What the recurrence keeps of earlier rows, [buffers, ...] for each adapted parameter.
+        They are as secret as the key of the noise.
+    """
+
+    number: jax.Array
+    buffers: Any
 
 
 class AdaptState(NamedTuple):
@@ -43,6 +56,8 @@ class AdaptState(NamedTuple):
           methods.
       pending: The clipped sum of the batches of an unfinished update, without noise. It is as
         secret as `key`. None unless `accumulate` > 1.
+      rows: The place in a period of correlated noise, and its secret buffers. None for independent
+        noise. A reset begins a new period.
       key: The key of noise and second views in a custom loop. With it the noise can be subtracted.
         `serve` draws other keys and uses this one only to name the state.
     """
@@ -53,6 +68,7 @@ class AdaptState(NamedTuple):
     memory: Any
     released: Any
     pending: Any
+    rows: NoiseRows | None
     key: jax.Array
 
     def __repr__(self) -> str:
@@ -81,6 +97,7 @@ class StepProgram(NamedTuple):
     filters: str = "keep"
     clip_rule: Any = "global"
     grid: Grid | None = None
+    noise: CorrelatedNoise | None = None
 
 
 class StepConstants(NamedTuple):
@@ -99,7 +116,8 @@ def fresh_state(
 ) -> AdaptState:
     """Returns the state of the source model.
 
-    A reset to it clears momentum, previous gradient and unfinished sum, and does not rewind `step`.
+    A reset to it clears momentum, previous gradient, unfinished sum and rows of noise, and does not
+    rewind `step`.
     """
     zeros = jax.tree.map(jnp.zeros_like, widened(constants.moving))
     no_sum = zeros
@@ -112,8 +130,16 @@ def fresh_state(
         memory=() if program.private else program.method.start(),
         released=zeros if program.private and program.method.radius else None,
         pending=no_sum if program.accumulate > 1 else None,
+        rows=_first_row(program, zeros),
         key=key,
     )
+
+
+def _first_row(program: StepProgram, zeros: Any) -> NoiseRows | None:
+    """Returns the place before a period of correlated noise."""
+    if program.noise is None:
+        return None
+    return NoiseRows(jnp.zeros((), jnp.int32), program.noise.zeros(zeros))
 
 
 # The name is in the text of the program, and the token of every release of a stream hashes that
@@ -380,23 +406,36 @@ def _private_step(
     # Every update gets its full noise and the public divisor, also if all images are padding.
     def release(total: Any) -> AdaptState:
         noisy_sum = total
+        rows = state.rows
         if program.grid is not None:
             noise = rounded_gaussian(key, total, program.grid.bits, number=state.step)
             noisy_sum = jax.tree.map(program.grid.read, _add(total, noise))
         elif program.noisy:
             noise = gaussian(key, total, constants.noise_std, number=state.step)
+            if program.noise is not None:
+                noise, rows = _next_row(program.noise, rows, noise)
             noisy_sum = _add(total, noise)
         divisor = size * program.accumulate * constants.divisor_scale
         gradient = jax.tree.map(lambda x: x / divisor, noisy_sum)
         return _update(program, constants, state, gradient)._replace(
             released=gradient if method.radius else None,
             pending=None if state.pending is None else jax.tree.map(jnp.zeros_like, total),
+            rows=rows,
         )
 
     if program.accumulate == 1:
         return release(total), logits
     due = (state.step + 1) % program.accumulate == 0
     return jax.lax.cond(due, release, lambda total: state._replace(pending=total), total), logits
+
+
+def _next_row(noise: CorrelatedNoise, rows: Any, fresh: Any) -> tuple[Any, NoiseRows]:
+    """Returns a row of C^-1 Z from that of Z, and the place after it."""
+    row, buffers = noise.next(rows.number, rows.buffers, fresh)
+    number = (rows.number + 1) % noise.steps
+    # A period shares no row with the next one, and leaves no secret.
+    buffers = jax.tree.map(lambda kept: jnp.where(number == 0, 0, kept), buffers)
+    return row, NoiseRows(number, buffers)
 
 
 # --- Parts of both forms ------------------------------------------------------------------------

@@ -233,6 +233,11 @@ class Stream:
             mask = np.ones(len(rows), bool)
             yield self._batch(nothing, nothing, mask, rows, reset).visitors(unit)
 
+    @property
+    def resets(self) -> tuple[bool, ...]:
+        """Whether the model is reset before each batch. Reads no image."""
+        return tuple(reset for _, reset in self._schedule)
+
     def _batch(
         self,
         images: np.ndarray,

@@ -25,6 +25,18 @@ SEPARATED = BMinSepSampler(
 )
 
 
+# A batch has 1.3 records on average, and more than six with a probability of 3e-5.
+TRUNCATED = dataclasses.replace(SEPARATED, truncated_batch_size=6)
+
+
+class Unpriced(BMinSepSampler):
+    """A sampler that truncates most batches, with the account of one that truncates none."""
+
+    @property
+    def truncation_probability(self) -> float:
+        return 0.0
+
+
 class TwiceInACycle(BallsInBinsSampler):
     """Bins of which every step takes two, so that a record takes part twice."""
 
@@ -64,12 +76,20 @@ def claim_of(sampler: Sampler) -> float:
     return claim(event, adjacency="add_remove", delta=DELTA)
 
 
-def pattern(name: str, sampler: Sampler, broken: Sampler, denser: Sampler) -> Case:
-    """Returns the case of a pattern, with a sampler that breaks it and one that costs more."""
+def pattern(
+    name: str, sampler: Sampler, broken: Sampler, denser: Sampler, **further: Sampler
+) -> Case:
+    """Returns the case of a pattern, with a sampler that breaks it and one that costs more.
+
+    `further` twins are samplers under the account of the pattern, by name.
+    """
 
     def held(run: Run) -> Run:
         return lambda trials, seed: under(run(trials, seed), claim_of(sampler))
 
+    cited = "arXiv:2602.09338"
+    if sampler.truncated_batch_size is not None:
+        cited += ", arXiv:2411.04205"
     twins = standard_twins(
         half_the_noise=held(runs(sampler, SIGMA / 2)),
         no_clipping=held(runs(sampler, SIGMA / 50)),
@@ -79,15 +99,20 @@ def pattern(name: str, sampler: Sampler, broken: Sampler, denser: Sampler) -> Ca
     )
     twins["a record takes part too often"] = held(runs(broken))
     twins["an account of rarer participation"] = held(runs(denser))
+    for twin, other in further.items():
+        twins[twin] = held(runs(other))
     return Case(
         name,
         f"{sampler.steps} steps of multiplier {SIGMA}, add/remove, by simulation",
-        "arXiv:2410.06266, arXiv:2602.09338; `jaxdp.privacy.participation`",
+        f"arXiv:2410.06266, {cited}; `jaxdp.privacy.participation`",
         held(runs(sampler)),
         twins,
         trials=6000,
     )
 
+
+_FEW = {"num_examples": 8, "separation": 4, "steps": 4, "draws": 2**14}
+UNPRICED = Unpriced(sampling_probability=0.3, truncated_batch_size=1, **_FEW)
 
 CASES = (
     pattern(
@@ -99,7 +124,16 @@ CASES = (
     pattern(
         "b-min-sep",
         SEPARATED,
-        NoSeparation(num_examples=8, sampling_probability=0.9, separation=4, steps=4, draws=2**14),
+        NoSeparation(sampling_probability=0.9, **_FEW),
         dataclasses.replace(SEPARATED, sampling_probability=0.9, separation=1),
+    ),
+    pattern(
+        "b-min-sep, truncated batches",
+        TRUNCATED,
+        NoSeparation(sampling_probability=0.9, truncated_batch_size=6, **_FEW),
+        dataclasses.replace(
+            TRUNCATED, sampling_probability=0.9, separation=1, truncated_batch_size=8
+        ),
+        **{"truncation without its price": UNPRICED},
     ),
 )

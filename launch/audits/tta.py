@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import jaxdp
 from jaxdp import tta
 from jaxdp.audit import Audit
 from jaxdp.audit.tta import audit_stream
@@ -116,6 +117,49 @@ def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> Audit
     return audit(), twins
 
 
+NOISE = jaxdp.correlated(np.array([1.0, 0.5, 0.375]), steps=3)
+FORGETS = "the noise of independent rows"
+
+
+def periods() -> tuple[Run, dict[str, Run | str]]:
+    """Returns the audit of a period of correlated noise, and of its twins."""
+    claimed = claim(GaussianDpEvent(SIGMA), adjacency="zero_out", delta=DELTA)
+
+    def audit(
+        share: float = 1.0,
+        clip: float = CLIP,
+        *,
+        adjacency: Adjacency = "zero_out",
+        kind: type[tta.Adapter] = tta.Adapter,
+    ) -> Run:
+        def run(trials: int, seed: bytes) -> Audit:
+            sigma = share * SIGMA * NOISE.sensitivity
+            private = tta.private(tta.Tent(), clip_norm=clip, noise_multiplier=sigma, noise=NOISE)
+            seen = audit_stream(
+                kind(apply_fn, PARAMS, private, OPTIMIZER),
+                IMAGES[:4],
+                IMAGES[4:],
+                trials=trials,
+                delta=DELTA,
+                adjacency=adjacency,
+                confidence=case.CONFIDENCE,
+                seed=seed,
+            )
+            return case.under(seen, claimed)
+
+        return run
+
+    twins = standard_twins(
+        half_the_noise=audit(0.5),
+        no_clipping=audit(1 / FAR, FAR * CLIP),
+        sensitivity_off_by_two=audit(0.5, 2 * CLIP),
+        reused_key=audit(kind=OneKey),
+        add_remove_for_replace_one=audit(adjacency="replace_one"),
+    )
+    twins[FORGETS] = audit(0.5 / NOISE.sensitivity)
+    return audit(), twins
+
+
 def _cases() -> Iterator[Case]:
     fisher = tta.fisher(apply_fn, PARAMS, [IMAGES[:4]])
     tent = tta.Tent()
@@ -142,6 +186,16 @@ def _cases() -> Iterator[Case]:
             run,
             twins,
         )
+    run, twins = periods()
+    yield Case(
+        "private Tent, correlated noise",
+        f"a period of {NOISE.steps} updates: a Gaussian of multiplier {SIGMA:g} for an image that "
+        "is replaced by padding",
+        "C (G + C^-1 Z) = C G + Z, and an image is in one row of G (Denisov et al. 2022, theorem "
+        "2.1); `jaxdp.tta.private`",
+        run,
+        twins,
+    )
 
 
 CASES = tuple(_cases())

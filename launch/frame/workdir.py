@@ -29,6 +29,8 @@ _ADDED = {
     "private.clip_parts": "",
     "private.exact": False,
     "private.truncated_batch_size": 0,
+    "privacy.noise": ["independent"],
+    "privacy.noise_steps": 0,
     "training.threat": "add_remove",
     "training.dampening": 0.0,
     "training.nesterov": False,

@@ -1,5 +1,6 @@
 """Participation patterns select records with the exact probabilities of their processes."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -169,3 +170,49 @@ def test_an_event_covers_what_was_said_and_no_more():
         CYCLIC.check_chunks(100, 10)
     CYCLIC.check_chunks(100, 9)
     CYCLIC.check_chunks(10, 10)
+
+
+TRUNCATED = BMinSepSampler(
+    num_examples=200,
+    sampling_probability=0.2,
+    separation=3,
+    steps=1000,
+    truncated_batch_size=39,
+    seed=SEED,
+)
+
+
+def test_truncated_batches_are_as_likely_as_their_price_says():
+    batches = [TRUNCATED.batch(step) for step in range(TRUNCATED.steps)]
+    assert max(map(len, batches)) == TRUNCATED.largest_batch == 39
+    whole = dataclasses.replace(TRUNCATED, truncated_batch_size=None)
+    larger = [k for k, batch in enumerate(batches) if len(whole.batch(k)) > len(batch)]
+    for k, batch in enumerate(batches):
+        assert np.isin(batch, whole.batch(k)).all() and (np.diff(batch) > 0).all()
+
+    def is_right(tail):
+        # 17 of 1000 batches are truncated in the mean.
+        return stats.poisson.sf(len(larger) - 1, 1000 * tail) > 1e-6
+
+    share = TRUNCATED.expected_batch_size / 200
+    assert is_right(stats.binom.sf(39, 200, share))
+    # A twin that forgets ties, and one that has the mean size of another pattern.
+    assert not is_right(stats.binom.sf(46, 200, share))
+    assert not is_right(stats.binom.sf(39, 200, share - 0.04))
+    assert TRUNCATED.truncation_probability == 1.0
+    few = dataclasses.replace(TRUNCATED, steps=5, truncated_batch_size=60)
+    expected = 5 * stats.binom.sf(60, 200, share)
+    np.testing.assert_allclose(few.truncation_probability, expected, rtol=1e-8)
+    again = dataclasses.replace(TRUNCATED)
+    np.testing.assert_array_equal(again.batch(larger[0]), batches[larger[0]])
+
+
+def test_bins_are_truncated_once_for_all_epochs():
+    bins = dataclasses.replace(BINS, truncated_batch_size=2100)
+    tail = stats.binom.sf(2100, RECORDS, 1 / 3)
+    np.testing.assert_allclose(bins.truncation_probability, 3 * tail, rtol=1e-8)
+    small = dataclasses.replace(BINS, truncated_batch_size=5)
+    assert [len(small.batch(k)) for k in range(STEPS)] == [5] * STEPS
+    assert "and at most 5" in small.words("examples")
+    with pytest.raises(ValueError, match="truncated_batch_size must be at least 1, got 0"):
+        dataclasses.replace(BINS, truncated_batch_size=0)

@@ -230,3 +230,64 @@ def test_devices_that_share_the_buffers_release_what_one_does():
     assert spec == jax.sharding.PartitionSpec(None, "data")
     np.testing.assert_allclose(two.params["w"], one.params["w"], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(two.buffers["w"], one.buffers["w"], rtol=1e-5, atol=1e-5)
+
+
+# --- Rounds -------------------------------------------------------------------------------------
+
+
+def rounds_of(ledger, folder, average, **arguments):
+    """Returns the parameters after three rounds of two steps, which a server turns around."""
+    params = PARAMS
+    for k in range(3):
+        terms = {"workdir": folder, "steps": 2 * k + 2, "round_start": 2 * k, **arguments}
+        state = finetune.fit(
+            shared_trainer(),
+            params,
+            BLOBS,
+            account=ledger.account("blobs"),
+            progress=False,
+            **terms,
+        )
+        params = average(state.params)
+    return state.params
+
+
+@pytest.mark.slow
+def test_rounds_of_one_run_share_its_noise_and_pay_once(tmp_path):
+    seed = bytes(range(16))
+    plain = ledger_of()
+    whole = fit(shared_trainer(), plain, workdir=tmp_path / "whole", seed=seed)
+    ledger = ledger_of()
+    # A server that returns what it got changes nothing, so the rows of noise went on.
+    moved = rounds_of(ledger, tmp_path / "same", lambda params: params, seed=seed)
+    np.testing.assert_array_equal(moved["w"], whole.params["w"])
+    assert charged(ledger) == charged(plain) == {WHOLE: 1}
+    # Silos whose average moves the parameters, in rounds that end with other bits.
+    averaging = ledger_of()
+    far = rounds_of(averaging, tmp_path / "mean", lambda params: {"w": params["w"] + 1.0})
+    assert np.linalg.norm(far["w"] - moved["w"]) > 0.5
+    assert charged(averaging) == {WHOLE: 1}
+    # A round that is done returns what it released, whatever is sent again.
+    last = {"workdir": tmp_path / "mean", "round_start": 4}
+    again = fit(shared_trainer(), averaging, **last)
+    np.testing.assert_array_equal(again.params["w"], far["w"])
+    with pytest.raises(ValueError, match="earlier rounds first"):
+        fit(shared_trainer(), ledger_of(), workdir=tmp_path / "new", round_start=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_round_that_is_asked_again_with_other_parameters_pays_again(tmp_path, is_same):
+    ledger = ledger_of()
+
+    def stop(step, row, params):
+        raise KeyboardInterrupt
+
+    fit(shared_trainer(), ledger, workdir=tmp_path, steps=2)
+    terms = {"workdir": tmp_path, "steps": 4, "round_start": 2}
+    with pytest.raises(KeyboardInterrupt):
+        fit(shared_trainer(), ledger, callbacks=[stop], **terms)
+    sent = PARAMS if is_same else {"w": jnp.ones(2)}
+    account = ledger.account("blobs")
+    finetune.fit(shared_trainer(), sent, BLOBS, account=account, progress=False, **terms)
+    assert sum(charged(ledger).values()) == (1 if is_same else 2)

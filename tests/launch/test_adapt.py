@@ -487,3 +487,32 @@ def test_an_unknown_variant_is_refused():
     config.privacy.filters = ("drop",)
     with pytest.raises(ValueError, match="filters has 'drop', which is not one of remove, keep"):
         list(adapt.STUDY.cells(config))
+
+
+def test_correlated_noise_is_compared_with_independent_noise_at_its_price(finished, tmp_path):
+    shutil.copy(finished[0] / "source.safetensors", tmp_path / "source.safetensors")
+    changes = {
+        "methods": ("Tent",),
+        "clipping": (),
+        "privacy.noise": ("independent", "banded"),
+        "protocol.batch_size": 8,
+        "protocol.seeds": 1,
+        "tuning.learning_rates": (1e-3,),
+    }
+    config = tiny.adapt(**changes)
+    assert adapt_settings.period(config) == 4
+    result = frame.run(tiny.undrawn(adapt.STUDY), config, tmp_path)
+    banded = cell(result, "Tent", "epsilon 5, banded noise")
+    independent = cell(result, "Tent", "epsilon 5")
+    assert banded["noise"] == "banded" and banded["mean"] != independent["mean"]
+    assert "over_usual" in banded and "over_usual" not in independent
+    # A photograph is in two domains, which are two periods, or two updates.
+    assert banded["visits"] == independent["visits"] == 2
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        spent = ledger.epsilon("Tent, epsilon 5, stream 0")
+        assert ledger.epsilon("Tent, epsilon 5, banded noise, stream 0") == pytest.approx(spent)
+    texts = " ".join(adapt._descriptions(config, adapt.STUDY.open(config, tmp_path)))
+    assert texts.count("correlated over periods of 4 updates") == 1
+    config.privacy.noise = ("pink",)
+    with pytest.raises(ValueError, match="noise has 'pink', which is not one of independent"):
+        list(adapt.STUDY.cells(config))

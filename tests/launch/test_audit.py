@@ -24,6 +24,7 @@ SAME_NOISE = {
 }
 SAME_NOISE |= {"DP-SAT", "DP-SGD of patients", "correlated noise of buffers"}
 SAME_NOISE |= {"amplified correlated noise"}
+SAME_NOISE |= {"b-min-sep, truncated batches"}
 OF_THE_NOISE = {
     "half the noise",
     "a reused key",

@@ -383,6 +383,12 @@ def test_the_field_of_participation_reaches_the_sampler():
     config.private.participation.separation = 19
     sampler = trainers.sampler_of(config.private, examples, "private")
     assert (sampler.bins, sampler.steps) == (19, 6)
+    config.private.truncated_batch_size = 120
+    sampler = trainers.sampler_of(config.private, examples, "private")
+    assert sampler.largest_batch == 120 and 0 < sampler.truncation_probability < 1e-7
+    config.private.participation.kind = "cyclic_poisson"
+    with pytest.raises(ValueError, match="must be 0 with cyclic Poisson sampling, got 120"):
+        trainers.sampler_of(config.private, examples, "private")
     config.private.participation.kind = "shuffled"
     with pytest.raises(ValueError, match=r"private\.participation\.kind has 'shuffled'"):
         trainers.sampler_of(config.private, examples, "private")

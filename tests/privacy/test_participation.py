@@ -9,7 +9,16 @@ from jax_privacy import batch_selection
 from jax_privacy.experimental.monte_carlo import sample_generation
 from scipy import integrate, stats
 
-from jaxdp.privacy import GaussianDpEvent, Ledger, SelfComposedDpEvent, delta, epsilon
+from jaxdp.privacy import (
+    GaussianDpEvent,
+    Ledger,
+    NonPrivateDpEvent,
+    PoissonSampledDpEvent,
+    SelfComposedDpEvent,
+    delta,
+    epsilon,
+    truncated_event,
+)
 from jaxdp.privacy.curve_pairs import curve_pair
 from jaxdp.privacy.events import MonteCarloDpEvent, compose, composition, from_json, to_json
 from jaxdp.privacy.participation import (
@@ -232,3 +241,58 @@ def test_relations_without_a_proof_are_refused(two_bins):
 def test_curves_that_are_none_are_refused(epsilons, forward):
     with pytest.raises(ValueError, match="MonteCarloDpEvent"):
         to_json(MonteCarloDpEvent("x", 1, 0.1, epsilons, forward, forward))
+
+
+def displaced(sigma, at, *, share, tau):
+    """Returns the exact delta of a step in which a truncated batch loses another record.
+
+    A record takes part with probability `share`. With probability `tau`, given that, the batch is
+    full, and the record displaces one of the opposite gradient: +1 in place of -1. Whether the
+    batch is full is known.
+    """
+
+    def curve(mu, epsilon_):
+        return stats.norm.cdf(mu / 2 - epsilon_ / mu) - math.exp(epsilon_) * stats.norm.cdf(
+            -mu / 2 - epsilon_ / mu
+        )
+
+    def sampled(mu):
+        # Delta of (1 - q) Q + q P against Q.
+        shifted = math.log(1 + (math.exp(at) - 1) / share)
+        return share * curve(mu, shifted)
+
+    return (1 - tau) * sampled(1 / sigma) + tau * sampled(2 / sigma)
+
+
+def test_truncation_has_its_price_in_delta():
+    event = balls_in_bins_event(SIGMA, bins=2, steps=1, **SOME)
+    tau = 0.02
+    priced = truncated_event(event, tau)
+    assert isinstance(priced, MonteCarloDpEvent) and "Truncated(BallsInBins" in priced.mechanism
+    assert from_json(to_json(priced)) == priced
+    for at in (0.0, 1.0):
+        rise = delta(priced, epsilon=at) - delta(event, epsilon=at)
+        assert rise <= (1 + math.exp(at)) * tau * (1 + 1e-4)
+        assert rise >= (1 + math.exp(at)) * tau * 0.9
+    # Delta falls with epsilon, although its price rises.
+    curve = np.array(priced.forward)
+    assert (np.diff(curve) <= 0).all() and curve.min() > 2 * tau
+    assert epsilon(priced, delta=tau) == math.inf
+
+
+def test_an_account_without_the_price_is_rejected():
+    sigma, share, tau = 0.5, 0.5, 0.3
+    event = balls_in_bins_event(sigma, bins=2, steps=1, **SOME)
+    at = 3.5
+    cost = displaced(sigma, at, share=share, tau=tau)
+    assert delta(event, epsilon=at) < cost < delta(truncated_event(event, share * tau), epsilon=at)
+
+
+def test_events_that_no_truncation_has_a_price_for_are_refused(two_bins):
+    assert truncated_event(GaussianDpEvent(1.0), 0.0) == GaussianDpEvent(1.0)
+    assert isinstance(truncated_event(GaussianDpEvent(0.01), 1e-9), NonPrivateDpEvent)
+    assert isinstance(truncated_event(two_bins, 0.5), NonPrivateDpEvent)
+    with pytest.raises(ValueError, match="balls in bins or b-min-sep, got PoissonSampled"):
+        truncated_event(PoissonSampledDpEvent(0.1, GaussianDpEvent(1.0)), 1e-9)
+    with pytest.raises(ValueError, match=r"probability must be in \[0, 1\], got 1.5"):
+        truncated_event(GaussianDpEvent(1.0), 1.5)

@@ -1,0 +1,157 @@
+"""Private adaptation to a stream with correlated noise beside independent noise, at equal epsilon.
+
+    python -m benchmarks run correlated_streams --update
+
+A small ViT is trained on clean digits, and adapts to digits under a shift by private Tent. Every
+image comes once, so a stream is one epoch, and its noise is one period of correlated noise. Privacy
+is for one image, replace-one. Learning rates are the best of several for each cell by the mean
+accuracy of the runs, which favours no method."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import jaxdp
+from benchmarks import timing
+from jaxdp import data, finetune, models, tta
+from jaxdp.transforms import losses
+
+EPSILONS = (1.0, 2.0, 4.0, 8.0)
+DELTA = 1e-5
+RATES = (0.003, 0.01, 0.03, 0.1)
+BATCH = 16
+CLIP = 0.3
+NOISES = ("independent", "banded", "blt")
+
+
+def pixels(images: np.ndarray) -> np.ndarray:
+    return ((images - 0.3) / 0.4).astype(np.float32)
+
+
+def faded(images: np.ndarray) -> np.ndarray:
+    """Returns images of less contrast with noise."""
+    noise = np.random.default_rng(1).normal(size=images.shape)
+    return 0.4 * images + 0.3 + 0.08 * noise
+
+
+class Task:
+    """The source model, and the images of the stream."""
+
+    def __init__(self) -> None:
+        public, private = data.bundled("digits").split((0.6, 0.4), seed=0)
+        model = models.create(
+            "vit_tiny",
+            num_classes=10,
+            patch_size=2,
+            width=32,
+            depth=2,
+            num_heads=4,
+            mlp_width=64,
+        )
+        self.apply_fn = lambda params, images: model.apply({"params": params}, images)
+        batch = public.gather(np.arange(len(public)))
+        self.params = self._trained(model, pixels(batch["image"]), batch["label"])
+        batch = private.gather(np.arange(len(private)))
+        image = pixels(faded(batch["image"]))
+        self.stream = data.from_arrays(image=image, label=batch["label"], num_classes=10)
+        guesses = self.apply_fn(self.params, image).argmax(axis=1)
+        self.before = float((guesses == batch["label"]).mean())
+
+    def _trained(self, model: Any, images: np.ndarray, labels: np.ndarray) -> Any:
+        optimizer = optax.adam(3e-3)
+        params = jax.jit(model.init)(jax.random.key(0), images[:1])["params"]
+
+        def mean_loss(params: Any, rows: np.ndarray) -> jax.Array:
+            logits = self.apply_fn(params, images[rows])
+            return losses.softmax_cross_entropy(logits, labels[rows]).mean()
+
+        @jax.jit
+        def step(params: Any, state: Any, rows: jax.Array) -> Any:
+            gradient = jax.grad(mean_loss)(params, rows)
+            updates, state = optimizer.update(gradient, state)
+            return optax.apply_updates(params, updates), state
+
+        images, labels = jnp.asarray(images), jnp.asarray(labels)
+        state = optimizer.init(params)
+        rng = np.random.default_rng(0)
+        for _ in range(400):
+            params, state = step(params, state, jnp.asarray(rng.integers(len(images), size=64)))
+        return params
+
+
+def noise_of(name: str, updates: int) -> Any:
+    """Returns the correlated noise of a period, or None for independent noise."""
+    if name == "independent":
+        return None
+    return finetune.optimal_noise(None, steps=updates, strategy=name)
+
+
+def rows_of(task: Task, name: str, runs: int) -> list[dict[str, Any]]:
+    """Returns a row for each epsilon: accuracies over the stream [runs] at the best rate."""
+    updates = len(task.stream) // BATCH
+    noise = noise_of(name, updates)
+    make_event = jaxdp.privacy.GaussianDpEvent if noise is None else noise.event
+    rows = []
+    for epsilon in EPSILONS:
+        target: Any = {"epsilon": epsilon, "delta": DELTA, "adjacency": "replace_one"}
+        sigma = jaxdp.privacy.calibrate_noise(make_event, **target)
+        method = tta.private(tta.Tent(), clip_norm=CLIP, noise_multiplier=sigma, noise=noise)
+        by_rate = {rate: accuracies_of(task, method, rate, runs) for rate in RATES}
+        best = max(by_rate, key=lambda rate: np.mean(by_rate[rate]))
+        row = {"noise": name, "epsilon": epsilon, "updates": updates, "rate": best}
+        row |= {"accuracies": by_rate[best], "before": task.before}
+        row |= {"buffers": noise.buffers if noise else 0, "error": error(sigma, noise, updates)}
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+    return rows
+
+
+def accuracies_of(task: Task, method: tta.Private, rate: float, runs: int) -> list[float]:
+    """Returns the accuracies of predictions before each update, over streams of several orders."""
+    adapter = tta.Adapter(task.apply_fn, task.params, method, optax.sgd(rate))
+    accuracies = []
+    for seed in range(runs):
+        ledger = jaxdp.Ledger.in_memory()
+        ledger.register("stream", adjacency="replace_one", unit="image", delta=DELTA)
+        account = tta.StreamAccount(ledger.account("stream"), event=method.event)
+        stream = tta.Stream({"faded": task.stream}, batch_size=BATCH, seed=seed)
+        served = tta.serve(adapter, stream, account=account)
+        accuracies.append(served.accuracy["faded"])
+    return accuracies
+
+
+def error(sigma: float, noise: Any, updates: int) -> float:
+    """Returns the root mean squared error of the sum of noise until an update, in clip norms."""
+    if noise is None:
+        return float(sigma * np.sqrt((updates + 1) / 2))
+    return float(sigma / noise.sensitivity * np.sqrt(noise.error().mean()))
+
+
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the table of a report."""
+    lines = []
+    for name in NOISES:
+        rows = [row for row in report["rows"] if row["noise"] == name]
+        rows.sort(key=lambda row: row["epsilon"])
+        cells = [f"{timing.accuracy(row)}, {row['error']:.3g}" for row in rows]
+        lines.append([name, f"{rows[0]['buffers']}", *cells])
+    header = ["noise", "buffers", *(f"epsilon {e:g}" for e in EPSILONS)]
+    return {"drift": timing.page_table(header, lines)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--runs", type=int, default=5, help="of each noise, epsilon and rate")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    task = Task()
+    rows: list[Mapping[str, Any]] = []
+    for name in NOISES:
+        rows += rows_of(task, name, flags.runs)
+    return {"rows": rows}
