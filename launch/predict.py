@@ -31,6 +31,7 @@ from jaxdp.prediction import mechanisms
 from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent
 from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves, progress_bar
+from jaxdp.report.exactness import noise_of
 
 from . import data, features, frame, models, plans, results
 from .study import PrivateSet
@@ -533,6 +534,7 @@ STUDY = frame.Study(
     report=frame.Report(
         title="private answers",
         page="predict.html.jinja",
+        noise=lambda config: noise_of(False),
         shape={
             **dict.fromkeys(("epsilon", "delta", "epsilon_per_query"), float),
             **dict.fromkeys(("queries", "tested"), int),

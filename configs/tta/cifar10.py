@@ -117,6 +117,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                 # of single images in the private form: "remove" as in the paper, "keep", or both
                 "filters": ("remove",),
                 "kept_fraction": 1.0,  # the divisor over B with "keep"
+                "exact": False,  # True sums and draws noise by integers
             },
             "tuning": {
                 "corruptions": ("speckle_noise", "spatter", "gaussian_blur", "saturate"),

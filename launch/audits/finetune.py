@@ -6,6 +6,7 @@ random entries. Its norm is a hundred times the clip norm.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -119,35 +120,49 @@ def dp_sat(sigma: float) -> PrivateTrainer:
     return dp_sgd(sigma, ascent_radius=0.05)
 
 
-def adp_alloc(sigma: float) -> PrivateTrainer:
+def adp_alloc(sigma: float, **changes: Any) -> PrivateTrainer:
     schedule = finetune.exponential_noise(0.1)
+    options = COMMON | changes
     return finetune.adp_alloc(
-        loss, optax.sgd(0.1), noise_multiplier=sigma, schedule=schedule, **COMMON
+        loss, optax.sgd(0.1), noise_multiplier=sigma, schedule=schedule, **options
     )
 
 
-def adp_clip(sigma: float) -> PrivateTrainer:
+def adp_alloc_exact(sigma: float) -> PrivateTrainer:
+    return adp_alloc(sigma, exact=True).planned(8)
+
+
+def adp_clip(sigma: float, **changes: Any) -> PrivateTrainer:
+    options = COMMON | changes
     return finetune.adp_clip(
-        loss, optax.sgd(0.1), noise_multiplier=sigma, count_noise=2.0, **COMMON
+        loss, optax.sgd(0.1), noise_multiplier=sigma, count_noise=2.0, **options
     )
 
 
-def sla_clip(sigma: float) -> PrivateTrainer:
-    return finetune.sla_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, slots=4, **COMMON)
+def sla_clip(sigma: float, **changes: Any) -> PrivateTrainer:
+    options = COMMON | changes
+    return finetune.sla_clip(loss, optax.sgd(0.1), noise_multiplier=sigma, slots=4, **options)
 
 
-def gep(sigma: float) -> PrivateTrainer:
+def gep(sigma: float, **changes: Any) -> PrivateTrainer:
     anchors = EXAMPLES.gather(np.arange(6, 12))
     options: dict[str, Any] = {
         "anchors": anchors,
         "basis_size": 4,
         "groups": 1,
         "residual_clip_norm": CLIP,
+        **COMMON,
+        **changes,
     }
-    return finetune.gep(loss, optax.sgd(0.1), noise_multiplier=sigma, **options, **COMMON)
+    return finetune.gep(loss, optax.sgd(0.1), noise_multiplier=sigma, **options)
 
 
 # --- Their broken twins -------------------------------------------------------------------------
+
+
+def _times_far(sums: Any) -> Any:
+    """Returns sums times `FAR`, integers as integers."""
+    return jax.tree.map(lambda x: (FAR * x).astype(x.dtype), sums)
 
 
 class UnclippedSum(GradientSum):
@@ -158,8 +173,9 @@ class UnclippedSum(GradientSum):
     ) -> QuerySums:
         of_examples = self.gradient.per_example(params, batch, mask)
         total = jax.tree.map(lambda g: g.sum(0), of_examples.grads)
-        if grid := self.gradient.grid:
-            steps = jax.tree.map(lambda g: g / grid.step, total)
+        if self.grid is not None:
+            length = self.grid.step
+            steps = jax.tree.map(lambda g: g / length, total)
             total = jax.tree.map(lambda g: g.astype(jnp.int32), steps)
         return QuerySums(total, of_examples.nonfinite)
 
@@ -173,8 +189,7 @@ class UnclippedQuantile(QuantileClipping):
         self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
     ) -> QuerySums:
         total, dropped = super().sums(params, FAR * carried, batch, mask, key)
-        grads = jax.tree.map(lambda g: FAR * g, total.grads)
-        return QuerySums(total._replace(grads=grads), dropped)
+        return QuerySums(total._replace(grads=_times_far(total.grads)), dropped)
 
 
 class UnclippedSlack(SlackClipping):
@@ -184,8 +199,7 @@ class UnclippedSlack(SlackClipping):
         self, params: Any, carried: Any, batch: Any, mask: jax.Array, key: jax.Array | None
     ) -> QuerySums:
         total, dropped = super().sums(params, FAR * carried, batch, mask, key)
-        grads = jax.tree.map(lambda g: FAR * g, total.grads)
-        return QuerySums(total._replace(grads=grads), dropped)
+        return QuerySums(total._replace(grads=_times_far(total.grads)), dropped)
 
 
 class LargeSlots(SlackClipping):
@@ -207,7 +221,7 @@ class UnclippedEmbedding(GradientEmbedding):
             "residual_clip_norm": FAR * self.residual_clip_norm,
         }
         sums = GradientEmbedding(**fields).sums(params, carried, batch, mask, key)
-        return sums._replace(total=jax.tree.map(lambda x: FAR * x, sums.total))
+        return sums._replace(total=_times_far(sums.total))
 
 
 UNCLIPPED: Mapping[type, type] = {
@@ -435,6 +449,26 @@ def _cases() -> Iterator[Case]:
             1,
             "gradient and all counts are one Gaussian (Andrew et al. 2021, Theorem 1); "
             "`jaxdp.finetune.adp_clip`",
+        ),
+        "AdpAlloc, exact noise": (
+            adp_alloc_exact,
+            7,
+            "as DP-SGD with exact noise, on a public grid for each step; `jaxdp.transforms.grids`",
+        ),
+        "AdpClip, exact noise": (
+            functools.partial(adp_clip, exact=True),
+            1,
+            "gradient and count are one vector of integers; `jaxdp.transforms.grids`",
+        ),
+        "SlaClip, exact noise": (
+            functools.partial(sla_clip, exact=True),
+            1,
+            "gradient and slots are one vector of integers; `jaxdp.transforms.grids`",
+        ),
+        "GEP, exact noise": (
+            functools.partial(gep, exact=True),
+            1,
+            "embedding and residual are one vector of integers; `jaxdp.transforms.grids`",
         ),
         "AdpClip": (
             adp_clip,
