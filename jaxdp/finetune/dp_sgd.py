@@ -144,8 +144,8 @@ def dp_sgd(
       engine, clip_rule, trainable: As in `jaxdp.clipped_grad`, with its defaults.
       exact: Whether gradients are rounded to a public grid and summed as integers, with noise that
         is drawn by integers (`jaxdp.privatize(exact=True)`). The event is the same, and no rounding
-        of floats is left out of it. It forms per-example gradients, and takes no schedule of noise.
-        The default is False.
+        of floats is left out of it. It forms per-example gradients. A schedule of noise has a grid
+        for each step of the plan. The default is False.
 
     Raises:
       ValueError: An argument is out of range or does not fit the mesh. Neither the noise nor its

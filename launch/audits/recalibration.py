@@ -108,8 +108,8 @@ def _cases() -> Iterator[Case]:
     count = "a record adds a count of 1: there is no clip"
     gap = "a record adds the gap of two numbers in [0, 1]: there is no clip"
     proof = (
-        "Laplace noise on sums of bounded numbers, composed over rounds; Luo et al., {}; "
-        "`jaxdp.recalibration.protocol`"
+        "Laplace noise on sums of bounded numbers, drawn by integers, composed over rounds; Luo et "
+        "al., {}; `jaxdp.recalibration.protocol`, `jaxdp.transforms.noise.geometric`"
     )
     methods: dict[str, tuple[Method, Any, str | None, str]] = {
         "NLL-T": (

@@ -183,7 +183,7 @@ def privatize(
         exact: Whether sums are int32 on the grid `privatizer.grid`, and the noise is a normal
             rounded to it, drawn by integers (`rounded_gaussian`). Sums come from
             `grad_fn.on_grid(privatizer.grid)`. The event is the same, and no rounding of floats
-            is left out of it.
+            is left out of it. A schedule needs `steps`, and `on_grid` the number of the update.
 
     Returns:
         A `Privatizer`. `update(updates, state, shardings=...)` takes the `shardings` of `gaussian`.
