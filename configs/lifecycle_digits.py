@@ -103,6 +103,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "augmult": 0,
                 "ema_decay": 0.0,
                 "ascent_radius": 0.0,
+                "exact": False,  # True sums and draws noise by integers
                 "checkpoint_every": 10,
             },
             "recalibrate": {"epsilon": 1.0},  # of each source
@@ -116,6 +117,7 @@ def get_config(variant: str = "") -> ConfigDict:
                 "clip_norm": 1.0,
                 "learning_rate": 0.8,
                 "momentum": 0.0,
+                "exact": False,  # True sums and draws noise by integers
             },
             "split": {  # the client's upload
                 "epsilon": 2.0,

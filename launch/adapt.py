@@ -29,6 +29,7 @@ from jaxdp.files import write_durably
 from jaxdp.models import Pretrained
 from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
 from jaxdp.report import progress_bar
+from jaxdp.report.exactness import noise_of
 
 from . import adapt_figures, adapt_results, data, frame, models, plans, results
 from .adapt_settings import (
@@ -178,6 +179,7 @@ class _Task:
                 noise=noise,
                 filters=setting.filters,
                 kept_fraction=privacy.kept_fraction if setting.filters == "keep" else 1.0,
+                exact=privacy.get("exact", False),
             )
             accumulate = self.config.protocol.accumulate
         elif setting.unit:
@@ -571,7 +573,10 @@ STUDY = frame.Study(
         "The accuracies are functions of the stream's records, and no ledger pays for them. Use "
         "jaxdp.tta.serve to adapt to a private stream."
     ),
-    report=frame.Report(title="test-time adaptation, compared"),
+    report=frame.Report(
+        title="test-time adaptation, compared",
+        noise=lambda config: noise_of(config["privacy"].get("exact", False), "private adaptation"),
+    ),
 )
 
 if __name__ == "__main__":

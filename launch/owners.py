@@ -3,6 +3,8 @@
 `launch.hospitals` and `launch.parties` run them.
 """
 
+from jaxdp.report.exactness import noise_of
+
 from .study import Program, Report
 
 _PARTY_SHAPE = {"mode": str, "bytes": int, "queries": int}
@@ -12,7 +14,7 @@ RECALIBRATE_SERVER = Program(
 )
 RECALIBRATE_CLIENT = Program(
     name="recalibrate client",
-    report=Report(title="a hospital of private recalibration"),
+    report=Report(title="a hospital of private recalibration", noise=lambda config: noise_of(True)),
 )
 SPLIT_SERVER = Program(
     name="split server",
@@ -36,5 +38,6 @@ SPLIT_CLIENT = Program(
         page="split_client.html.jinja",
         shape=_PARTY_SHAPE,
         released={"upload/*": "upload", "queries/*": "representations of the queries"},
+        noise=lambda config: noise_of(False),
     ),
 )

@@ -31,6 +31,7 @@ from jaxdp.prediction import mechanisms
 from jaxdp.privacy import Account, DpEvent, SelfComposedDpEvent
 from jaxdp.release import Release, Till, stream
 from jaxdp.report import format_table, plot_curves, progress_bar
+from jaxdp.report.exactness import noise_of
 
 from . import data, features, frame, models, plans, results
 from .study import Fields, Lines, PrivateSet, Result, Row, Rows
@@ -564,6 +565,7 @@ def _tables(result: Result, work: frame.Work) -> Fields:
 _REPORT = frame.Report(
     title="private answers",
     page="predict.html.jinja",
+    noise=lambda config: noise_of(False),
     shape={
         "dataset": str,
         "queries": int,

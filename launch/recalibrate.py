@@ -32,6 +32,7 @@ from jaxdp.privacy import Ledger, SelfComposedDpEvent
 from jaxdp.recalibration import Records
 from jaxdp.recalibration.methods import TemperatureSearch
 from jaxdp.release import stream
+from jaxdp.report.exactness import noise_of
 
 from . import calibration, data, frame, models, plans, refits, results, simulation
 from .calibration import CENTRE, DIVISION, FACTORS, NO_PRIVACY
@@ -548,7 +549,9 @@ STUDY = frame.Study(
         "pays for them. Use jaxdp.recalibration.recalibrate for private sources."
     ),
     report=frame.Report(
-        title="recalibration, compared", released={"source.safetensors": "public classifier"}
+        title="recalibration, compared",
+        released={"source.safetensors": "public classifier"},
+        noise=lambda config: noise_of(True, "recalibration"),
     ),
 )
 

@@ -72,6 +72,7 @@ def write(
             tables=_tables(root) if report.page == Report.page else {},
             benchmark=bool(config.get("public_benchmark")),
             references=report.references and bool(config.get("references")),
+            noise=report.noise(config),
         )
 
 

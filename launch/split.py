@@ -18,6 +18,7 @@ from jaxdp.data.selection import few_shots, smallest_class
 from jaxdp.files import optional, write_durably
 from jaxdp.privacy import Ledger
 from jaxdp.report import format_table
+from jaxdp.report.exactness import noise_of
 
 from . import data, frame, results, split_augmentations, split_figures, split_runs
 from .config_dict import ConfigDict
@@ -601,6 +602,7 @@ STUDY = frame.Study(
     ),
     report=frame.Report(
         title="Split Adaptation, compared",
+        noise=lambda config: noise_of(False),
         released={"backbone.safetensors": "model of the server"},
     ),
 )

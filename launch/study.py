@@ -5,6 +5,8 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from jaxdp.report.exactness import noise_of
+
 if TYPE_CHECKING:
     from jaxdp.data import Source
 
@@ -16,6 +18,17 @@ Rows = Sequence[Row]
 Result = Mapping[str, Any]  # the content of result.json
 Fields = dict[str, Any]  # of a JSON object
 Lines = list[Fields]  # of a table, by heading
+
+
+def noise_of_training(config: Mapping[str, Any]) -> list[str]:
+    """Returns what a report says of the noise of config.private, nothing without this part."""
+    private = config.get("private")
+    if not isinstance(private, Mapping):
+        return []
+    sentences = noise_of(private.get("exact", False), "private training in this run")
+    if private.get("scaler_noise_multiplier"):
+        sentences += noise_of(False, "the scaler of columns")
+    return sentences
 
 
 def nothing(*_: Any) -> Any:
@@ -50,6 +63,7 @@ class Report:
       ledgers: The patterns of the ledgers in the workdir.
       references: Whether config.references adds models that no ledger counts.
       no_account: The verdict on a run that charged no ledger.
+      noise: `noise(config)` returns sentences about whether the noise of the run was exact.
       write: `write(workdir, output, past)` writes a report of another form and returns its path.
           Without an output it is report.html. Without a past the accounts are today's.
     """
@@ -61,6 +75,7 @@ class Report:
     ledgers: Sequence[str] = ("ledger.sqlite",)
     references: bool = False
     no_account: str = "No ledger was charged."
+    noise: Callable[[Mapping[str, Any]], Sequence[str]] = noise_of_training
     write: Callable[..., pathlib.Path] | None = None
 
 

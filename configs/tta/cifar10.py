@@ -120,6 +120,7 @@ def get_config(source: str = "trained") -> ConfigDict:
                 # "independent" as in the paper, or correlated: "banded", "blt", "bisr", or several
                 "noise": ("independent",),
                 "noise_steps": 0,  # updates of a period of correlated noise, 0 for a domain's
+                "exact": False,  # True sums and draws noise by integers
             },
             "tuning": {
                 "corruptions": ("speckle_noise", "spatter", "gaussian_blur", "saturate"),

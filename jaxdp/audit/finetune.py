@@ -115,7 +115,7 @@ def audit_step(
 
     divisor = privatizer.divisor
     if privatizer.grid is not None:  # sums are in steps, and means are not
-        divisor /= privatizer.grid.step
+        divisor /= float(privatizer.grid.at(step).step)
     observe = functools.partial(_observe, privatizer.update, divisor, state.noise.step, base)
     noise = _noise(observe, base, stream(runs.seed, "what the noise is like"))
     distance = functools.partial(_distance, noise.variances)

@@ -39,8 +39,9 @@ from jaxdp.finetune.options import (
     check_one_noise,
     noise_and_options,
 )
-from jaxdp.finetune.query import Query, QuerySums, is_example, moving_params
+from jaxdp.finetune.query import Query, QuerySums, is_example, moving_params, root_of_squares
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
+from jaxdp.transforms.clip_rules import clip_factors
 from jaxdp.transforms.clipping import ClippedGrad
 
 
@@ -97,8 +98,9 @@ class QuantileClipping(Query):
 
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
-        grads = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
-        return _Contribution(grads, jnp.zeros_like(self.init(params)))
+        moving = moving_params(self.gradient, params)
+        zeros: _Contribution = self.as_sums(_Contribution(moving, self.init(params)))
+        return zeros
 
     def sums(
         self,
@@ -109,6 +111,8 @@ class QuantileClipping(Query):
         key: jax.Array | None,
     ) -> QuerySums:
         """Sums the weighted clipped gradients and the centred indicators."""
+        if self.grid is not None:
+            return self._integer_sums(params, carried, batch, mask, key)
         gradient = self._clipped_to(carried)
         out = gradient(params, batch, mask, key=key)
         scale = self.gradient_weight / gradient.sensitivity()
@@ -122,6 +126,38 @@ class QuantileClipping(Query):
         grads = jax.tree.map(lambda g: g * scale, out.grads)
         total = _Contribution(grads, 2 * self.count_weight * below.sum(axis=0))
         return QuerySums.of(total, out)
+
+    def _integer_sums(
+        self,
+        params: Any,
+        carried: jax.Array,
+        batch: Any,
+        mask: jax.Array,
+        key: jax.Array | None,
+    ) -> QuerySums:
+        """Sums what `sums` does on the grid, from the gradient of each example."""
+        of_examples = self.gradient.per_example(params, batch, mask, key=key)
+        grads, structure = jax.tree.flatten(of_examples.grads)
+        clipped = self._clipped_to(carried)
+        parts = [0] * len(grads)
+        if self.gradient.patterns is not None:
+            parts = self.gradient.parts_of(params)
+        norms = [root_of_squares(grads, parts, part) for part in range(len(clipped.bounds))]
+        scale = self.gradient_weight / clipped.sensitivity()
+        rule = self.gradient.clip_rule
+        factors = []
+        for of_part, limit, bound in zip(norms, clipped.clip_norms, clipped.bounds, strict=True):
+            factor = scale * clip_factors(rule, of_part, limit, bound)
+            factors.append(jnp.where(of_examples.contributes, factor, 0))
+        is_below = [n <= limit for n, limit in zip(norms, clipped.clip_norms, strict=True)]
+        # A gradient that is not finite is not below C_t.
+        below = jnp.stack(is_below, 1) & of_examples.contributes[:, None]
+        count = 2 * self.count_weight * (below - 0.5)
+        present = is_example(mask)
+        rows = _Contribution(grads, count if self.gradient.patterns else count[:, 0])
+        total = self.rounded(rows, _Contribution([factors[part] for part in parts], 1.0 * present))
+        grads = jax.tree.unflatten(structure, total.grads)
+        return QuerySums(total._replace(grads=grads), of_examples.nonfinite)
 
     def read(
         self, params: Any, carried: jax.Array, mean: _Contribution

@@ -10,11 +10,11 @@ One step, in the order of the algorithm. All methods share steps 1, 4 and 5, whi
     5. theta <- optimizer(theta, g~); moving average of theta               post-processing
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jaxdp.data.physical import Sampler
@@ -28,18 +28,13 @@ from jaxdp.transforms.noise import CorrelatedNoise
 class GradientSum(Query):
     """The query of DP-SGD, in which each example contributes its clipped gradient."""
 
-    on_grids: ClassVar[bool] = True
-
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
         """Returns the clip norm."""
         return self.gradient.sensitivity(adjacency)
 
     def zeros(self, params: Any) -> Any:
         """Returns zeros like the trainable parameters, integers on a grid."""
-        zeros = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
-        if self.gradient.grid is None:
-            return zeros
-        return jax.tree.map(lambda x: x.astype(jnp.int32), zeros)
+        return self.as_sums(moving_params(self.gradient, params))
 
     def sums(
         self,
@@ -50,7 +45,8 @@ class GradientSum(Query):
         key: jax.Array | None,
     ) -> QuerySums:
         """Sums the clipped gradients."""
-        out = self.gradient(params, batch, mask, key=key)
+        gradient = dataclasses.replace(self.gradient, grid=self.grid)
+        out = gradient(params, batch, mask, key=key)
         return QuerySums.of(out.grads, out)
 
     def read(self, params: Any, carried: None, mean: Any) -> tuple[Any, None, dict[str, jax.Array]]:
@@ -148,8 +144,8 @@ def dp_sgd(
       engine, clip_rule, trainable: As in `jaxdp.clipped_grad`, with its defaults.
       exact: Whether gradients are rounded to a public grid and summed as integers, with noise that
         is drawn by integers (`jaxdp.privatize(exact=True)`). The event is the same, and no rounding
-        of floats is left out of it. It forms per-example gradients, and takes no schedule of noise.
-        The default is False.
+        of floats is left out of it. It forms per-example gradients. A schedule of noise has a grid
+        for each step of the plan. The default is False.
 
     Raises:
       ValueError: An argument is out of range or does not fit the mesh. Neither the noise nor its

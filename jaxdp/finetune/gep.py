@@ -165,7 +165,10 @@ class GradientEmbedding(Query):
         moving = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
         dtype = jnp.result_type(*jax.tree.leaves(moving))
         embeddings = [jnp.zeros(width, dtype) for width in self._layout(params).widths]
-        return _Contribution(embeddings, moving if self.residual_share else None)
+        zeros: _Contribution = self.as_sums(
+            _Contribution(embeddings, moving if self.residual_share else None)
+        )
+        return zeros
 
     def sums(
         self,
@@ -182,17 +185,28 @@ class GradientEmbedding(Query):
         g = _rows(of_examples.grads)
         w = layout.embed(g, carried)  # w_i = B^T g_i
         factors = a * self._shares(w, self.gradient.clip_norm)
-        embeddings = [_weighted(factors, of_group) for of_group in w]
+        rows = _Contribution(w, None)
+        of_leaves = _Contribution([factors] * len(w), None)
         if not self.residual_share:
-            return QuerySums(_Contribution(embeddings, None), of_examples.nonfinite)
+            return QuerySums(self._total(rows, of_leaves), of_examples.nonfinite)
         # The norm of r is taken of r itself. ||g||^2 - ||w||^2 is no substitute: its rounding error
         # can let a large residual pass unclipped.
         bw = layout.lift(w, carried)
         r = [g_leaf - bw_leaf for g_leaf, bw_leaf in zip(g, bw, strict=True)]  # r_i = g_i - B w_i
         factors = b * self._shares(r, self.residual_clip_norm)
-        residual = [_weighted(factors, of_leaf) for of_leaf in r]
-        total = _Contribution(embeddings, _unflatten(layout, residual))
+        rows = rows._replace(residual=r)
+        total = self._total(rows, of_leaves._replace(residual=[factors] * len(r)))
+        total = total._replace(residual=_unflatten(layout, total.residual))
         return QuerySums(total, of_examples.nonfinite)
+
+    def _total(self, rows: _Contribution, factors: _Contribution) -> _Contribution:
+        """Sums rows times their factors, on the grid if there is one."""
+        if self.grid is None:
+            summed = jax.tree.map(_weighted, factors, rows)
+        else:
+            summed = self.rounded(rows, factors)
+        total: _Contribution = summed
+        return total
 
     def read(
         self, params: Any, carried: Any, mean: _Contribution

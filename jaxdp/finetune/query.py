@@ -6,12 +6,15 @@ and how it reads the noisy sum. `jaxdp.finetune.step` does everything else for a
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, Literal, NamedTuple
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
 from jaxdp.transforms.clipping import ClippedGrad, ClippedSum
+from jaxdp.transforms.grids import Grid, GridAt, GridSchedule
 
 
 class QuerySums(NamedTuple):
@@ -50,14 +53,42 @@ class Query(abc.ABC):
       refresh_every: The number of steps between calls of `refresh`, which begin with step 0. 0 is
           never. Public.
       copies: The number of per-example gradients that `sums` holds for each example.
-      on_grids: Whether the method can sum integers for exact noise.
+      grids: The grid of each step, for exact noise, or None. Then `sums` and `zeros` are int32.
+      grid: The grid of the step whose batch is summed, which `at` sets.
     """
 
-    on_grids: ClassVar[bool] = False
     gradient: ClippedGrad
     public: Any = None
     refresh_every: int = 0
     copies: int = 0
+    grids: Grid | GridSchedule | None = None
+    grid: GridAt | None = None
+
+    def at(self, step: jax.Array) -> Self:
+        """Returns the query of one step, which has its grid."""
+        if self.grids is None:
+            return self
+        return dataclasses.replace(self, grid=self.grids.at(step))
+
+    def rounded(self, rows: Any, factors: Any) -> Any:
+        """Sums contributions of examples in steps of the grid.
+
+        Args:
+          rows: A pytree of arrays [B, ...], all that an example contributes.
+          factors: Factors [B] for each leaf, 0 for an example that contributes nothing.
+
+        Returns:
+          int32 sums like a row. An example of a norm above `sensitivity("add_remove")` counts as
+          zero.
+        """
+        assert self.grid is not None
+        leaves, structure = jax.tree.flatten(rows)
+        return jax.tree.unflatten(structure, self.grid.total(leaves, jax.tree.leaves(factors)))
+
+    def as_sums(self, tree: Any) -> Any:
+        """Returns zeros like a tree, integers on a grid."""
+        dtype = None if self.grids is None else jnp.int32
+        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype), tree)
 
     @abc.abstractmethod
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
@@ -98,6 +129,16 @@ class Query(abc.ABC):
 
         The gradient is like the trainable parameters.
         """
+
+
+def root_of_squares(rows: Sequence[jax.Array], parts: Sequence[int], part: int) -> jax.Array:
+    """Returns the norms [B] of the leaves [B, ...] of one part."""
+    squares = []
+    for leaf, own in zip(rows, parts, strict=True):
+        if own == part:
+            flat = leaf.reshape(len(leaf), -1)
+            squares.append(jnp.square(flat).sum(1))
+    return jnp.sqrt(functools.reduce(jnp.add, squares))
 
 
 def is_example(mask: jax.Array) -> jax.Array:

@@ -52,6 +52,7 @@ def write(
         "dataset": account.name,
         "runs": runs,
         "settings": settings,
+        "exact": trainer.privatizer.grid is not None,
         "versions": {"jaxdp": __version__, "python": platform.python_version(), **versions},
     }
     write_json(path, content)

@@ -38,8 +38,9 @@ from jaxdp.finetune.options import (
     check_one_noise,
     noise_and_options,
 )
-from jaxdp.finetune.query import Query, QuerySums, is_example, moving_params
+from jaxdp.finetune.query import Query, QuerySums, is_example, moving_params, root_of_squares
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
+from jaxdp.transforms.clip_rules import clip_factors
 
 # The 99.5 % quantile of the normal distribution, in the rule for K (equation 36).
 _QUANTILE = 2.576
@@ -75,8 +76,9 @@ class SlackClipping(Query):
 
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
-        grads = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
-        return _Contribution(grads, jnp.zeros(self.slots, jnp.float32))
+        moving = moving_params(self.gradient, params)
+        zeros: _Contribution = self.as_sums(_Contribution(moving, jnp.zeros(self.slots)))
+        return zeros
 
     def filled(self, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
         """Returns s_i / C_t, float32 [B, K], of gradients with these norms [B].
@@ -97,6 +99,8 @@ class SlackClipping(Query):
         key: jax.Array | None,
     ) -> QuerySums:
         """Sums the clipped gradients and the slots, both over C_t."""
+        if self.grid is not None:
+            return self._integer_sums(params, carried, batch, mask, key)
         gradient = dataclasses.replace(self.gradient, clip_norm=carried)
         out = gradient(params, batch, mask, key=key)
         present = is_example(mask)
@@ -106,6 +110,26 @@ class SlackClipping(Query):
         slots = jnp.where(counts[:, None], self.filled(out.norms, carried), 0)
         grads = jax.tree.map(lambda g: g / carried, out.grads)
         return QuerySums.of(_Contribution(grads, slots.sum(axis=0)), out)
+
+    def _integer_sums(
+        self,
+        params: Any,
+        carried: jax.Array,
+        batch: Any,
+        mask: jax.Array,
+        key: jax.Array | None,
+    ) -> QuerySums:
+        """Sums what `sums` does on the grid, from the gradient of each example."""
+        of_examples = self.gradient.per_example(params, batch, mask, key=key)
+        grads, structure = jax.tree.flatten(of_examples.grads)
+        norms = root_of_squares(grads, [0] * len(grads), 0)
+        factors = clip_factors(self.gradient.clip_rule, norms, carried, carried) / carried
+        counts = of_examples.contributes
+        rows = _Contribution(grads, self.filled(norms, carried))
+        of_leaves = [jnp.where(counts, factors, 0)] * len(grads)
+        total = self.rounded(rows, _Contribution(of_leaves, 1.0 * counts))
+        grads = jax.tree.unflatten(structure, total.grads)
+        return QuerySums(total._replace(grads=grads), of_examples.nonfinite)
 
     def read(
         self, params: Any, carried: jax.Array, mean: _Contribution

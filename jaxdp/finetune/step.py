@@ -177,14 +177,15 @@ class StepFunctions:
         if self.ascent_radius:
             params = _ascended(params, state.released, self.ascent_radius)
         loss_key = loss_key if self.stochastic else None
+        query = self.query.at(state.noise.step)
         if state.layout is None:
-            return self.query.sums(params, state.carried, examples, mask, loss_key)
+            return query.sums(params, state.carried, examples, mask, loss_key)
         # Each device clips whole gradients, so it needs whole parameters. The sums are divided
         # again afterwards.
         whole = state.layout.whole()
         with jax.sharding.use_abstract_mesh(whole.mesh.abstract_mesh):
             params = self._laid_out(params, whole, params)
-            sums = self.query.sums(params, state.carried, examples, mask, loss_key)
+            sums = query.sums(params, state.carried, examples, mask, loss_key)
             total = self._laid_out(params, whole, sums.total)
         # `dropped` stays where its examples are: a count would be one more exchange in every step.
         return QuerySums(self._laid_out(state.params, state.layout, total), sums.dropped)

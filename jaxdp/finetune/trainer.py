@@ -196,7 +196,10 @@ class PrivateTrainer(StepFunctions):
             return self
         if steps not in self._plans:  # Each has programs of its own, to be compiled once.
             privatizer = self.privatizer.planned(steps)
-            self._plans[steps] = dataclasses.replace(self, privatizer=privatizer)
+            query = self.query
+            if privatizer.grid is not None:
+                query = dataclasses.replace(query, grids=privatizer.grid)
+            self._plans[steps] = dataclasses.replace(self, privatizer=privatizer, query=query)
         return self._plans[steps]
 
     def check(self, source: Source) -> None:
@@ -534,13 +537,9 @@ def make_trainer(
         exact=exact,
     )
     if exact:
-        if not query.on_grids:
-            raise ValueError(
-                f"exact must be False for {type(query).__name__}, got True. Exact noise is for "
-                "sums of clipped gradients: use dp_sgd."
-            )
         # A gradient and its rounding are held for each example.
-        query = dataclasses.replace(query, gradient=gradient.on_grid(privatizer.grid), copies=2)
+        copies = max(2, 2 * query.copies)
+        query = dataclasses.replace(query, grids=privatizer.grid, copies=copies)
     return PrivateTrainer(
         query=query, privatizer=privatizer, optimizer=optimizer, sampler=sampler, **fields
     )

@@ -1,6 +1,6 @@
 """The frequencies of private labels as a prior, charged once."""
 
-import math
+import fractions
 import os
 from typing import Any
 
@@ -41,9 +41,8 @@ def release_label_prior(
 
     Formal guarantees:
       `LabelDpEvent(epsilon)`. A replaced label moves the counts by at most 2 in L1 norm, and each
-      count gets discrete Laplace noise of scale 2 / epsilon (`jaxdp.transforms.noise` states the
-      limits of its float32 logarithms). The number of records is public. What follows is
-      post-processing.
+      count gets discrete Laplace noise of scale 2 / epsilon, drawn by integers. The number of
+      records is public. What follows is post-processing.
     """
     public = public_columns(source, num_classes, ())
     with_prior(None, num_classes=public.num_classes, epsilon=epsilon)  # for its errors
@@ -68,10 +67,10 @@ def release_label_prior(
 
 def noisy_counts(key: jax.Array, counts: np.ndarray, epsilon: float) -> np.ndarray:
     """Returns counts int64 [K] with discrete Laplace noise of scale 2 / epsilon."""
-    # Rounding to float32 must not make the noise smaller.
-    scale = np.nextafter(np.float32(2 / epsilon), np.float32(math.inf))
     like = jax.ShapeDtypeStruct(counts.shape, jnp.float32)
-    drawn = noise.discrete_laplace(key, like, float(scale))
+    # The quotient of two floats could be a little too small.
+    scale = fractions.Fraction(2) / fractions.Fraction(float(epsilon))
+    drawn = noise.discrete_laplace(key, like, noise.upward(scale))
     return counts + np.asarray(drawn, np.int64)
 
 

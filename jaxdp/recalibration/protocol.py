@@ -17,6 +17,7 @@ has at most the public limit of records. Over a network:
 """
 
 import dataclasses
+import fractions
 import functools
 import math
 import operator
@@ -129,7 +130,7 @@ class Scale(NamedTuple):
     """The scale of the noise that a source adds in every round."""
 
     step: float  # contributions are rounded to multiples of the step
-    noise: float  # scale of the discrete Laplace noise, in steps
+    noise: float  # scale of the discrete Laplace noise, in steps, a float32
 
     @property
     def variance(self) -> float:
@@ -182,7 +183,9 @@ def noise_scale(
     step = min(max(2.0**fine_enough, 2.0**coarse_enough, _FINEST), _COARSEST)
     # Rounding is monotone, and ranges of contributions start or end at a whole number of steps. So
     # contributions at most s apart stay at most ceil(s / step) steps apart.
-    return Scale(step, sum(math.ceil(s / step) for s in sensitivities) / epsilon)
+    steps = sum(math.ceil(s / step) for s in sensitivities)
+    # Of fractions, since a rounded quotient could be too small.
+    return Scale(step, noise.upward(fractions.Fraction(steps) / fractions.Fraction(float(epsilon))))
 
 
 def event(epsilon: float) -> DpEvent:

@@ -148,7 +148,9 @@ def recalibrate(
       owner. That holds for every observer and for every way in which the calibrator chooses its
       questions. The calibrator and the other sources may collude. Sources with disjoint people
       compose in parallel: each person loses epsilon, not epsilon times the number of sources. Sums
-      are exact integers with discrete Laplace noise, so the guarantee holds in floating point.
+      are integers, and so is their discrete Laplace noise, which is drawn by integers. So no
+      rounding of floats weakens epsilon. A record's own contribution is a float that is rounded to
+      a step. Its bits may not depend on other records.
       Noise is repeated only if everything that determines the answers is the same: records,
       settings, the method's compiled program and the machine. A method that calls back to Python is
       not repeated. Without accounts nothing is recorded. The running time is not protected.

@@ -38,7 +38,7 @@ def page(
       config: The settings of the run.
       versions: The versions of the libraries that ran last.
       audits: The attacks on releases, as the lifecycle keeps them.
-      **facts: What the template shows besides.
+      **facts: What the template shows besides. `noise` has the sentences of `noise_of`.
     """
     accounts = []
     spends: list[list[str]] = []
@@ -70,6 +70,7 @@ def page(
     facts["interval"] = interval
     facts["chance"] = chance
     facts["Chart"] = Chart
+    facts.setdefault("noise", [])
     return render_page(template, **facts)
 
 

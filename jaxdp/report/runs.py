@@ -9,6 +9,7 @@ from jaxdp.files import read_json, shown, understood, write_durably, write_json
 from jaxdp.privacy import Ledger
 from jaxdp.report.books import Books, accounts_of, check, checked
 from jaxdp.report.document import page
+from jaxdp.report.exactness import noise_of
 from jaxdp.report.intervals import measured
 from jaxdp.report.metrics import read_metrics
 from jaxdp.report.past import Past
@@ -224,6 +225,8 @@ def write_page(
     shown_facts["measured"] = said.get("measured", [])
     shown_facts["told"] = said.get("told", [])
     versions = run.get("versions", {})
+    if "exact" in run:  # not in the files of earlier versions
+        shown_facts["noise"] = noise_of(run["exact"])
     content = page(
         _TEMPLATE, books=books, released=[], config=settings, versions=versions, **shown_facts
     )

@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxdp.transforms import engines, forms, rounding, shards, sites
 from jaxdp.transforms.clip_rules import ClipRule, clip_factors
-from jaxdp.transforms.grids import Grid
+from jaxdp.transforms.grids import GridAt
 from jaxdp.transforms.loss_programs import Program
 from jaxdp.transforms.method_costs import choose_method
 
@@ -29,7 +29,6 @@ class SumOptions(NamedTuple):
     clip_rule: ClipRule
     microbatch_size: int | None
     part_of: tuple[int, ...]  # the number of the part of each trainable leaf
-    grid: Grid | None = None  # of sums in integers
 
 
 class SumInputs(NamedTuple):
@@ -42,6 +41,7 @@ class SumInputs(NamedTuple):
       unmasked: [B] bool.
       clip_norms: C of each part.
       bounds: The norm that no clipped gradient of a part exceeds, `clip_rule.bound(C)`.
+      grid: The grid of sums in integers, or None.
     """
 
     consts: list[Any]
@@ -50,6 +50,7 @@ class SumInputs(NamedTuple):
     unmasked: jax.Array
     clip_norms: tuple[Any, ...]
     bounds: tuple[Any, ...]
+    grid: GridAt | None = None
 
 
 class ExampleValues(NamedTuple):
@@ -258,8 +259,10 @@ def _chunk_sums(
     for norms, clip_norm, bound in zip(part_norms, inputs.clip_norms, inputs.bounds, strict=True):
         of_part = clip_factors(options.clip_rule, norms, clip_norm, bound)
         factors.append(jnp.where(contributes, of_part, 0))
-    if options.grid is not None:
-        return _example_sums(result, inputs, _integer_sums(options, result, factors))
+    if inputs.grid is not None:
+        of_leaves = [factors[part] for part in options.part_of]
+        assert result.grads is not None
+        return _example_sums(result, inputs, inputs.grid.total(result.grads, of_leaves))
     rows = result.rows
     # On a TPU the sums themselves leave out the rows of the factor 0.
     if forms.platform() != "tpu":
@@ -268,17 +271,6 @@ def _chunk_sums(
         read, factors = _without_rows((rows.read, factors), contributes, needed)
         rows = rows._replace(read=read)
     return _example_sums(result, inputs, result.weighted_sum(rows, factors))
-
-
-def _integer_sums(
-    options: SumOptions,
-    result: engines.EngineResult,
-    factors: list[jax.Array],
-) -> list[jax.Array]:
-    """Returns the sum of gradients that are rounded to the grid, int32 for each leaf."""
-    assert options.grid is not None and result.grads is not None
-    of_leaves = [factors[part] for part in options.part_of]
-    return options.grid.total(result.grads, of_leaves)
 
 
 def _example_sums(
@@ -312,7 +304,7 @@ def _engine_result(
     arguments = (program, inputs.consts, inputs.leaves, inputs.batch, options.part_of)
     if options.engine == "vmap":
         return engines.by_vmap(*arguments)
-    if options.grid is not None:  # each gradient is rounded by itself
+    if inputs.grid is not None:  # each gradient is rounded by itself
         return engines.by_bookkeeping(*arguments, engines.keep_all)
     may_keep = options.engine == "auto"
 
@@ -337,7 +329,7 @@ def _empty_sums(
     """Returns the sums of no examples."""
     n_parts = len(inputs.clip_norms)
     leaves = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in inputs.leaves]
-    if options.grid is not None:
+    if inputs.grid is not None:
         leaves = [x.astype(jnp.int32) for x in leaves]
     dtype = sites.wide_dtype(*inputs.leaves)
     no_norms = jnp.zeros(0, dtype)

@@ -63,7 +63,7 @@ from jaxdp.transforms.clipped_sums import SumInputs, SumOptions, clipped_sums
 from jaxdp.transforms.compiler import check_options
 from jaxdp.transforms.engines import Engine
 from jaxdp.transforms.example_loss import BatchedLoss, LossFunction, batched_loss
-from jaxdp.transforms.grids import Grid
+from jaxdp.transforms.grids import Grid, GridAt, GridSchedule
 from jaxdp.transforms.leaf_plans import LeafPlan
 from jaxdp.transforms.loss_programs import trace_loss
 
@@ -149,10 +149,12 @@ class PerExampleGrads(NamedTuple):
       grads: Pytree like params with a leading axis B, float32 or wider. None at frozen leaves. Zero
         where an example is masked or its loss or gradient is not finite.
       nonfinite: int32. The number of unmasked examples with a NaN or infinite loss or gradient.
+      contributes: [B] bool. Whether an example is unmasked, and its loss and gradient are finite.
     """
 
     grads: Any
     nonfinite: jax.Array
+    contributes: jax.Array
 
 
 class _Arguments(NamedTuple):
@@ -179,11 +181,12 @@ class ClippedGrad:
     has_aux: bool
     group: bool
     microbatch_size: int | None
-    grid: Grid | None = None
+    grid: GridAt | None = None
 
     def on_grid(
         self,
-        grid: Grid | None,
+        grid: Grid | GridSchedule | None,
+        step: Any = 0,
     ) -> "ClippedGrad":
         """Returns the function whose `grads` is int32, a sum of gradients in steps of a grid.
 
@@ -193,7 +196,8 @@ class ClippedGrad:
 
         `jaxdp.transforms.grids` says how a gradient is rounded, and has the proof that one example
         moves the sum by at most the clip norm of the grid. Per-example gradients are formed, in
-        B x P memory. None is the sum in floats.
+        B x P memory. None is the sum in floats. `step` is the number of the update, for the grid of
+        a schedule.
 
         Raises:
           ValueError: The clip norm of the grid is not `sensitivity()`.
@@ -203,7 +207,7 @@ class ClippedGrad:
                 f"grid must have the clip norm {self.sensitivity()}, got {grid.clip_norm}. Take "
                 "the grid of jaxdp.privatize(grad_fn, ..., exact=True)."
             )
-        return dataclasses.replace(self, grid=grid)
+        return dataclasses.replace(self, grid=None if grid is None else grid.at(step))
 
     def sensitivity(self, adjacency: Adjacency = "add_remove") -> Any:
         """Returns the L2 sensitivity of `grads` to one example (one group with `group=True`).
@@ -241,6 +245,15 @@ class ClippedGrad:
     def bounds(self) -> tuple[Any, ...]:
         """The norm that no clipped gradient of each part exceeds."""
         return tuple(map(self.clip_rule.bound, self.clip_norms))
+
+    def parts_of(self, params: Any) -> tuple[int, ...]:
+        """Returns the number of the part of each trainable leaf, in the order of `patterns`.
+
+        Raises:
+          ValueError: As in `__call__`.
+        """
+        tree, _ = split_params(params, self.trainable)
+        return part_numbers(self.clip_norm, params, tree.trainable)
 
     def trainable_params(self, params: Any) -> Any:
         """Returns `params` with None in place of frozen leaves, to initialise the optimizer."""
@@ -313,7 +326,7 @@ class ClippedGrad:
           RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
         """
         arguments = self._arguments(params, batch, mask, key)
-        result: ClippedSum = _clipped_sum(self, *arguments, self.clip_norms, self.bounds)
+        result: ClippedSum = _clipped_sum(self, *arguments, self.clip_norms, self.bounds, self.grid)
         return result
 
     def _arguments(
@@ -530,12 +543,15 @@ def _summed(
     key: Any,
     clip_norms: tuple[Any, ...],
     bounds: tuple[Any, ...],
+    grid: GridAt | None,
 ) -> ClippedSum:
     """Computes a clipped sum. All mesh axes are Auto here, so that any loss can be divided."""
     batched = _batched(f, tree, arrays, batch, mask, key)
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
-    options = SumOptions(f.engine, f.clip_rule, f.microbatch_size, tree.part_of, f.grid)
-    inputs = SumInputs(consts, batched.leaves, batched.batch, batched.unmasked, clip_norms, bounds)
+    options = SumOptions(f.engine, f.clip_rule, f.microbatch_size, tree.part_of)
+    inputs = SumInputs(
+        consts, batched.leaves, batched.batch, batched.unmasked, clip_norms, bounds, grid
+    )
     sums = clipped_sums(options, program, inputs)
     examples = sums.examples
     # Each engine keeps the rows apart.
@@ -564,7 +580,8 @@ def _per_example_grads(
     *others: Any,
 ) -> PerExampleGrads:
     whole: Any = PartitionSpec()
-    specs = PerExampleGrads(row_spec(batch), whole)
+    rows: Any = row_spec(batch)
+    specs = PerExampleGrads(rows, whole, rows)
     formed = shards.automatic(functools.partial(_formed, f, tree), specs)
     result: PerExampleGrads = formed(arrays, batch, *others)
     return result
@@ -585,9 +602,10 @@ def _formed(
     if len(batched.unmasked):
         grads, finite = _formed_grads(f.engine, batched, tree.part_of)
     # NaN times 0 is NaN, so rows are replaced and not multiplied.
-    grads = [sites.rows_kept(g, batched.unmasked & finite) for g in grads]
+    contributes = batched.unmasked & finite
+    grads = [sites.rows_kept(g, contributes) for g in grads]
     nonfinite = (batched.unmasked & ~finite).sum(dtype=jnp.int32)
-    return PerExampleGrads(tree.tree(grads), nonfinite)
+    return PerExampleGrads(tree.tree(grads), nonfinite, contributes)
 
 
 def _formed_grads(

@@ -25,6 +25,9 @@ overflow if almost all of its gradients lie along one coordinate. Its sum is the
 multiple of 2^32. That is a function of the right sum, hence post-processing: an overflow costs
 accuracy and no privacy.
 
+**Schedules.** Where sigma depends on the step, so does the grid (`GridSchedule`). The bits are the
+same in all steps, and the schedule is public, so each step has a public grid.
+
 **Which bits a gradient has** is the one assumption. A contribution must be a function of its own
 example and of released values. The rows of a batch are computed by one program, and the sum would
 move by more than C if the other rows of a batch decided the last bits of a row.
@@ -34,9 +37,11 @@ import dataclasses
 import fractions
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 # Noise of a standard deviation of 2^bits steps is at most LARGEST 2^bits, for bits up to MOST_BITS.
@@ -52,6 +57,79 @@ _BLOCK = 256
 _HALF = 12
 # Larger upper words of a sum of squares are cut to this one, which exceeds every `longest`.
 _ENDLESS = 2**30
+
+
+class GridAt(NamedTuple):
+    """The numbers of a grid at one step, which a program takes as arguments. All are scalars.
+
+    Attributes:
+      scale: float32, the steps of a unit of the gradient, a little fewer.
+      step: float32, the distance of two points of the grid.
+      high, low: uint32, the words of `longest`.
+    """
+
+    scale: Any
+    step: Any
+    high: Any
+    low: Any
+
+    def total(
+        self,
+        grads: Sequence[jax.Array],
+        factors: Sequence[jax.Array],
+    ) -> list[jax.Array]:
+        """Sums the rounded gradients of a batch.
+
+        Args:
+          grads: The gradients [B, ...] of each leaf.
+          factors: The clip factors [B] of each leaf, 0 for an example that contributes nothing.
+
+        Returns:
+          The sum for each leaf, int32.
+        """
+        steps = [self._steps(g, factor) for g, factor in zip(grads, factors, strict=True)]
+        rows = self.short_rows(steps)
+        return [jnp.sum(x, axis=0, dtype=jnp.int32) for x in rows]
+
+    def _steps(
+        self,
+        grads: jax.Array,
+        factors: jax.Array,
+    ) -> jax.Array:
+        """Returns clipped gradients in steps, int32 [B, ...], rounded towards 0."""
+        factors = factors.reshape(-1, *(1,) * (grads.ndim - 1))
+        clipped = grads * factors
+        clipped = clipped.astype(jnp.float32)
+        steps = clipped * self.scale
+        # A gradient that is not finite has the factor 0, and 0 * NaN is NaN.
+        is_number = (factors > 0) & jnp.isfinite(steps)
+        steps = jnp.where(is_number, steps, 0)
+        cut = jnp.clip(steps, -_MOST_COORDINATE, _MOST_COORDINATE)
+        return cut.astype(jnp.int32)
+
+    def short_rows(
+        self,
+        steps: Sequence[jax.Array],
+    ) -> list[jax.Array]:
+        """Returns int32 [B, ...] of each leaf with zeros for examples longer than `longest`."""
+        high, low = squared_norms(steps)
+        is_below = high < self.high
+        is_equal = high == self.high
+        fits = low <= self.low
+        is_short = is_below | (is_equal & fits)
+        rows = []
+        for x in steps:
+            of_row = is_short.reshape(-1, *(1,) * (x.ndim - 1))
+            rows.append(jnp.where(of_row, x, 0))
+        return rows
+
+    def read(
+        self,
+        total: jax.Array,
+    ) -> jax.Array:
+        """Returns a noisy sum of steps in the units of the gradient, float32."""
+        values: jax.Array = total.astype(jnp.float32) * self.step
+        return values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,65 +198,71 @@ class Grid:
         steps: int = math.floor(radius**2)
         return steps
 
-    def total(
-        self,
-        grads: Sequence[jax.Array],
-        factors: Sequence[jax.Array],
-    ) -> list[jax.Array]:
-        """Sums the rounded gradients of a batch.
+    def at(self, step: Any = 0) -> GridAt:
+        """Returns the numbers of the grid, which are those of every step."""
+        high, low = divmod(self.longest, 2**32)
+        scale = np.float32(_ROOM / self.step)
+        return GridAt(scale, np.float32(self.step), np.uint32(high), np.uint32(low))
 
-        Args:
-          grads: The gradients [B, ...] of each leaf.
-          factors: The clip factors [B] of each leaf, 0 for an example that contributes nothing.
 
-        Returns:
-          The sum for each leaf, int32.
+@dataclasses.dataclass(frozen=True, eq=False)
+class GridSchedule:
+    """The public grids of a schedule of noise. `GridSchedule.of` makes it.
+
+    Attributes:
+      clip_norm: C, in the units of the gradient.
+      grids: A grid for each multiplier, all with one number of bits.
+      places: int32 [steps], the grid of each step. Empty before the steps are planned.
+    """
+
+    clip_norm: float
+    grids: tuple[Grid, ...] = ()
+    places: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))
+
+    @classmethod
+    def of(cls, clip_norm: float, multipliers: Sequence[float], divisor: float) -> "GridSchedule":
+        """Returns the grids of steps with these noise multipliers.
+
+        Raises:
+          ValueError: As `Grid.of`, for one of the multipliers.
         """
-        steps = [self._steps(g, factor) for g, factor in zip(grads, factors, strict=True)]
-        rows = self.short_rows(steps)
-        return [jnp.sum(x, axis=0, dtype=jnp.int32) for x in rows]
+        values, places = np.unique(np.asarray(multipliers, np.float64), return_inverse=True)
+        grids = [Grid.of(clip_norm, sigma, divisor) for sigma in values.tolist()]
+        bits = min(grid.bits for grid in grids)
+        coarse = [dataclasses.replace(grid, bits=bits) for grid in grids]
+        return cls(clip_norm, tuple(coarse), places.astype(np.int32))
 
-    def _steps(
-        self,
-        grads: jax.Array,
-        factors: jax.Array,
-    ) -> jax.Array:
-        """Returns clipped gradients in steps, int32 [B, ...], rounded towards 0."""
-        factors = factors.reshape(-1, *(1,) * (grads.ndim - 1))
-        clipped = grads * factors
-        clipped = clipped.astype(jnp.float32)
-        scale = jnp.float32(_ROOM / self.step)
-        steps = clipped * scale
-        # A gradient that is not finite has the factor 0, and 0 * NaN is NaN.
-        is_number = (factors > 0) & jnp.isfinite(steps)
-        steps = jnp.where(is_number, steps, 0)
-        cut = jnp.clip(steps, -_MOST_COORDINATE, _MOST_COORDINATE)
-        return cut.astype(jnp.int32)
+    @property
+    def bits(self) -> int:
+        """The standard deviation of the noise of a step is 2^bits of its steps."""
+        self._check()
+        return self.grids[0].bits
 
-    def short_rows(
-        self,
-        steps: Sequence[jax.Array],
-    ) -> list[jax.Array]:
-        """Returns int32 [B, ...] of each leaf with zeros for examples longer than `longest`."""
-        high, low = squared_norms(steps)
-        most_high, most_low = divmod(self.longest, 2**32)
-        is_below = high < most_high
-        is_equal = high == most_high
-        fits = low <= jnp.uint32(most_low)
-        is_short = is_below | (is_equal & fits)
-        rows = []
-        for x in steps:
-            of_row = is_short.reshape(-1, *(1,) * (x.ndim - 1))
-            rows.append(jnp.where(of_row, x, 0))
-        return rows
+    def at(self, step: Any) -> GridAt:
+        """Returns the numbers of the grid of a step, an int32 scalar that may be traced.
 
-    def read(
-        self,
-        total: jax.Array,
-    ) -> jax.Array:
-        """Returns a noisy sum of steps in the units of the gradient, float32."""
-        values: jax.Array = total.astype(jnp.float32) * jnp.float32(self.step)
-        return values
+        After the plan, sums are 0 and means are NaN.
+
+        Raises:
+          ValueError: No steps are planned.
+        """
+        self._check()
+        planned = len(self.places)
+        is_planned = (step >= 0) & (step < planned)
+        place = jnp.asarray(self.places)[jnp.where(is_planned, step, 0)]
+        place = jnp.where(is_planned, place, len(self.grids))
+        nothing = GridAt(np.float32(0), np.float32(math.nan), np.uint32(0), np.uint32(0))
+        numbers = [*(grid.at() for grid in self.grids), nothing]
+        tables = [np.stack(column) for column in zip(*numbers, strict=True)]
+        return GridAt(*[jnp.asarray(table)[place] for table in tables])
+
+    def _check(self) -> None:
+        if not self.grids:
+            raise ValueError(
+                "steps must be planned for exact noise of a schedule, because each noise "
+                "multiplier has a grid of its own. Use jaxdp.privatize(..., steps=steps), "
+                "trainer.planned(steps), or `fit`, which plans its steps."
+            )
 
 
 def squared_norms(

@@ -409,7 +409,7 @@ def _private_step(
         rows = state.rows
         if program.grid is not None:
             noise = rounded_gaussian(key, total, program.grid.bits, number=state.step)
-            noisy_sum = jax.tree.map(program.grid.read, _add(total, noise))
+            noisy_sum = jax.tree.map(program.grid.at().read, _add(total, noise))
         elif program.noisy:
             noise = gaussian(key, total, constants.noise_std, number=state.step)
             if program.noise is not None:
@@ -479,7 +479,7 @@ def _clipped_sum(
     if program.grid is None:
         return in_floats
     # The clip norm is traced, so that `on_grid` cannot compare it.
-    return dataclasses.replace(in_floats, grid=program.grid)
+    return dataclasses.replace(in_floats, grid=program.grid.at())
 
 
 def _is_in(paths: frozenset[str], path: str, leaf: Any) -> bool:

@@ -7,6 +7,7 @@ random entries. Its norm is a hundred times the clip norm.
 
 import dataclasses
 import functools
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -135,20 +136,24 @@ def dp_sat(sigma: float) -> PrivateTrainer:
     return dp_sgd(sigma, ascent_radius=0.05)
 
 
-def adp_alloc(sigma: float) -> PrivateTrainer:
+def adp_alloc(sigma: float, **changes: Any) -> PrivateTrainer:
     schedule = finetune.exponential_noise(0.1)
-    return _made_by(finetune.adp_alloc, sigma, schedule=schedule)
+    return _made_by(finetune.adp_alloc, sigma, schedule=schedule, **changes)
 
 
-def adp_clip(sigma: float) -> PrivateTrainer:
-    return _made_by(finetune.adp_clip, sigma, count_noise=2.0)
+def adp_alloc_exact(sigma: float) -> PrivateTrainer:
+    return adp_alloc(sigma, exact=True).planned(8)
 
 
-def sla_clip(sigma: float) -> PrivateTrainer:
-    return _made_by(finetune.sla_clip, sigma, slots=4)
+def adp_clip(sigma: float, **changes: Any) -> PrivateTrainer:
+    return _made_by(finetune.adp_clip, sigma, count_noise=2.0, **changes)
 
 
-def gep(sigma: float) -> PrivateTrainer:
+def sla_clip(sigma: float, **changes: Any) -> PrivateTrainer:
+    return _made_by(finetune.sla_clip, sigma, slots=4, **changes)
+
+
+def gep(sigma: float, **changes: Any) -> PrivateTrainer:
     return _made_by(
         finetune.gep,
         sigma,
@@ -156,6 +161,7 @@ def gep(sigma: float) -> PrivateTrainer:
         basis_size=4,
         groups=1,
         residual_clip_norm=CLIP,
+        **changes,
     )
 
 
@@ -168,8 +174,9 @@ class UnclippedSum(GradientSum):
     def sums(self, params: Any, carried: Any, batch: Any, mask: Any, key: Any) -> QuerySums:
         of_examples = self.gradient.per_example(params, batch, mask)
         total = jax.tree.map(lambda g: g.sum(0), of_examples.grads)
-        if grid := self.gradient.grid:
-            steps = jax.tree.map(lambda g: g / grid.step, total)
+        if self.grid is not None:
+            length = self.grid.step
+            steps = jax.tree.map(lambda g: g / length, total)
             total = jax.tree.map(lambda g: g.astype(jnp.int32), steps)
         return QuerySums(total, of_examples.nonfinite)
 
@@ -209,7 +216,8 @@ class UnclippedEmbedding(GradientEmbedding):
 
 
 def _times(factor: float, tree: Any) -> Any:
-    return jax.tree.map(lambda x: factor * x, tree)
+    """Returns numbers times a factor, integers as integers."""
+    return jax.tree.map(lambda x: (factor * x).astype(x.dtype), tree)
 
 
 UNCLIPPED: Mapping[type, type] = {
@@ -467,6 +475,23 @@ METHODS: Mapping[str, _Method] = {
         gep,
         "embedding and residual are one Gaussian on one sample (Yu et al. 2021, Algorithm 1); "
         "`jaxdp.finetune.gep`",
+    ),
+    "AdpAlloc, exact noise": _Method(
+        adp_alloc_exact,
+        "as DP-SGD with exact noise, on a public grid for each step; `jaxdp.transforms.grids`",
+        step=7,
+    ),
+    "AdpClip, exact noise": _Method(
+        functools.partial(adp_clip, exact=True),
+        "gradient and count are one vector of integers; `jaxdp.transforms.grids`",
+    ),
+    "SlaClip, exact noise": _Method(
+        functools.partial(sla_clip, exact=True),
+        "gradient and slots are one vector of integers; `jaxdp.transforms.grids`",
+    ),
+    "GEP, exact noise": _Method(
+        functools.partial(gep, exact=True),
+        "embedding and residual are one vector of integers; `jaxdp.transforms.grids`",
     ),
 }
 

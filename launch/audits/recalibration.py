@@ -147,8 +147,9 @@ def _cases() -> Iterator[Case]:
             "invalid"
         )
         proof = (
-            "Laplace noise on sums of bounded numbers, composed over rounds; Luo et al., "
-            f"{section}; `jaxdp.recalibration.protocol`"
+            "Laplace noise on sums of bounded numbers, drawn by integers, composed over rounds; "
+            f"Luo et al., {section}; `jaxdp.recalibration.protocol`, "
+            "`jaxdp.transforms.noise.geometric`"
         )
         yield Case(name, claim, proof, run, twins, trials=TRIALS)
 

@@ -106,7 +106,12 @@ def _method(options: Any, visits: int) -> tta.Private:
         GaussianDpEvent, epsilon=options.epsilon, delta=options.delta, adjacency="replace_one"
     )
     noise_multiplier = one_visit * math.sqrt(visits)
-    return tta.private(tta.Tent(), clip_norm=options.clip_norm, noise_multiplier=noise_multiplier)
+    return tta.private(
+        tta.Tent(),
+        clip_norm=options.clip_norm,
+        noise_multiplier=noise_multiplier,
+        exact=options.get("exact", False),
+    )
 
 
 def audit(job: Job) -> dict[str, Any]:

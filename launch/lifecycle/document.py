@@ -8,6 +8,7 @@ from typing import Any
 from jaxdp.files import understood, write_durably
 from jaxdp.privacy import unit_words
 from jaxdp.report import Chart, format_table, render_page, verdict
+from jaxdp.report.exactness import noise_of
 from jaxdp.report.past import Past
 
 from .. import document, frame
@@ -68,9 +69,23 @@ def write(
             audits=life.audits,
             life=life,
             nothing="No private data set was registered.",
+            noise=_noise(life.config),
             grouped=bool(life.config["data"].get("group")),
             percentage=lambda share: f"{100 * share:.0f} %",
         )
+
+
+def _noise(config: Mapping[str, Any]) -> list[str]:
+    """Returns what the report says of the noise of the stages."""
+    is_exact = {"recalibration": True, "uploads": False, "answers": False}
+    for stage, name in (("finetune", "training"), ("adapt", "adaptation")):
+        is_exact[name] = config.get(stage, {}).get("exact", False)
+    sentences = []
+    for kind in (True, False):
+        names = [name for name, exact in is_exact.items() if exact == kind]
+        if names:
+            sentences += noise_of(kind, " and ".join(names))
+    return sentences
 
 
 def _write_certificates(life: "Life", name: str) -> None:

@@ -22,6 +22,7 @@ NAMES = [f"{case.mechanism}, {case.claim}" for case in CASES]
 SAME_NOISE = {
     f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")
 }
+SAME_NOISE |= {f"{name}, exact noise" for name in ("AdpAlloc", "AdpClip", "SlaClip", "GEP")}
 SAME_NOISE |= {"DP-SAT", "DP-SGD of patients", "correlated noise of buffers"}
 SAME_NOISE |= {"amplified correlated noise"}
 SAME_NOISE |= {"b-min-sep, truncated batches"}

@@ -4,6 +4,7 @@ Statistical tests use fixed keys, so they are deterministic. Over the choice of 
 implementation fails one with probability below 1e-5, and noise scaled by 0.7 or 1.3 is told apart
 with certainty to the same degree."""
 
+import fractions
 import functools
 import itertools
 import math
@@ -81,11 +82,13 @@ def test_noise_is_the_sum_of_sensitivities_over_epsilon_and_hardly_more(method, 
             assert math.log2(step) == int(math.log2(step)) and 2**-10 <= step <= 2**-4
             # In steps, every round's rounded up: each round is (its steps / scale)-DP and these add
             # up to epsilon.
-            assert scale == sum(math.ceil(s / step) for s in sensitivities) / epsilon
+            least = sum(math.ceil(s / step) for s in sensitivities) / fractions.Fraction(epsilon)
+            assert scale == np.float32(scale)
+            assert least <= scale <= least * (1 + fractions.Fraction(1, 2**23))
             assert (
                 sum(sensitivities)
                 <= scale * step * epsilon
-                <= sum(sensitivities) + method.rounds * step
+                <= (sum(sensitivities) + method.rounds * step) * (1 + 2.0**-23)
             )
             assert step <= max(scale * step / 1000, 2**-10, 2 * max(sensitivities) / 2**13)
             # A sum of 2**17 records with noise of 45 scales is an int32.

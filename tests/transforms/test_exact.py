@@ -3,6 +3,7 @@
 Statistical tests use fixed keys. Over the choice of key, a correct sampler fails with probability
 below 1e-6."""
 
+import dataclasses
 import fractions
 import math
 
@@ -17,7 +18,7 @@ import jaxdp
 from jaxdp import data, finetune
 from jaxdp.privacy import Ledger
 from jaxdp.transforms import grids, noise
-from jaxdp.transforms.noise import rounded
+from jaxdp.transforms.noise import geometric, rounded
 
 KEY = noise.stream(bytes(range(16)), "exact noise")
 SAMPLES = 40_000
@@ -171,6 +172,61 @@ def test_rounded_normals_have_their_law_and_no_other_scale():
         noise.rounded_gaussian(KEY, tree, 25)
 
 
+# --- Discrete Laplace noise ----------------------------------------------------------------------
+
+
+def geometric_of(words, t):
+    """Algorithms 1 and 2 of the paper in Python: returns u and v."""
+    words = iter(words)
+
+    def uniform(limit):
+        while True:
+            word = int(next(words))
+            if word // limit < (2**32 - 1) // limit:
+                return word % limit
+
+    def bernoulli(n, k):
+        while uniform(t * k) < n:
+            k += 1
+        return k % 2 == 1
+
+    u = uniform(t)
+    while not bernoulli(u, 1):
+        u = uniform(t)
+    v = 0
+    while bernoulli(t, 2):
+        v += 1
+    return u, v
+
+
+@pytest.mark.parametrize("t", [1, 3, 700_001, 2**24 - 1])
+def test_geometrics_are_those_of_the_paper_for_the_same_words(t):
+    rng = np.random.default_rng(t)
+    words = rng.integers(2**32, size=(64, 200), dtype=np.uint32)
+    words[rng.random(words.shape) < 0.05] = 2**32 - 1  # which no limit may take
+    zeros = jnp.zeros(200, jnp.uint32)
+    lanes = geometric._Lanes(zeros == 0, zeros == 1, zeros, zeros, zeros)
+    after = jax.jit(geometric._after_block)(jnp.uint32(t), lanes, words)
+    closed = ~np.asarray(after.is_open)
+    assert closed.mean() > 0.9
+    for lane in np.flatnonzero(closed):
+        assert (after.u[lane], after.v[lane]) == geometric_of(words[:, lane], t)
+
+
+def test_a_scale_is_a_fraction_that_is_not_smaller():
+    scales = [2.0**-30, 0.3, 1.0, 7.3, 63.99, 64.0, 1000.1, 2.0**18]
+    for scale in map(geometric.upward, scales):
+        t, shift = geometric._fraction(jnp.float32(scale))
+        ratio = fractions.Fraction(int(t), 2 ** int(shift))
+        assert scale <= ratio <= scale + 2.0**-18
+        assert 0 < int(t) < 2**24
+        assert int(shift) <= 18
+        assert (int(t) >> int(shift)) * geometric._MOST_WHOLE < 2**31
+    third = fractions.Fraction(1, 3)
+    assert third < geometric.upward(third) < third * (1 + fractions.Fraction(1, 2**23))
+    assert geometric.upward(0.5) == 0.5
+
+
 # --- The grid ------------------------------------------------------------------------------------
 
 
@@ -197,7 +253,7 @@ def test_the_longest_row_passes_and_one_step_more_does_not():
     short[:, 0] = side
     short[0, 1 : 1 + rest] = 1
     short[1, 1 : 2 + rest] = 1  # a longer one, by one
-    passed = np.asarray(grid.short_rows([jnp.asarray(short)])[0])
+    passed = np.asarray(grid.at().short_rows([jnp.asarray(short)])[0])
     assert (passed[0] == short[0]).all()
     assert not passed[1].any()
     assert (passed[2] == short[2]).all()
@@ -211,16 +267,16 @@ def test_rounding_never_lengthens_and_rounding_to_the_nearest_would():
     length = 0.51 * math.sqrt(size)  # of entries just above a half
     grads = np.full((1, size), 0.51 * grid.step, np.float32)
     grads[0, 0] = math.sqrt(2**16 - length**2) * grid.step
-    (total,) = grid.total([jnp.asarray(grads)], [jnp.ones(1)])
+    (total,) = grid.at().total([jnp.asarray(grads)], [jnp.ones(1)])
     assert (np.asarray(total, np.int64) ** 2).sum() <= grid.longest
     nearest = np.round(grads.astype(np.float64) / grid.step)
     assert (nearest**2).sum() > 1.1 * grid.longest
     # The check by integers catches it.
-    rows = grid.short_rows([jnp.asarray(nearest, jnp.int32)])
+    rows = grid.at().short_rows([jnp.asarray(nearest, jnp.int32)])
     assert not rows[0].any()
     # So it does where a clip is forgotten, and where a gradient is not finite.
     for bad in (7.0, np.inf, np.nan):
-        (total,) = grid.total([jnp.asarray(grads * bad)], [jnp.ones(1)])
+        (total,) = grid.at().total([jnp.asarray(grads * bad)], [jnp.ones(1)])
         assert (np.asarray(total, np.int64) ** 2).sum() <= grid.longest
 
 
@@ -237,7 +293,7 @@ def test_no_sum_overflows_at_the_bound(sigma, divisor):
     # All examples along one coordinate, without noise: the sum is right.
     examples = np.zeros((64, 3), np.int32)
     examples[:, 0] = side
-    rows = grid.short_rows([jnp.asarray(examples)])
+    rows = grid.at().short_rows([jnp.asarray(examples)])
     total = int(rows[0].sum(0)[0])
     assert total == 64 * side
     assert total * (grid.most_examples // 64) < 2**31
@@ -251,9 +307,11 @@ def test_integers_have_one_sum_in_every_order_and_floats_do_not():
     grads /= np.linalg.norm(grads, axis=1, keepdims=True)
     order = rng.permutation(256)
     factors = jnp.ones(256)
-    (total,) = grid.total([jnp.asarray(grads)], [factors])
-    (again,) = grid.total([jnp.asarray(grads[order])], [factors])
-    halves = [grid.total([jnp.asarray(x)], [factors[:128]])[0] for x in np.split(grads[order], 2)]
+    (total,) = grid.at().total([jnp.asarray(grads)], [factors])
+    (again,) = grid.at().total([jnp.asarray(grads[order])], [factors])
+    halves = [
+        grid.at().total([jnp.asarray(x)], [factors[:128]])[0] for x in np.split(grads[order], 2)
+    ]
     assert (total == again).all()
     assert (total == halves[0] + halves[1]).all()
     in_floats = [np.add.reduce(x, axis=0) for x in (grads, grads[order])]
@@ -266,8 +324,9 @@ def test_integers_have_one_sum_in_every_order_and_floats_do_not():
 def test_settings_without_a_grid_are_refused():
     with pytest.raises(ValueError, match="noise_multiplier must be positive and finite"):
         jaxdp.privatize(1.0, noise_multiplier=0.0, divisor=8, exact=True)
-    with pytest.raises(ValueError, match="one number with exact=True, got a schedule"):
-        jaxdp.privatize(1.0, noise_multiplier=lambda t: 1.0, divisor=8, exact=True)
+    schedule = jaxdp.privatize(1.0, noise_multiplier=lambda t: 1.0, divisor=8, exact=True)
+    with pytest.raises(ValueError, match="steps must be planned for exact noise"):
+        schedule.grid.at(0)
     with pytest.raises(ValueError, match="is too large for exact noise"):
         jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1e8, exact=True)
     privatizer = jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=8, exact=True, key=KEY)
@@ -408,8 +467,125 @@ def test_a_gradient_does_not_depend_on_the_row_of_its_example():
     assert (one == without + alone).all()
 
 
+LINEAR = {"kernel": jnp.ones((6, 2)), "bias": jnp.zeros(2)}
+
+
+def linear_loss(params, example):
+    """The gradient of an example is the example, long or short."""
+    products = params["kernel"] * example["row"][:, None]
+    return (products.sum() + params["bias"].sum()) * example["length"]
+
+
+@pytest.fixture(scope="module")
+def lengths(digits):
+    rng = np.random.default_rng(6)
+    rows = rng.normal(size=(40, 6)).astype(np.float32)
+    return data.from_arrays(row=rows, length=np.geomspace(1e-3, 10, 40).astype(np.float32))
+
+
+EXACT = {
+    "adp_alloc": {"schedule": finetune.step_noise(0.5, 1)},
+    "adp_clip": {"count_noise": 4.0},
+    "adp_clip, parts": {"count_noise": 4.0},
+    "sla_clip": {"slots": 3},
+    "gep": {"basis_size": 2, "groups": 1, "residual_clip_norm": 0.5},
+}
+
+
+def method_of(name, source, **changes):
+    kind, _, parts = name.partition(", ")
+    options = {"sampler": data.PoissonSampler(40, 0.5), "clip_norm": 0.5, "noise_multiplier": 1.3}
+    if parts:
+        options["clip_norm"] = {"kernel": 0.3, "bias": 0.4}
+    if kind == "gep":
+        options["anchors"] = source.gather(np.arange(4))
+    make = getattr(finetune, kind)
+    trainer = make(linear_loss, optax.sgd(1.0), **options, **EXACT[name], **changes)
+    return trainer.planned(4)
+
+
 @pytest.mark.slow
-def test_methods_without_a_grid_refuse_exact_noise(trainer):
-    options = {"sampler": trainer.sampler, "clip_norm": 1.0, "noise_multiplier": 1.0}
-    with pytest.raises(ValueError, match="exact must be False for QuantileClipping"):
-        finetune.adp_clip(loss, optax.sgd(1.0), exact=True, **options)
+@pytest.mark.parametrize("name", EXACT)
+def test_exact_sums_of_every_method_are_those_in_floats(name, lengths):
+    exact, floats = (method_of(name, lengths, exact=exact) for exact in (True, False))
+    state = exact.refreshed(exact.init(LINEAR))
+    grid = exact.privatizer.grid.at(0)
+    rows = np.arange(40)
+    total = exact.sums(state, lengths, rows)
+    expected = floats.sums(state, lengths, rows)
+    assert jax.tree.structure(total) == jax.tree.structure(expected)
+    for sums, in_floats in zip(*map(jax.tree.leaves, (total, expected)), strict=True):
+        assert sums.dtype == jnp.int32
+        bias = 40 * float(grid.step) + 40 * 2.0**-15
+        np.testing.assert_allclose(np.asarray(sums) * grid.step, in_floats, atol=bias)
+    # An example moves the sum by the integers that it has alone, which are short.
+    longest = int(grid.high) * 2**32 + int(grid.low)
+    for row in (0, 20, 39):
+        without = exact.sums(state, lengths, np.delete(rows, row))
+        alone = exact.sums(state, lengths, rows[[row]])
+        squares = 0
+        for whole, rest, own in zip(*map(jax.tree.leaves, (total, without, alone)), strict=True):
+            assert (np.asarray(whole) == np.asarray(rest) + np.asarray(own)).all()
+            squares += int(np.sum(np.asarray(own).astype(object) ** 2))
+        assert squares <= longest
+    assert squares > 0.98 * longest  # the last one is clipped, and uses what it may
+    assert exact.event(0, 4) == floats.event(0, 4)
+
+
+@pytest.mark.slow
+def test_the_grid_of_a_schedule_is_that_of_each_step(lengths):
+    trainer = method_of("adp_alloc", lengths, exact=True)
+    grid = trainer.privatizer.grid
+    state = trainer.init(LINEAR)
+    key = state.noise.key
+    for step in range(4):
+        sigma = trainer.privatizer.multiplier_at(step)
+        assert float(grid.at(step).step) == pytest.approx(sigma * 0.5 * 2.0**-grid.bits)
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.int32), LINEAR)
+        at_step = noise.PrivatizeState(key, jnp.int32(step))
+        mean, _ = trainer.privatizer.update(zeros, at_step)
+        drawn = noise.rounded_gaussian(key, zeros, grid.bits, number=step)["kernel"]
+        length = np.float32(sigma * 0.5 * 2.0**-grid.bits) / 20
+        np.testing.assert_allclose(mean["kernel"], np.asarray(drawn) * length, rtol=1e-6)
+        # A fit takes the noise of the step, and the sum on its grid.
+        one = trainer.sums(state._replace(noise=at_step), lengths, np.array([39]))
+        norm = np.linalg.norm(np.concatenate([np.ravel(x).astype(float) for x in one.values()]))
+        assert norm == pytest.approx(2.0**grid.bits / sigma, rel=1e-4)
+    after = noise.PrivatizeState(key, jnp.int32(4))
+    assert np.isnan(trainer.privatizer.update(zeros, after)[0]["kernel"]).all()
+    late = trainer.sums(state._replace(noise=after), lengths, np.array([39]))
+    assert not np.asarray(late["kernel"]).any()
+    with pytest.raises(ValueError, match="steps must be planned"):
+        unplanned = finetune.adp_alloc(
+            linear_loss,
+            optax.sgd(1.0),
+            sampler=trainer.sampler,
+            clip_norm=0.5,
+            noise_multiplier=1.3,
+            exact=True,
+            **EXACT["adp_alloc"],
+        )
+        unplanned.step(unplanned.init(LINEAR), lengths)
+
+
+@pytest.mark.slow
+def test_a_mesh_of_eight_has_the_sums_of_one_device(trainer, digits):
+    """Each device has the rows that one device has in eight physical batches."""
+    if jax.device_count() < 8:
+        pytest.skip("fewer than eight devices")
+    mesh = jax.make_mesh((8,), ("data",))
+    one = dataclasses.replace(trainer, physical_batch_size=8)
+    eight = dataclasses.replace(trainer, physical_batch_size=64, mesh=mesh)
+    rows = np.arange(0, 300, 5)
+    states = [one.init(PARAMS), eight.init(PARAMS)]
+    totals = [t.sums(state, digits, rows) for t, state in zip((one, eight), states, strict=True)]
+    for x, y in zip(*map(jax.tree.leaves, totals), strict=True):
+        assert (np.asarray(x) == np.asarray(y)).all()
+    # The same noise, and so the same parameters.
+    noise_state = states[0].noise
+    means = []
+    for t, total in zip((one, eight), totals, strict=True):
+        mean, _ = t.privatizer.update(jax.device_get(total), noise_state)
+        means.append(mean)
+    for x, y in zip(*map(jax.tree.leaves, means), strict=True):
+        assert (np.asarray(x) == np.asarray(y)).all()

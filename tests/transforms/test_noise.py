@@ -516,14 +516,10 @@ UNIFORM = np.random.default_rng(5).integers(2**32, size=(4, 500), dtype=np.uint3
 @pytest.mark.parametrize(
     ("word", "exponential"), [(1, BLOCK), (TOP - 1, 2.0**-32), (2**31, math.log(2))]
 )
-@pytest.mark.parametrize("scale", [1.0, 3.7, 2.0**18])
-def test_an_exponential_and_a_geometric_are_those_of_their_bits(
-    words_in_turn, word, exponential, scale
-):
-    words_in_turn(*[((word, NONE[0]), (0, NONE[1]))] * 2)
+def test_an_exponential_is_that_of_its_bits(words_in_turn, word, exponential):
+    words_in_turn(((word, NONE[0]), (0, NONE[1])))
     value = equal(noise.laplace(KEY, WORDS, 1.0))
     np.testing.assert_allclose(value, exponential, rtol=2.0**-22, atol=2.0**-64)
-    assert abs(equal(noise.discrete_laplace(KEY, WORDS, scale)) - math.floor(scale * value)) <= 1
 
 
 @pytest.mark.slow
@@ -532,29 +528,24 @@ def test_zero_bits_are_drawn_further(words_in_turn, zeros):
     """Checks that each word of zeros adds 32 log 2 and that the rest has the law of an
     exponential."""
     first, last = ((0, NONE[0]), (0, NONE[1])), (UNIFORM[1], UNIFORM[0])
-    words_in_turn(*[first, *[(0, 0)] * (zeros - 1), last] * 4)
+    words_in_turn(first, *[(0, 0)] * (zeros - 1), last)
     values = np.asarray(noise.laplace(KEY, WORDS, 1.0), np.float64)
     assert p_value(values - zeros * BLOCK, stats.expon, 1.0) > ACCEPT
-    for scale in (0.3, 7.0, noise.LARGEST_DISCRETE_SCALE):
-        drawn = np.asarray(noise.discrete_laplace(KEY, WORDS, scale), np.float64)
-        np.testing.assert_allclose(drawn, np.floor(scale * values), rtol=2.0**-21, atol=1)
 
 
 @pytest.mark.slow
 def test_a_broken_generator_ends_far_out_and_does_not_hang(words_in_turn):
-    words_in_turn(*[((0, NONE[0]), (0, NONE[1])), *[(0, 0)] * 255] * 2)
+    words_in_turn(((0, NONE[0]), (0, NONE[1])), *[(0, 0)] * 255)
     assert equal(noise.laplace(KEY, WORDS, 1.0)) == pytest.approx(256 * BLOCK)
-    largest = equal(noise.discrete_laplace(KEY, WORDS, noise.LARGEST_DISCRETE_SCALE))
-    assert 2**30 < largest < 2**31 - 1  # no overflow of int32
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "unit"), [("laplace", 2.0), ("discrete_laplace", 9.0)])
-def test_laplace_noise_reaches_beyond_44_scales(words_in_turn, name, unit):
+def test_laplace_noise_reaches_beyond_44_scales(words_in_turn):
     """Puts three words of zeros first in one of the two exponentials, an event of probability
     2**-96."""
     words_in_turn(((0, UNIFORM[0]), (0, UNIFORM[2])), (0, 0), (0, 0), (UNIFORM[3], UNIFORM[1]))
-    values = np.asarray(getattr(noise, name)(KEY, WORDS, unit), np.float64)
+    unit = 2.0
+    values = np.asarray(noise.laplace(KEY, WORDS, unit), np.float64)
     middle = 3 * BLOCK * unit
     assert (values > 44 * unit).all()
     assert p_value(values - middle, stats.laplace, unit) > ACCEPT
@@ -596,8 +587,7 @@ def test_discrete_laplace_is_independent_over_leaves_steps_and_places():
 @pytest.mark.slow
 def test_discrete_laplace_takes_a_traced_scale_and_refuses_impossible_ones():
     draw = lambda scale: noise.discrete_laplace(KEY, jnp.zeros(SAMPLES), scale)  # noqa: E731
-    # compiled logarithms may differ in the last bit
-    assert np.mean(np.asarray(jax.jit(draw)(7.0)) == np.asarray(draw(7.0))) > 0.99
+    assert (np.asarray(jax.jit(draw)(7.0)) == np.asarray(draw(7.0))).all()
     for scale in (0.0, -1.0, math.nan, math.inf, 1.001 * noise.LARGEST_DISCRETE_SCALE):
         with pytest.raises(ValueError, match="scale must be in"):
             draw(scale)

@@ -31,9 +31,8 @@ the ledger does not cover:
   Haney et al., "Precision-based attacks and interval refining", 2022; Jin et al., "Are we there
   yet? Timing and floating-point attacks", 2022). `privatize(exact=True)` mitigates it: values,
   sums and noise are integers, and `rounded_gaussian` is drawn by integers. Without it, publish at
-  reduced precision if the adversary reads raw bits. `discrete_laplace` adds integers to integers
-  too. Its logarithms are float32. An enumeration of them at the largest scale gives each integer
-  within 6 scales its probability to a relative 2**-14.
+  reduced precision if the adversary reads raw bits. `discrete_laplace` is drawn by integers too,
+  and is added to integers.
 * *Summation.* When one example changes, a float32 sum of clipped gradients can move by a rounding
   error more than the clip norm (Casacuberta et al., "Widespread underestimation of sensitivity",
   CCS 2022). Integers have one sum in every order, and `jaxdp.transforms.grids` bounds it exactly.
@@ -58,12 +57,13 @@ change the last digits of noise. They do not make it smaller. `jaxdp.transforms.
 options that are refused.
 
 **Modules.** `keys` has seeds and keys, `words` the cipher's words for one draw. `normal`,
-`normal_on_mesh`, `rounded`, `laplace` and `cauchy` draw vectors of each law. `trees` cuts them into
-the leaves of a pytree. `reuse` and `scales` check arguments. `schedule` and `privatizer` are
-`privatize`. `correlation` is the noise of matrix factorisation.
+`normal_on_mesh`, `rounded`, `laplace`, `geometric` and `cauchy` draw vectors of each law. `trees`
+cuts them into the leaves of a pytree. `reuse` and `scales` check arguments. `schedule` and
+`privatizer` are `privatize`. `correlation` is the noise of matrix factorisation.
 """
 
 from jaxdp.transforms.noise.correlation import CorrelatedNoise, correlated
+from jaxdp.transforms.noise.geometric import upward
 from jaxdp.transforms.noise.keys import check_key, new_seed, stream
 from jaxdp.transforms.noise.privatizer import (
     CPU_OPTIONS,
@@ -103,4 +103,5 @@ __all__ = [
     "range_of",
     "rounded_gaussian",
     "stream",
+    "upward",
 ]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from dp_accounting import dp_event
 
-from jaxdp.transforms.grids import Grid
+from jaxdp.transforms.grids import Grid, GridSchedule
 from jaxdp.transforms.noise import trees
 from jaxdp.transforms.noise.correlation import CorrelatedNoise
 from jaxdp.transforms.noise.keys import check_key, new_seed, stream
@@ -51,7 +51,7 @@ class Privatizer(optax.GradientTransformationExtraArgs):
     divisor: float  # public, divides the noisy sum
     noise: CorrelatedNoise | None  # None is independent noise
     # The grid of sums in integers with exact noise, or None.
-    grid: Grid | None
+    grid: Grid | GridSchedule | None
     _key: jax.Array | None
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -183,7 +183,7 @@ def privatize(
         exact: Whether sums are int32 on the grid `privatizer.grid`, and the noise is a normal
             rounded to it, drawn by integers (`rounded_gaussian`). Sums come from
             `grad_fn.on_grid(privatizer.grid)`. The event is the same, and no rounding of floats
-            is left out of it.
+            is left out of it. A schedule needs `steps`, and `on_grid` the number of the update.
 
     Returns:
         A `Privatizer`. `update(updates, state, shardings=...)` takes the `shardings` of `gaussian`.
@@ -231,9 +231,9 @@ def privatize(
             the multiplier is infinite, or the noise is not zero and the clip norm is infinite or
             takes the noise outside of float32. Or `steps` is not positive, or a multiplier of a
             planned step is one of these or 0: the message has the step. Or the noise is correlated
-            and the multiplier a schedule. With `exact`: the multiplier is a schedule or 0, the
-            noise is correlated, the clip norm is 0, or the divisor is so large that int32 sums
-            would have fewer than 8 bits for a standard deviation.
+            and the multiplier a schedule. With `exact`: the multiplier or the clip norm is 0, the
+            noise is correlated, or the divisor is so large that int32 sums would have fewer than 8
+            bits for a standard deviation. `update` raises it for a schedule without `steps`.
     """
     clip_norm = _clip_norm_of(clipped_or_sensitivity)
     if not callable(noise_multiplier):
@@ -250,7 +250,7 @@ def privatize(
         )
     multiplier = _multiplier_of(noise_multiplier, clip_norm, steps)
     _check_noise(noise, multiplier, exact)
-    grid = _grid_of(clip_norm, multiplier, divisor) if exact else None
+    grid = _grid_of(clip_norm, multiplier, divisor, steps) if exact else None
     if key is not None:
         check_key(key)
 
@@ -346,17 +346,18 @@ def _grid_of(
     clip_norm: float,
     noise_multiplier: "float | NoiseSchedule",
     divisor: float,
-) -> Grid:
-    if isinstance(noise_multiplier, NoiseSchedule):
-        raise ValueError(
-            "noise_multiplier must be one number with exact=True, got a schedule: a grid belongs "
-            "to one standard deviation. Use a constant, or exact=False."
-        )
-    return Grid.of(clip_norm, noise_multiplier, divisor)
+    steps: int | None,
+) -> Grid | GridSchedule:
+    if not isinstance(noise_multiplier, NoiseSchedule):
+        return Grid.of(clip_norm, noise_multiplier, divisor)
+    if steps is None:  # the plan of the run makes the grids
+        return GridSchedule(clip_norm)
+    multipliers = [noise_multiplier(step) for step in range(steps)]
+    return GridSchedule.of(clip_norm, multipliers, divisor)
 
 
 def _exact_mean(
-    grid: Grid,
+    grid: Grid | GridSchedule,
     divisor: float,
     updates: Any,
     state: PrivatizeState,
@@ -376,7 +377,8 @@ def _exact_mean(
     # An overflow is modulo 2^32, which is post-processing.
     total = jax.tree.map(jnp.add, updates, noise)
     # The floats below are post-processing of integers.
-    return jax.tree.map(lambda leaf: grid.read(leaf) / divisor, total)
+    numbers = grid.at(state.step)
+    return jax.tree.map(lambda leaf: numbers.read(leaf) / divisor, total)
 
 
 def _new_key(params: Any) -> jax.Array:

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from jaxdp.transforms.compiler import check_options
 from jaxdp.transforms.grids import MOST_BITS
 from jaxdp.transforms.noise.cauchy import standard_cauchy
+from jaxdp.transforms.noise.geometric import discrete_values, upward
 from jaxdp.transforms.noise.keys import check_key, number_of_draw
-from jaxdp.transforms.noise.laplace import discrete_values, standard_laplace
+from jaxdp.transforms.noise.laplace import standard_laplace
 from jaxdp.transforms.noise.normal import BLOCKS_TOGETHER, pieces_of, standard_normals
 from jaxdp.transforms.noise.normal_on_mesh import divided_normals
 from jaxdp.transforms.noise.reuse import check_shards, check_vmap
@@ -130,19 +131,21 @@ def discrete_laplace(
 
     Added to integers of L1 sensitivity s, it gives (s / scale)-DP (Ghosh, Roughgarden, Sundararajan
     2009). It leaves no trace of the exact value in the last digits, unlike floating-point Laplace
-    noise (Mironov 2012). Each value is the difference of two independent geometrics, which are the
-    integer parts of exponentials as in `laplace`.
+    noise (Mironov 2012). Each value is drawn by integers alone (Canonne, Kamath and Steinke 2020).
+    `jaxdp.transforms.noise.geometric` has the sampler and its proof.
 
     Args:
         key, tree, number: As in `gaussian`.
-        scale: Positive and at most `LARGEST_DISCRETE_SCALE`. Every integer within 22 scales is then
-            a float32 and every geometric an int32.
+        scale: Positive and at most `LARGEST_DISCRETE_SCALE`. The noise has the next float32 that is
+            not smaller, and below 64 the next multiple of 2**-18. A traced scale is a float32.
 
     Raises:
         TypeError, ValueError: As in `gaussian`. Also ValueError if scale is outside its range.
     """
     if not isinstance(scale, jax.core.Tracer) and not 0 < scale <= LARGEST_DISCRETE_SCALE:
         raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}.")
+    if not isinstance(scale, jax.core.Tracer):
+        scale = upward(scale)
     number = number_of_draw(number)
     draw = _sliced(functools.partial(discrete_values, number, scale))
     return _drawn(key, number, tree, scale, draw)
