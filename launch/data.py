@@ -11,7 +11,9 @@ A *set of images* has the fields of `DataSpec`, with these differences:
                    npz      a part of the file, a file of the folder, or a split of TFDS as above
                    csv      a file of the folder, or a share of the rows (or with a group, of the
                             owners) of one file
-                   hf, folder, function   `part` of the spec
+                   folder   a CSV file of the folder, or a share of the images in its labels.csv
+                            (or with a group, of the owners)
+                   hf, function   `part` of the spec
     split      in place of parts, for one whole set: `part` of the spec
     limits     the fields of `jaxdp.files.Limits`
     in_memory  whether all images are kept in memory, True by default, or read whenever needed
@@ -124,7 +126,7 @@ def specs(
     shared = _shared_fields(config) | terms(config, unit=unit) | {"source": source}
     if source == "bundled":
         places = _bundled_places(config, part_by_role)
-    elif source == "csv" and not os.path.isdir(config.get("path", "")):
+    elif _is_divided(config, source, part_by_role):
         places = _shares_of_file(config, part_by_role)
     else:
         places = {role: _place(config, source, role, part) for role, part in part_by_role.items()}
@@ -305,12 +307,19 @@ def _bundled_places(config: Any, parts: Mapping[str, Any]) -> dict[str, dict[str
     return places
 
 
+def _is_divided(config: Any, source: str, parts: Mapping[str, Any]) -> bool:
+    """Returns whether parts are shares: of one CSV file, or of the images of a folder."""
+    if source == "folder":
+        return any(isinstance(part, int | float) for part in parts.values())
+    return source == "csv" and not os.path.isdir(config.get("path", ""))
+
+
 def _shares_of_file(config: Any, parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the fields of a spec with the share of each part of one CSV file."""
     if not os.path.exists(config.path):
         raise FileNotFoundError(
-            f"File {config.path!r} does not exist. Give a CSV file, or a folder of them, with "
-            "--config.data.path=..."
+            f"File {config.path!r} does not exist. Give a CSV file, or a folder of them or of "
+            "images, with --config.data.path=..."
         )
     shares = list(parts.values())
     numbers = [share for share in shares if isinstance(share, int | float) and 0 < share < 1]

@@ -1,5 +1,9 @@
 """Private training of a language model: python -m launch.lm --config configs/lm/bytes.py --workdir
 workdir/lm.
+
+--tune searches the settings of the training (launch/tune.py). Its public score is minus the bits
+per token of `config.data.parts.public`. Its charged score is the noisy share of the private texts
+whose middle token the model predicts.
 """
 
 import functools
@@ -14,14 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import finetune
-from jaxdp.data import DataSpec, Examples, from_texts, pad_to_physical
+from jaxdp.data import DataSpec, Examples, from_arrays, from_texts, pad_to_physical
 from jaxdp.data.order import shuffled
 from jaxdp.files import optional, understood
+from jaxdp.finetune.scores import Score
 from jaxdp.models import LanguageModel, Pretrained, generate, merge_lora, save_params
 from jaxdp.models.registry import MODELS
 from jaxdp.report import format_table
 
-from . import data, frame, models, plans, results, trainers
+from . import data, frame, models, plans, results, trainers, tune
 from .study import PrivateSet
 
 Params = Any
@@ -44,19 +49,45 @@ class Opened(NamedTuple):
 
     Attributes:
       spec: Of the private texts: their terms in the ledger.
+      public: PUBLIC texts, for the score of a search, or None.
       chosen: As `Task.chosen` in launch/tasks.py.
       prompts: Those of the config, as tokens.
       decode: Token ids to text.
+      trainer: That of the config's `private` part. A search has none.
     """
 
     spec: DataSpec
+    public: Examples | None
     private: Examples
     test: Examples
     network: Pretrained
     chosen: Callable[[str, Any], bool] | None
     prompts: list[list[int]]
     decode: Decode
-    trainer: Any
+    trainer: Any = None
+
+    def trainer_of(self, private: Any) -> finetune.PrivateTrainer:
+        """Returns the trainer of the `private` part of a config."""
+        trainer: finetune.PrivateTrainer = trainers.make(
+            private,
+            self.network,
+            self.private,
+            self.public,
+            self.spec,
+            unit=self.spec.unit,
+            trainable=self.chosen,
+        )
+        return trainer
+
+    @property
+    def private_set(self) -> PrivateSet:
+        """The private texts, for which a ledger counts."""
+        return PrivateSet(self.private.name, self.private, self.spec.is_public)
+
+    def terms(self, private: Any) -> dict[str, Any]:
+        """Returns the terms of the texts in a ledger, with the budget of the `private` part."""
+        budget = results.only(private, "epsilon", "delta")
+        return self.spec.terms | {"records": len(self.private)} | budget
 
 
 def _text_of_bytes(ids: Sequence[int]) -> str:
@@ -91,7 +122,7 @@ def _texts(config: Any) -> dict[str, list[str]]:
         known = "'tfds', 'lines' or 'bundled'"
         raise ValueError(f"config.data.source must be {known}, got {config.source!r}.")
     texts = _SOURCES[config.source](config)
-    for role in _ROLES:
+    for role in texts:
         if not texts[role]:
             raise ValueError(f"config.data.parts.{role} has no text.")
     return texts
@@ -99,7 +130,7 @@ def _texts(config: Any) -> dict[str, list[str]]:
 
 def _texts_of_tfds(config: Any) -> dict[str, list[str]]:
     texts = {}
-    for role, spec in data.specs(config, *_ROLES).items():
+    for role, spec in data.specs(config, *_roles(config)).items():
         texts[role], _ = data.texts(spec, config.field, labelled=False)
     return texts
 
@@ -107,7 +138,7 @@ def _texts_of_tfds(config: Any) -> dict[str, list[str]]:
 def _lines(config: Any) -> dict[str, list[str]]:
     """Returns the lines of a file for each role."""
     texts = {}
-    for role in _ROLES:
+    for role in _roles(config):
         path = pathlib.Path(config.path, config.parts[role])
         if not path.is_file():
             raise FileNotFoundError(
@@ -127,12 +158,19 @@ def _bundled_texts(config: Any) -> dict[str, list[str]]:
         lines += map(str.strip, text.splitlines())
     records = [line for line in lines if len(line) >= _SHORTEST]
     order = shuffled(len(records), seed=config.split_seed)
-    records = [records[i] for i in order]
-    end = round(config.parts.private * len(records))
-    return {"private": records[:end], "test": records[end:]}
+    first = round(config.parts.private * len(records))
+    last = first + round((config.parts.get("public") or 0) * len(records))
+    places = {"private": order[:first], "public": order[first:last], "test": order[last:]}
+    return {role: [records[i] for i in places[role]] for role in _roles(config)}
 
 
-_ROLES = ("private", "test")
+def _roles(config: Any) -> list[str]:
+    """Returns the roles with texts. Public ones are for the score of a search."""
+    if config.parts.get("public"):
+        return ["private", "public", "test"]
+    return ["private", "test"]
+
+
 _SHORTEST = 20  # characters of a bundled record, which leaves out headings and rules
 _SOURCES: Mapping[str, Callable[[Any], dict[str, list[str]]]] = {
     "tfds": _texts_of_tfds,
@@ -179,6 +217,12 @@ def _prompts(config: Any, encode: Encode, positions: int) -> list[list[int]]:
 
 
 def _open(config: Any, root: pathlib.Path) -> Opened:
+    opened = _read(config)
+    return opened._replace(trainer=opened.trainer_of(config.private))
+
+
+def _read(config: Any) -> Opened:
+    """Reads texts and model of a config, and refuses what cannot work."""
     encode, decode, vocabulary = tokenizer_of(config.data)
     check_model(config, vocabulary)
     network = models.network(config.model)
@@ -206,10 +250,16 @@ def _open(config: Any, root: pathlib.Path) -> Opened:
     print(f"{', '.join(sizes)}.", flush=True)
     private = sources["private"]
     spec = DataSpec(source=config.data.source, role="private", **data.terms(config.data))
-    trainer = trainers.make(
-        config.private, network, private, None, spec, unit=spec.unit, trainable=chosen
+    return Opened(
+        spec,
+        sources.get("public"),
+        private,
+        sources["test"],
+        network,
+        chosen,
+        prompts,
+        decode,
     )
-    return Opened(spec, private, sources["test"], network, chosen, prompts, decode, trainer)
 
 
 def _bytes_of_prompt(text: str) -> Sequence[int]:
@@ -255,7 +305,8 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         params = _without_privacy(config, opened, start)
         return {"bits": judge(params), "samples": _samples(config, opened, params)}
     folder = work.folder(cell)
-    ledger = work.account(opened.private.name, label="private", **_terms(config, opened))
+    terms = opened.terms(config.private)
+    ledger = work.account(opened.private.name, label="private", **terms)
     with ledger as account, frame.watching(config, folder) as writers:
         state = finetune.fit(
             opened.trainer,
@@ -300,11 +351,6 @@ def _without_privacy(config: Any, opened: Opened, start: Params) -> Params:
     )
 
 
-def _terms(config: Any, opened: Opened) -> dict[str, Any]:
-    budget = results.only(config.private, "epsilon", "delta")
-    return {**opened.spec.terms, "records": len(opened.private), **budget}
-
-
 def _samples(config: Any, opened: Opened, params: Params) -> list[str]:
     """Returns a continuation of every prompt. A model is post-processing of what was paid for
     it.
@@ -331,12 +377,11 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     private, *references = rows
     config = work.config
     opened = work.shared
-    event = opened.trainer.privatizer.event_at(0)
     return {
         **results.only(private, "untrained", "bits", "epsilon", "samples"),
         **{row["model"]: row["bits"] for row in references},
         "delta": config.private.delta,
-        "noise_multiplier": float(event.noise_multiplier),
+        "noise_multiplier": float(opened.trainer.privatizer.multiplier_at(0)),
         "steps": config.private.steps,
         **opened.spec.terms,
         "dataset": opened.private.name,
@@ -365,8 +410,7 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 
 def _private_sets(opened: Opened) -> list[PrivateSet]:
-    private = opened.private
-    return [PrivateSet(private.name, private, opened.spec.is_public)]
+    return [opened.private_set]
 
 
 def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
@@ -379,7 +423,7 @@ def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
         start,
         steps=config.private.steps,
         every=config.private.checkpoint_every,
-        terms=_terms(config, task),
+        terms=task.terms(config.private),
         folder="cells/private",
     )
     if config.references:
@@ -387,6 +431,60 @@ def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
         yield plans.public_training(
             "reference without privacy", loss, start, task.private, config.no_privacy
         )
+
+
+# --- A search -----------------------------------------------------------------------------------
+
+
+def middle_tokens(texts: Examples) -> Examples:
+    """Returns texts with their middle token as label, for a score that counts one per record.
+
+    A text without two tokens has the label -1, which no answer meets.
+    """
+    tokens = texts.gather(np.arange(len(texts)))["tokens"]
+    known = (tokens >= 0).sum(1)
+    middle = np.take_along_axis(tokens, known[:, None] // 2, 1)[:, 0]
+    label = np.where(known > 1, middle, -1)
+    return from_arrays(tokens=tokens, label=label, num_classes=texts.num_classes, name=texts.name)
+
+
+def _logits_of_middle(network: Pretrained, params: Params, batch: Any) -> jax.Array:
+    """Returns the logits of the middle token of each text, [B, vocabulary]."""
+    tokens = batch["tokens"]
+    middle = (tokens >= 0).sum(1) // 2
+    logits = network.apply_fn(params, tokens[:, :-1])
+    place = jnp.maximum(middle - 1, 0)[:, None, None]
+    return jnp.take_along_axis(logits, place, 1)[:, 0]
+
+
+def _subject(config: Any, root: pathlib.Path) -> tune.Subject:
+    opened = _read(config)
+    network, private = opened.network, opened.private
+    start = models.fresh(network, config.init_seed)
+    charged = finetune.ChargedScore(
+        predict=functools.partial(_logits_of_middle, network),
+        source=middle_tokens(private),
+        noise_multiplier=config.tune.score_noise_multiplier,
+    )
+    scores: dict[str, Score] = {"charged": charged}
+    if opened.public is not None:
+        public = opened.public
+        scores["public"] = finetune.PublicScore(lambda params: -bits(network, params, public))
+    return tune.Subject(
+        private=private,
+        adjacency=opened.spec.adjacency,
+        private_set=opened.private_set,
+        trainer=opened.trainer_of,
+        terms=opened.terms,
+        start=lambda work: start,
+        scores=scores,
+        judge=functools.partial(bits, network, source=opened.test),
+        measure="bits",
+        serving=merge_lora,
+        tested=len(opened.test),
+        blank=lambda: (private, start),
+        before=lambda: iter(()),
+    )
 
 
 STUDY = frame.Study(
@@ -406,5 +504,11 @@ STUDY = frame.Study(
 )
 
 
+def experiment(config: Any, workdir: str | None, **options: Any) -> Any:
+    """Runs the training, or a search of it. The arguments are those of `launch.frame.run`."""
+    study = tune.study(_subject) if "tune" in config else STUDY
+    return frame.run(study, config, workdir, **options)
+
+
 if __name__ == "__main__":
-    frame.main(STUDY)
+    frame.main(experiment, trains=True, pays=True, has_cells=True, tunes=tune.with_grid)

@@ -598,5 +598,15 @@ STUDY = frame.Study(
     report=_REPORT,
 )
 
+
+def _no_search(config: Any, text: str) -> Any:
+    """Refuses --tune, with the reason."""
+    raise ValueError(
+        f"--tune must be left out for launch.predict, got {text!r}. The student learns from "
+        "answers that are paid for, so that its settings can be tried at no further cost. Each "
+        "further teacher would answer, and pay, anew."
+    )
+
+
 if __name__ == "__main__":
-    frame.main(STUDY)
+    frame.main(STUDY, tunes=_no_search)

@@ -19,6 +19,7 @@ from jaxdp.data import (
     augmentation,
 )
 from jaxdp.data.physical import Sampler
+from jaxdp.finetune.adp_alloc import schedule_event
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
 from jaxdp.report import Callback, read_metrics
@@ -171,7 +172,24 @@ def _noise(config: Any, sampler: Any, part: str) -> Any:
     return finetune.optimal_noise(sampler, steps=steps(config), strategy=strategy, bands=bands)
 
 
+def event_of(config: Any, sampler: Sampler, noise_multiplier: float, part: str) -> DpEvent:
+    """Returns the event of all steps at a noise multiplier, before there is a trainer.
+
+    Args:
+      config, part: As in `make`.
+      sampler: Of `sampler_of`.
+      noise_multiplier: That of every step, or the first one of a schedule.
+    """
+    if _strategy(config):
+        return _noise(config, sampler, part).event(noise_multiplier)
+    if config.method == "adp_alloc":
+        schedule = _schedule(config, part)
+        return schedule_event(schedule, noise_multiplier, sampler, steps(config))
+    return finetune.event(noise_multiplier, sampler, steps(config))
+
+
 def sampler_of(config: Any, private: Any, part: str) -> Sampler:
+    """Returns the sampler of the `private` part of a config for the private records."""
     count = len(private)
     if config.batch_size > count:
         raise ValueError(
@@ -269,14 +287,18 @@ def _method_options(config: Any, private: Any, public: Any, part: str) -> dict[s
     """Returns the arguments of the method beyond those of `dp_sgd`, as objects of the library."""
     options = dict(config.method_options.get(config.method, {}))
     if config.method == "adp_alloc":
-        schedule = options["schedule"]
-        frame.known(
-            f"{part}.method_options.adp_alloc.schedule.kind", [schedule.kind], finetune.SCHEDULES
-        )
-        options["schedule"] = finetune.SCHEDULES[schedule.kind](**dict(schedule[schedule.kind]))
+        options["schedule"] = _schedule(config, part)
     if config.method == "gep":
         options["anchors"] = _anchors(public, options["anchors"], private.num_classes, part)
     return options
+
+
+def _schedule(config: Any, part: str) -> Any:
+    """Returns the schedule of the noise of `adp_alloc`."""
+    schedule = config.method_options.adp_alloc.schedule
+    field = f"{part}.method_options.adp_alloc.schedule.kind"
+    frame.known(field, [schedule.kind], finetune.SCHEDULES)
+    return finetune.SCHEDULES[schedule.kind](**dict(schedule[schedule.kind]))
 
 
 def _anchors(public: Any, count: int, num_classes: int, part: str) -> dict[str, np.ndarray]:

@@ -21,6 +21,9 @@ from jaxdp.files import Limits, optional, read_npz, shown
 
 Prepare = Callable[[Any], Any]
 
+LABELS = "labels.csv"  # the table of a folder of images
+SUBFOLDER = "subfolder"  # a column that a folder of images has without its table
+
 _NPZ = "Give a file that numpy.savez wrote, and get it again if it is damaged."
 
 
@@ -258,7 +261,7 @@ def _bytes(text: str) -> list[int]:
 
 def from_folder(
     folder: str | os.PathLike[str],
-    table: str = "labels.csv",
+    table: str = LABELS,
     *,
     classes: Sequence[str] | None = None,
     texts: Sequence[str] = (),
@@ -284,7 +287,8 @@ def from_folder(
       classes: The names of the classes in the column "label", in the order of their numbers. A
           public declaration.
       texts: Columns that are text although some cells are numbers, such as the identifiers "12" and
-          "1_23".
+          "1_23". "subfolder" may be among them without a column of that name: it then is the first
+          folder of each path, "anna;ben" for "anna;ben/scan_1.png".
       num_classes: If the column "label" has the numbers of the classes. A public declaration.
       prepare: `prepare(images) -> floats in [0, 1]` of one shape, for images of differing sizes,
         such as `jaxdp.models.Preprocessing.prepare`. It is given uint8, or floats in [0, 1] for
@@ -351,18 +355,33 @@ def _read_image_table(
     texts: Sequence[str],
 ) -> Table:
     """Reads the table of a folder of images, whose paths all lead into the folder."""
-    rows = read_table(root / table, needed=("path", *texts))
+    rows = read_table(root / table, needed=("path", *(set(texts) - {SUBFOLDER})))
     for row, path in enumerate(rows.columns["path"]):
         if not path_inside(root, path):
             raise rows.error(
                 "must have a path inside of the folder in the column 'path'. Correct the path.", row
             )
+    if SUBFOLDER in texts and SUBFOLDER not in rows.columns:
+        cells = tuple(_subfolder(rows, row) for row in range(len(rows.columns["path"])))
+        rows = dataclasses.replace(rows, columns={**rows.columns, SUBFOLDER: cells})
     if "image" in rows.columns:
         raise ValueError(
             f"{shown(os.fspath(root / table))} has a column 'image', the name of the pixels. "
             "Rename it."
         )
     return rows
+
+
+def _subfolder(rows: Table, row: int) -> str:
+    """Returns the first folder of the path of an image."""
+    path = pathlib.PurePath(os.path.normpath(rows.columns["path"][row]))
+    if len(path.parts) < 2:
+        raise rows.error(
+            f"must have an image in a folder of its own, for the owner {SUBFOLDER!r}. Move the "
+            "image, or name a column with owners.",
+            row,
+        )
+    return path.parts[0]
 
 
 def _check_random_access(records: Any) -> None:

@@ -51,7 +51,7 @@ def _check_images_apart(specs: Mapping[str, "DataSpec"]) -> None:
     """Refuses two CSV files of a folder that list the same image."""
     first_with = dict[str, "DataSpec"]()
     for spec in specs.values():
-        if spec.source != "folder":
+        if spec.source != "folder" or spec.share is not None:
             continue
         table = read_table(os.path.join(spec.path, spec.part), needed=("path",))
         for path in map(os.path.normpath, table.columns["path"]):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.data.adapters import from_folder, from_hf, from_npz
+from jaxdp.data.adapters import LABELS, SUBFOLDER, from_folder, from_hf, from_npz
 from jaxdp.data.apart import check_owners_apart
 from jaxdp.data.arrays import from_arrays
 from jaxdp.data.bundled_sets import bundled
@@ -55,16 +55,16 @@ class DataSpec:
             bundled   a word for the rows, such as a role; "" for all rows
             tfds, hf  a split; hf takes a whole one
             npz       a file of the folder `path`, such as "train.npz", or a part of the file `path`
-            folder    a CSV file in the folder `path`
+            folder    a CSV file in the folder `path`, or a word for a `share` of its labels.csv
             csv       a file of the folder `path`, or a word for a `share` of the file `path`
             function  its first argument
 
       rows: bundled: The first and the last row of the part (excluded) in the order of
         `split_seed`. None takes the whole set as it is.
-      split_seed: bundled, csv: The seed of the order.
-      share: csv: The part of the file `path`, from and to numbers in [0, 1], in the order of
-        `split_seed`. With a group it is a share of the owners, of
-        whom those who share records stay together. None takes the whole file.
+      split_seed: bundled, csv, folder: The seed of the order.
+      share: csv, folder: The part of the file `path`, or of labels.csv in it, from and to numbers
+        in [0, 1], in the order of `split_seed`. With a group it is a share of the owners, of whom
+        those who share records stay together. None takes the whole file.
       path: npz: The path of a file as MedMNIST distributes it, with the arrays {part}_images and
         {part}_labels, or of a folder of .npz files. hf: A folder of `save_to_disk`, or "" to load
         `name`. folder: The folder. csv: The file, or a folder of files.
@@ -85,7 +85,8 @@ class DataSpec:
         None is the range of the pixel type.
       group: The column with the owner of each record, such as a patient. Each owner is then one
         unit of privacy with its records. Its values are texts or whole numbers, see
-        `jaxdp.data.ids`: "007" and "7" are two owners. "" makes each record a unit.
+        `jaxdp.data.ids`: "007" and "7" are two owners. For a folder, "subfolder" is the first
+        folder of each path. "" makes each record a unit.
       max_records: With a group: The largest number of records of one owner that count, see
         `by_group`.
       separator: With a group: The text between the owners of one record, see `by_owners`. "" for
@@ -269,18 +270,22 @@ def _open_hf(spec: DataSpec, prepare: Prepare | None) -> Examples:
 
 
 def _open_folder(spec: DataSpec, prepare: Prepare | None) -> Examples:
-    in_table = spec.group and spec.group in read_table(os.path.join(spec.path, spec.part)).columns
+    table = spec.part if spec.share is None else LABELS
+    columns = read_table(os.path.join(spec.path, table)).columns
+    has_owners = spec.group == SUBFOLDER or spec.group in columns
     source = from_folder(
         spec.path,
-        spec.part,
+        table,
         classes=spec.class_names or None,
-        texts=[spec.group] if in_table else [],
+        texts=[spec.group] if has_owners else [],
         num_classes=spec.num_classes,
         prepare=prepare,
         pixel_range=spec.pixel_range,
         limits=spec.limits,
         name=spec.title,
     )
+    if spec.share is not None:
+        source = source.take(_rows_of_share(source, spec))
     return source.load() if spec.in_memory else source
 
 
@@ -317,22 +322,25 @@ def _open_csv(spec: DataSpec, prepare: Prepare | None) -> Examples:
         raise ValueError(
             f"{spec.where}.options must be arguments of jaxdp.data.from_csv: {shown(error)}."
         ) from error
-    if spec.share is None:
-        return table
+    return table if spec.share is None else table.take(_rows_of_share(table, spec))
+
+
+def _rows_of_share(table: Examples, spec: DataSpec) -> np.ndarray:
+    """Returns the rows of a share of a table. Owners who share rows are in one part."""
     owners = np.arange(len(table))
     if spec.group and spec.separator:
         owners = families(table, spec.group, spec.separator)
     elif spec.group:
         owners = owners_of(read_ids(table, spec.group), len(table))
     order = shuffled(owners.max(initial=-1) + 1, seed=spec.split_seed)
-    first, last = (round(len(order) * end) for end in spec.share)
+    first, last = (round(len(order) * end) for end in spec.share or (0, 1))
     rows = np.flatnonzero(np.isin(owners, order[first:last]))
     if spec.separator and not len(rows):
         raise ValueError(
             f"{spec.field} has no row: owners who share records, directly or by others, are in one "
             f"part, and these are {len(order)} groups. Give a folder of files as {spec.where}.path."
         )
-    return table.take(rows)
+    return rows
 
 
 def _open_function(spec: DataSpec, prepare: Prepare | None) -> Examples:

@@ -19,6 +19,7 @@ from jaxdp.finetune.evaluate import Tally, accuracy, charged_accuracy, tally
 from jaxdp.finetune.gep import gep
 from jaxdp.finetune.loop import RunOptions, fit
 from jaxdp.finetune.options import event
+from jaxdp.finetune.procedures import Procedure
 from jaxdp.finetune.random_round import random_round
 from jaxdp.finetune.random_runs import RandomRuns
 from jaxdp.finetune.scaler import Scaler, charged_scaler
@@ -45,6 +46,7 @@ __all__ = [
     "ChargedScore",
     "CorrelatedPlan",
     "PrivateTrainer",
+    "Procedure",
     "PublicScore",
     "RandomRuns",
     "RunOptions",

@@ -31,12 +31,13 @@ from jaxdp.data import Owners, Source, check_source
 from jaxdp.files import check_count, shows_keywords, unwatched
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.loop import Diverged, check_account, fit
+from jaxdp.finetune.procedures import Procedure, check_spent
 from jaxdp.finetune.programs import lowered, settings_text
 from jaxdp.finetune.random_runs import RandomRuns
 from jaxdp.finetune.scores import Score, check_score
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, ComposedDpEvent, DpEvent, Ledger, OneOfDpEvent
-from jaxdp.privacy.events import compose, composition, describe, to_json
+from jaxdp.privacy.events import composition, describe, to_json
 from jaxdp.privacy.rules import is_boundless
 from jaxdp.release import Release, Till, derive
 from jaxdp.release.kept_arrays import load_arrays, save_arrays
@@ -84,12 +85,12 @@ class _Options:
 
 @shows_keywords(SearchKeywords, vars(_Options()))
 def tune(
-    trainers: Mapping[str, PrivateTrainer],
+    trainers: Mapping[str, PrivateTrainer | Procedure],
     account: Account,
     params: Any,
-    source: Source,
+    source: Source | None,
     *,
-    steps: int | Mapping[str, int],
+    steps: int | Mapping[str, int] = 0,
     runs: RandomRuns,
     score: Score,
     **keywords: Unpack[SearchKeywords],
@@ -111,9 +112,11 @@ def tune(
     Args:
       trainers: {name: trainer} of one process, from `dp_sgd` or another method. The names and all
         settings are public. `with_hyperparams` makes candidates that share their programs.
+        `Procedure` is a candidate of any other private release.
       account: The account of the records, which is charged once, before the first run.
-      params, source: As in `fit`, for all candidates.
-      steps: The number of steps of all candidates, or that of each by its name.
+      params, source: As in `fit`, for all candidates. Procedures read no source, which may be None
+        without trainers.
+      steps: The number of steps of all trainers, or that of each by its name.
       runs: The distribution of the secret number of runs.
       score: `PublicScore(function)` or `ChargedScore(...)`. The largest score wins.
       keywords: Fields of `SearchKeywords`. workdir is a folder for this search only, which can then
@@ -233,10 +236,10 @@ class _Best(NamedTuple):
 class Search:
     """A search, before and while it runs. `tune` documents the attributes."""
 
-    trainers: Mapping[str, PrivateTrainer]
+    trainers: Mapping[str, PrivateTrainer | Procedure]
     account: Account
     params: Any
-    source: Source
+    source: Source | None
     steps: int | Mapping[str, int]
     runs: RandomRuns
     score: Score
@@ -259,7 +262,8 @@ class Search:
                 "has a smaller bound."
             )
         check_score(self.score)
-        check_source(self.source)
+        if self._fitted:
+            check_source(self.source)
         if isinstance(self.source, Owners):
             raise ValueError(
                 "source must have one owner for each record, got jaxdp.data.Owners. The bound of a "
@@ -268,17 +272,37 @@ class Search:
             )
         check_finite(self.params)
         check_count("checkpoint_every", self.checkpoint_every, 1)
-        for name, trainer in self.trainers.items():
-            if not isinstance(name, str) or not hasattr(trainer, "privatizer"):
+        for name, candidate in self.trainers.items():
+            known = isinstance(candidate, Procedure) or hasattr(candidate, "privatizer")
+            if not isinstance(name, str) or not known:
                 raise TypeError(
-                    "trainers must have trainers of jaxdp.finetune.dp_sgd or another method by "
-                    f"their names, got {name!r}: {trainer!r}."
+                    "trainers must have trainers of jaxdp.finetune.dp_sgd or another method, or "
+                    f"jaxdp.finetune.Procedure, by their names, got {name!r}: {candidate!r}."
                 )
-            check_count(f"steps of {name!r}", self._steps(name), 1)
-            self._check_trainer(name, trainer)
+            if isinstance(candidate, Procedure):
+                event = candidate.event
+            else:
+                check_count(f"steps of {name!r}", self._steps(name), 1)
+                self._check_trainer(name, candidate)
+                event = candidate.event(0, self._steps(name))
+            if is_boundless(composition(event)):
+                raise ValueError(
+                    f"trainers[{name!r}] has the event {describe(event)}, which has no bound. The "
+                    "best of its runs has none either. Give it noise."
+                )
+
+    @property
+    def _fitted(self) -> dict[str, PrivateTrainer]:
+        """The candidates that `fit` trains."""
+        return {
+            name: candidate
+            for name, candidate in self.trainers.items()
+            if not isinstance(candidate, Procedure)
+        }
 
     def _check_trainer(self, name: str, trainer: PrivateTrainer) -> None:
-        """Raises for a candidate that cannot be trained, scored or paid for."""
+        """Raises for a candidate that cannot be trained or scored."""
+        assert self.source is not None
         trainer.check(self.source)
         check_account(trainer, self.account, None, self.source)
         if trainer.mesh is not None and trainer.mesh.is_multi_process:
@@ -290,12 +314,6 @@ class Search:
                 f"{trainer.unit} with several records, and a charged count of right answers "
                 "protects one record."
             )
-        event = trainer.event(0, self._steps(name))
-        if is_boundless(composition(event)):
-            raise ValueError(
-                f"trainers[{name!r}] has the event {describe(event)}, which has no bound. The best "
-                "of its runs has none either. Give the trainer noise."
-            )
 
     def check_examples(self, *, allow_nonfinite: bool) -> None:
         """Raises or warns as `fit` does, if the first examples have no gradient, or if the first
@@ -304,7 +322,9 @@ class Search:
         One trainer stands for all, because the candidates have one loss as a rule.
         """
         self.score.check(self.params)
-        name = next(iter(self.trainers))
+        name = next(iter(self._fitted), None)
+        if name is None or self.source is None:
+            return
         trainer = self._planned(name)
         state = trainer.init(self.params)
         check_dropped(trainer, state, self.source, allow_nonfinite=allow_nonfinite)
@@ -317,7 +337,14 @@ class Search:
         return self.steps[name]
 
     def _planned(self, name: str) -> PrivateTrainer:
-        return self.trainers[name].planned(self._steps(name))
+        return self._fitted[name].planned(self._steps(name))
+
+    def _event(self, name: str) -> DpEvent:
+        """Returns the event of one run of a candidate, without its score."""
+        candidate = self.trainers[name]
+        if isinstance(candidate, Procedure):
+            return candidate.event
+        return self._planned(name).event(0, self._steps(name))
 
     # --- The release ----------------------------------------------------------------------------
 
@@ -344,24 +371,27 @@ class Search:
                 other.append((account, self.runs.event(event)))
         candidates: list[DpEvent] = []
         for name in self.trainers:
-            training = self._planned(name).event(0, self._steps(name))
-            candidates.append(ComposedDpEvent([training, *own]))
+            candidates.append(ComposedDpEvent([self._event(name), *own]))
         return [(self.account, self.runs.event(OneOfDpEvent(tuple(candidates)))), *other]
 
     def _facts(self) -> list[Any]:
-        facts = [self.source.fingerprint, self.params, repr(self.runs), self.checkpoint_every]
+        fingerprint = None if self.source is None else self.source.fingerprint
+        facts = [fingerprint, self.params, repr(self.runs), self.checkpoint_every]
         facts += self.score.facts()
-        for name in self.trainers:
-            trainer = self._planned(name)
-            event = to_json(trainer.event(0, self._steps(name)))
+        for name, candidate in self.trainers.items():
+            event = to_json(self._event(name))
+            if isinstance(candidate, Procedure):
+                facts += [name, event, *candidate.facts]
+                continue
             # `with_hyperparams` changes this state only.
-            start = trainer.init(self.params).opt_state
+            start = self._planned(name).init(self.params).opt_state
             facts += [name, self._steps(name), event, start]
         return facts
 
     def _programs(self) -> list[str]:
         texts = []
-        for name in self.trainers:
+        for name in self._fitted:
+            assert self.source is not None
             trainer = self._planned(name)
             state = trainer.init(self.params)
             texts.append(settings_text(trainer, state, self.source))
@@ -420,13 +450,26 @@ class Search:
         self, name: str, workdir: pathlib.Path | None, secret: bytes
     ) -> list[np.ndarray] | None:
         """Returns the leaves of the parameters of a run, or None if they are not finite."""
+        candidate = self.trainers[name]
+        if isinstance(candidate, Procedure):
+            params = candidate.release(self.account, secret)
+        else:
+            params = self._fit(name, workdir, secret)
+        if params is None:
+            return None
+        leaves: list[np.ndarray] = jax.device_get(jax.tree.leaves(params))
+        return None if not_finite(params) else leaves
+
+    def _fit(self, name: str, workdir: pathlib.Path | None, secret: bytes) -> Any:
+        """Returns the parameters of a training, or None if they are not finite."""
         account = self.account
+        assert self.source is not None
         with Ledger.in_memory() as ledger:
             # The search is paid. This ledger proves that the run spends what was paid for.
             ledger.register("run", adjacency=account.adjacency, unit=account.unit)
             try:
                 state = fit(
-                    self.trainers[name],
+                    self._fitted[name],
                     self.params,
                     self.source,
                     steps=self._steps(name),
@@ -440,15 +483,8 @@ class Search:
                 )
             except Diverged:
                 return None
-            paid = self._planned(name).event(0, self._steps(name))
-            if ledger.events("run") != {None: compose(composition(paid))}:
-                raise RuntimeError(
-                    f"a run spent {ledger.events('run')}, but the search was charged for "
-                    f"{describe(paid)}. Nothing is released."
-                )
-        params = state.params if state.ema is None else state.ema
-        leaves: list[np.ndarray] = jax.device_get(jax.tree.leaves(params))
-        return None if not_finite(params) else leaves
+            check_spent(ledger, self._event(name))
+        return state.params if state.ema is None else state.ema
 
     # --- The result -----------------------------------------------------------------------------
 

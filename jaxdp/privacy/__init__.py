@@ -5,8 +5,8 @@ The modules:
 * Events: `events`, `relations`.
 * Events of patterns of participation: `participation`, by `simulation` and `curve_pairs`.
 * Epsilon of events: `loss_distribution`, `loss_densities`, `losses`, `convolution` and `gaussian`
-  for PLD, `renyi` and `selection` for RDP, `rules`, `tally`, `accounting`. `calibration` and
-  `planning` invert it.
+  for PLD, `renyi`, `renyi_conversions` and `selection` for RDP, `renyi_pairs` for both, `rules`,
+  `tally`, `accounting`. `calibration` and `planning` invert it.
 * The ledger's file: `chain`, `schema`, `integrity`, `database`, `store`, with `damage` and `times`.
 * Its rows: `terms`, `datasets`, `spends`, `holds`, `contacts`.
 * Its decisions: `compositions`, `spent_epsilon`, `budget`, `admission`.

@@ -28,6 +28,9 @@ OneOf                        RDP, the largest of the events      RDP
 MonteCarlo                   the pair of its curves              no rule
 ===========================  ==================================  =================================
 
+Beside events with a pair, those with RDP only have the pair of their (epsilon, delta) curve
+(`jaxdp.privacy.renyi_pairs`).
+
 Under "replace_label" only LabelDp has a rule, that of PureDp, and it has none elsewhere.
 
 Under REPLACE_ONE, dp_accounting 0.6 doubles a Gaussian's sensitivity in its PLD but not in its RDP.
@@ -80,18 +83,18 @@ from jaxdp.privacy.relations import (
     Method,
     distance_factor,
 )
-from jaxdp.privacy.renyi import (
+from jaxdp.privacy.renyi import leaf_rdp, total_rdp
+from jaxdp.privacy.renyi_conversions import (
     RDP_ORDERS,
     ROUGH_ORDERS,
     default_renyi_order,
     delta_from_rdp,
     epsilon_from_rdp,
-    leaf_rdp,
     renyi_bound,
     renyi_deltas,
     renyi_epsilon,
-    total_rdp,
 )
+from jaxdp.privacy.renyi_pairs import RenyiCurve
 from jaxdp.privacy.rules import (
     check_rules,
     is_boundless,
@@ -124,6 +127,8 @@ __all__ = [
     "renyi_epsilon",
 ]
 
+# The rules by which a composition has a pair of distributions.
+_BY_LOSSES = frozenset({"pld", "mixed"})
 # A pure epsilon from which the loss of a release is certain.
 _CERTAIN = 1e7
 # The smallest positive float. A delta that is smaller but not 0 is rounded up to it.
@@ -150,10 +155,11 @@ def epsilon(
             epsilons add up.
         adjacency: "add_remove", "replace_one" or "zero_out" (a record against the zero or null
             record).
-        method: "auto" (PLD, or RDP where a part has no PLD rule), or only "pld" or only "rdp". RDP
-            is above PLD up to PLD's rounding. So "auto" computes both only where rounding may
-            matter, and returns the smaller one: beyond ten million releases, or where PLD is
-            infinite. Every method includes the sum of pure epsilons.
+        method: "auto" (PLD, where parts without a PLD rule stand by their RDP), or only "pld" or
+            only "rdp". RDP is above PLD up to PLD's rounding. So "auto" computes both only where
+            they may differ the other way, and returns the smaller one: with a part without a PLD
+            rule, beyond ten million releases, or where PLD is infinite. Every method includes the
+            sum of pure epsilons.
 
     Returns:
         Epsilon >= 0. It is 0 for an empty composition, and `math.inf` with a `NonPrivateDpEvent` or
@@ -187,9 +193,12 @@ def delta(
         return 1.0
     if pure_epsilon(counts, adjacency) <= epsilon:
         return 0.0
-    if "pld" in rules:
-        return _delta_by_losses(counts, adjacency, epsilon)
-    bound = delta_from_rdp(total_rdp(counts, adjacency), epsilon)
+    bound = 1.0
+    if "rdp" in rules and "pld" not in rules:
+        bound = delta_from_rdp(total_rdp(counts, adjacency), epsilon)
+    if rules & _BY_LOSSES:
+        with_pairs = _with_pairs(counts, adjacency, rules)
+        bound = min(bound, _delta_by_losses(with_pairs, adjacency, epsilon))
     return min(1.0, max(bound, _LEAST_DELTA))
 
 
@@ -218,11 +227,11 @@ def _epsilon_of_leaves(
     best = pure_epsilon(counts, adjacency)
     if delta == 0:
         return best
-    if "pld" in rules:
-        by_losses = _epsilon_by_losses(counts, adjacency, delta)
+    if rules & _BY_LOSSES:
+        by_losses = _epsilon_by_losses(_with_pairs(counts, adjacency, rules), adjacency, delta)
         best = min(best, by_losses)
         is_precise = by_losses < math.inf and sum(counts.values()) <= _MOST_RELEASES
-        if is_precise or "rdp" not in rules:
+        if ("pld" in rules and is_precise) or "rdp" not in rules:
             return best
     return max(0.0, min(best, epsilon_from_rdp(total_rdp(counts, adjacency), delta)))
 
@@ -252,11 +261,14 @@ def deltas_of_counts(
         return np.zeros(len(epsilons))
     if is_boundless(counts):
         return np.ones(len(epsilons))
-    if "pld" in rules:
-        deltas: np.ndarray = _deltas_by_losses(counts, adjacency, epsilons, least)
-    else:
+    deltas = np.ones(len(epsilons))
+    if rules & _BY_LOSSES:
+        with_pairs = _with_pairs(counts, adjacency, rules)
+        deltas = _deltas_by_losses(with_pairs, adjacency, epsilons, least)
+    if "rdp" in rules and "pld" not in rules:
         rdp = total_rdp(counts, adjacency)
-        deltas = np.array([delta_from_rdp(rdp, float(epsilon)) for epsilon in epsilons])
+        by_rdp = [delta_from_rdp(rdp, float(epsilon)) for epsilon in epsilons]
+        deltas = np.minimum(deltas, by_rdp)
     deltas = np.asarray(np.clip(deltas, _LEAST_DELTA, 1.0))
     deltas[epsilons >= pure_epsilon(counts, adjacency)] = 0.0
     return deltas
@@ -311,6 +323,21 @@ def merge_gaussians(counts: Mapping[DpEvent, int]) -> Mapping[DpEvent, int]:
 
 
 # --- Privacy losses -----------------------------------------------------------------------------
+
+
+def _with_pairs(
+    counts: Mapping[DpEvent, int], adjacency: Adjacency, rules: frozenset[str]
+) -> Mapping[DpEvent, int]:
+    """Returns a composition with a pair for every leaf. One curve stands for those without."""
+    if "pld" in rules:
+        return counts
+    without = {
+        leaf: count for leaf, count in counts.items() if "pld" not in leaf_rules(leaf, adjacency)
+    }
+    rest = {leaf: count for leaf, count in counts.items() if leaf not in without}
+    divergences = tuple(total_rdp(without, adjacency).tolist())
+    curve = RenyiCurve(divergences, pure_epsilon(without, adjacency))
+    return {curve: 1, **rest}
 
 
 def _epsilon_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float) -> float:

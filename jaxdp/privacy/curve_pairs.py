@@ -41,11 +41,15 @@ def curve_pair(
         forward: Bounds on delta at `epsilons`.
         backward: Bounds on delta of the reversed pair at `epsilons`.
     """
-    grid = np.array(epsilons)
-    below = np.exp(-grid[:0:-1])
+    return hull_pair(np.array(epsilons), np.array(forward), np.array(backward))
+
+
+def hull_pair(epsilons: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> CurvePair:
+    """Returns the pair of `curve_pair`. `backward` may lack the bounds at the last epsilons."""
+    below = np.exp(-epsilons[len(backward) - 1 : 0 : -1])
     # Delta is 1 at a = 0.
-    points = np.concatenate([[0.0], below, np.exp(grid)])
-    bounds_below = 1 - below + below * np.array(backward[:0:-1])
+    points = np.concatenate([[0.0], below, np.exp(epsilons)])
+    bounds_below = 1 - below + below * backward[:0:-1]
     at_one = min(forward[0], backward[0])
     bounds = np.concatenate([[1.0], bounds_below, [at_one], forward[1:]])
     bounds = np.minimum.accumulate(bounds)

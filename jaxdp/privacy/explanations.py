@@ -289,6 +289,22 @@ def compositions_of(account: Mapping[str, Any]) -> list[Counts]:
     return maximal(_sum(groups) for groups in _units_of(account))
 
 
+def terms_of(account: Mapping[str, Any]) -> Dataset:
+    """Returns the terms of one dataset of `Ledger.report`."""
+    return Dataset(
+        id=0,
+        name=account["name"],
+        adjacency=account["adjacency"],
+        unit=account["unit"],
+        epsilon=account["budget"],
+        delta=account["delta"],
+        accounting=account.get("accounting", "pld"),
+        renyi_order=account.get("renyi_order"),
+        allow_unproven=True,
+        records=account["records"],
+    )
+
+
 def _is_whole(account: Mapping[str, Any]) -> bool:
     return bool(account["rows"] == len(account["spends"]))
 

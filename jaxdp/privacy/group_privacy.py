@@ -42,7 +42,7 @@ from jaxdp.privacy.events import (
     UnprovenDpEvent,
     ZCDpEvent,
 )
-from jaxdp.privacy.explanations import compositions_of
+from jaxdp.privacy.explanations import compositions_of, terms_of
 from jaxdp.privacy.relations import LABELS, Adjacency
 from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, leaf_rules, pure_epsilon
@@ -167,9 +167,7 @@ def _counts_of_group(counts: Counts, size: int, dataset: Dataset) -> Counts | No
             return None
         of_group[leaf_of_group] += count
     adjacency = _adjacency_of_group(of_group, dataset.adjacency)
-    rules = [leaf_rules(leaf, adjacency) for leaf in of_group]
-    has_rule = any(all(way in known for known in rules) for way in ("pld", "rdp"))
-    return of_group if has_rule else None
+    return of_group if all(leaf_rules(leaf, adjacency) for leaf in of_group) else None
 
 
 def _adjacency_of_group(counts: Counts, adjacency: Adjacency) -> Adjacency:
@@ -260,18 +258,7 @@ def of_account(account: Mapping[str, Any]) -> GroupPrivacy | None:
     compositions = compositions_of(account)
     if not any(compositions) or any(map(is_boundless, compositions)):
         return None
-    dataset = Dataset(
-        id=0,
-        name=account["name"],
-        adjacency=account["adjacency"],
-        unit=account["unit"],
-        epsilon=account["budget"],
-        delta=account["delta"],
-        accounting=account.get("accounting", "pld"),
-        renyi_order=account.get("renyi_order"),
-        allow_unproven=True,
-        records=account["records"],
-    )
+    dataset = terms_of(account)
     if any(_counts_of_group(counts, 2, dataset) is None for counts in compositions):
         return None
     return group_privacy_of(dataset, compositions, account["delta"], SIZES)

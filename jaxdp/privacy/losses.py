@@ -35,6 +35,7 @@ from jaxdp.privacy.loss_densities import (
 )
 from jaxdp.privacy.loss_distribution import LossDistribution
 from jaxdp.privacy.relations import Adjacency, distance_factor
+from jaxdp.privacy.renyi_pairs import RenyiCurve, renyi_pair
 
 # Tails are left out beyond a mass of about exp(-depth). The largest one keeps masses above
 # float64's smallest number.
@@ -171,6 +172,9 @@ def distribution(
             # Wrong bounds bound nothing, as an infinite loss does.
             lost += leaf.failure_probability
             return LossDistribution(curves.atoms, (), lost, reverse)
+        case RenyiCurve():
+            bounded = renyi_pair(leaf, depth)
+            return LossDistribution(bounded.atoms, (), bounded.only_first, reverse)
         case DiscreteLaplaceDpEvent():
             atoms = _discrete_laplace(leaf.noise_parameter, int(factor) * leaf.sensitivity)
             return LossDistribution(atoms, (), 0.0, reverse)

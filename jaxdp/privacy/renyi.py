@@ -1,18 +1,12 @@
-"""Renyi DP of events, and its conversion to (epsilon, delta)."""
+"""Renyi DP of events."""
 
 import contextlib
 import functools
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from dp_accounting.rdp import RdpAccountant
-from dp_accounting.rdp.rdp_privacy_accountant import (
-    DEFAULT_RDP_ORDERS,
-    compute_delta,
-    compute_epsilon,
-)
 
 from jaxdp.privacy.events import (
     ComposedDpEvent,
@@ -29,64 +23,8 @@ from jaxdp.privacy.events import (
 )
 from jaxdp.privacy.losses import tamed
 from jaxdp.privacy.relations import RELATIONS, Adjacency, distance_factor
+from jaxdp.privacy.renyi_conversions import RDP_ORDERS, SLACK
 from jaxdp.privacy.selection import selection_rdp
-
-RDP_ORDERS: tuple[float, ...] = tuple(DEFAULT_RDP_ORDERS)
-# For grids, brackets and first checks. The smallest ones find the scale of many losses of little
-# weight.
-_WHOLE_ORDERS = (3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 1024)
-ROUGH_ORDERS = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, *map(float, _WHOLE_ORDERS))
-
-# Log-sum-exp at small orders errs by about 1e-14 / (order - 1). dp_accounting reads a negative RDP
-# as "no loss".
-_SLACK = 1e-13
-
-
-# --- Conversion ---------------------------------------------------------------------------------
-
-
-def epsilon_from_rdp(rdp: np.ndarray, delta: float, orders: Sequence[float] = RDP_ORDERS) -> float:
-    """Returns the least epsilon to which any of the orders converts."""
-    return float(compute_epsilon(orders, rdp, delta)[0])
-
-
-def delta_from_rdp(rdp: np.ndarray, epsilon: float) -> float:
-    """Returns the least delta to which any of `RDP_ORDERS` converts."""
-    return float(compute_delta(RDP_ORDERS, rdp, epsilon)[0])
-
-
-def renyi_bound(epsilon: float, delta: float, order: float) -> float:
-    """Returns the Renyi DP at `order` that converts to (epsilon, delta).
-
-    It is <= 0 if the order is too small. The bound inverts epsilon = rdp + log(1 - 1/order) -
-    log(delta order) / (order - 1) (Canonne, Kamath, Steinke 2020, arXiv 2004.00010, Proposition
-    12).
-    """
-    return epsilon - math.log1p(-1 / order) + math.log(delta * order) / (order - 1)
-
-
-def renyi_epsilon(rdp: float, delta: float, order: float) -> float:
-    """Returns the epsilon to which `rdp` at `order` converts. It inverts `renyi_bound`."""
-    return max(0.0, rdp + math.log1p(-1 / order) - math.log(delta * order) / (order - 1))
-
-
-def renyi_deltas(rdp: float, epsilons: np.ndarray, order: float) -> np.ndarray:
-    """Returns the deltas, at most 1, to which `rdp` at `order` converts. It inverts
-    `renyi_epsilon` at each epsilon [N].
-    """
-    log_deltas = (order - 1) * (rdp - epsilons + math.log1p(-1 / order)) - math.log(order)
-    return np.exp(np.minimum(log_deltas + _SLACK, 0.0))
-
-
-def default_renyi_order(epsilon: float, delta: float) -> float:
-    """Returns the order at which the bound admits most of a Gaussian.
-
-    The same holds for any mechanism whose Renyi loss is proportional to the order.
-    """
-    return max(RDP_ORDERS, key=lambda order: renyi_bound(epsilon, delta, order) / order)
-
-
-# --- Events -------------------------------------------------------------------------------------
 
 
 def total_rdp(
@@ -105,7 +43,7 @@ def leaf_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> np
     if isinstance(leaf, GaussianDpEvent):
         sigma: float = leaf.noise_multiplier / distance_factor(adjacency)
         with np.errstate(over="ignore"):
-            return np.asarray(orders) / 2 / sigma / sigma + _SLACK
+            return np.asarray(orders) / 2 / sigma / sigma + SLACK
     return _computed_rdp(leaf, adjacency, orders)
 
 
@@ -117,18 +55,18 @@ def _computed_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) 
         loss = leaf.epsilon
         log_moment = np.logaddexp(alpha * loss, (1 - alpha) * loss) - np.logaddexp(loss, 0.0)
         rdp: np.ndarray = log_moment / (alpha - 1)
-        return rdp + _SLACK
+        return rdp + SLACK
     if isinstance(leaf, OneOfDpEvent):
         curves = [total_rdp(composition(event), adjacency, orders) for event in leaf.events]
         largest: np.ndarray = np.max(curves, axis=0)
         return largest
     if isinstance(leaf, RepeatAndSelectDpEvent):
         run = total_rdp(composition(leaf.event), adjacency, orders)
-        return selection_rdp(orders, run, mean=leaf.mean, shape=leaf.shape) + _SLACK
+        return selection_rdp(orders, run, mean=leaf.mean, shape=leaf.shape) + SLACK
     accountant = RdpAccountant(orders, RELATIONS[adjacency])
     with _without_unused_orders(), np.errstate(over="ignore"):
         accountant.compose(rdp_event(tamed(leaf), adjacency))
-    return np.asarray(accountant.rdp).clip(0.0) + _SLACK
+    return np.asarray(accountant.rdp).clip(0.0) + SLACK
 
 
 @contextlib.contextmanager

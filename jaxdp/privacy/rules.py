@@ -43,8 +43,11 @@ def check_rules(
 ) -> frozenset[str]:
     """Returns which of "pld" and "rdp" have a rule for every leaf.
 
+    By "auto", "mixed" is among them if each leaf has one of both rules and the leaves differ:
+    those without a PLD then stand in it by their Renyi divergence (`jaxdp.privacy.renyi_pairs`).
+
     Raises:
-        ValueError: Neither has. The message names events without a rule.
+        ValueError: None has. The message names events without a rule.
     """
     if adjacency not in RELATIONS:
         raise ValueError(f"adjacency must be one of {sorted(RELATIONS)}, got {adjacency!r}.")
@@ -55,7 +58,13 @@ def check_rules(
     missing: dict[str, list[DpEvent]] = {}
     for way in ("pld", "rdp") if method == "auto" else (method,):
         missing[way] = [leaf for leaf in counts if way not in leaf_rules(leaf, adjacency)]
-    rules = frozenset(way for way, leaves in missing.items() if not leaves)
+    rules = {way for way, leaves in missing.items() if not leaves}
+    if method == "auto" and "pld" not in rules and len(missing["pld"]) < len(counts):
+        without = [leaf for leaf in missing["pld"] if leaf in missing["rdp"]]
+        if not without:
+            rules.add("mixed")
+        else:
+            missing = {way: without for way in missing}
     if not rules:
         details = ", ".join(
             f"{way.upper()} has none for {to_json(leaves[0])}" for way, leaves in missing.items()
@@ -65,7 +74,7 @@ def check_rules(
             "Register another adjacency, charge a bound that has a rule (the event unsampled, "
             "PureDpEvent, ZCDpEvent) or use unproven()."
         )
-    return rules
+    return frozenset(rules)
 
 
 def _check_claim(leaf: DpEvent, adjacency: Adjacency) -> None:

@@ -16,7 +16,8 @@ from jaxdp.privacy.events import (
     ZCDpEvent,
 )
 from jaxdp.privacy.relations import Adjacency, distance_factor
-from jaxdp.privacy.renyi import RDP_ORDERS, total_rdp
+from jaxdp.privacy.renyi import total_rdp
+from jaxdp.privacy.renyi_conversions import RDP_ORDERS
 from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, leaf_rules
 from jaxdp.privacy.spent_epsilon import renyi_spent

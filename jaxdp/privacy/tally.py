@@ -15,7 +15,8 @@ from jaxdp.privacy.events import (
     precision,
 )
 from jaxdp.privacy.relations import LABELS, Adjacency
-from jaxdp.privacy.renyi import RDP_ORDERS, epsilon_from_rdp, leaf_rdp
+from jaxdp.privacy.renyi import leaf_rdp
+from jaxdp.privacy.renyi_conversions import RDP_ORDERS, epsilon_from_rdp
 from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, leaf_rules
 
 # Up to so many leaves the sum of losses is made anew for each step, because it costs little.

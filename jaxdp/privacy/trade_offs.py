@@ -13,7 +13,7 @@ maximum. Straight lines between them are exactly the maximum, and as sound.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,10 @@ from jaxdp.privacy.events import (
     OwnedGaussianDpEvent,
     PoissonSampledDpEvent,
 )
+from jaxdp.privacy.explanations import compositions_of, terms_of
 from jaxdp.privacy.relations import Adjacency, distance_factor
 from jaxdp.privacy.report_text import aligned
-from jaxdp.privacy.rules import leaf_pure_epsilon, pure_epsilon
+from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, pure_epsilon
 from jaxdp.privacy.spent_epsilon import deltas_of, epsilon_of
 from jaxdp.privacy.terms import Dataset
 
@@ -125,6 +126,18 @@ def trade_off_of(dataset: Dataset, compositions: Sequence[Counts], slack: float)
         slack=slack,
         mu_up_to_slack=mu_up_to_slack,
     )
+
+
+def of_account(account: Mapping[str, Any]) -> TradeOff | None:
+    """Returns the curve of one dataset of `Ledger.report`, with its delta as slack.
+
+    It returns None if the report leaves out rows, if nothing was spent, or if a release is unproven
+    or not private.
+    """
+    compositions = compositions_of(account)
+    if not any(compositions) or any(map(is_boundless, compositions)):
+        return None
+    return trade_off_of(terms_of(account), compositions, account["delta"])
 
 
 def _epsilons(dataset: Dataset, compositions: Sequence[Counts], least: float) -> np.ndarray:

@@ -11,11 +11,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import sha256_of
+from jaxdp.privacy import trade_offs
 from jaxdp.privacy.group_privacy import SIZES, of_account
 from jaxdp.privacy.units import unit_words
 from jaxdp.report.books import Books, spends_of
 from jaxdp.report.html import Chart, render_page, round_up
 from jaxdp.report.intervals import chance, interval
+from jaxdp.report.trade_off import CURVES, csv_link, trade_off_chart
 from jaxdp.report.verdicts import verdict
 
 
@@ -50,9 +52,11 @@ def page(
             "verdict": verdict(entry),
             "audited": audited(audits, entry["name"]),
             "families": _families(entry),
+            "chart": None,
         }
         accounts.append(account)
         spends += spends_of(names, group)
+    _add_curves(accounts)
     units = {entry["unit"] for entry in books.entries}
     words = unit_words(units.pop() if len(units) == 1 else "record")
     facts["books"] = books
@@ -72,6 +76,17 @@ def page(
     facts["Chart"] = Chart
     facts.setdefault("noise", [])
     return render_page(template, **facts)
+
+
+def _add_curves(accounts: Sequence[dict[str, Any]]) -> None:
+    """Adds the trade-off curves of the first accounts that have one."""
+    count = 0
+    for account in accounts:
+        curve = trade_offs.of_account(account["entry"]) if count < CURVES else None
+        chart = trade_off_chart(curve)
+        if curve is not None and chart is not None:
+            count += 1
+            account |= {"chart": chart, "trade_off": curve, "csv": csv_link(curve)}
 
 
 def _families(entry: Mapping[str, Any]) -> list[str]:

@@ -13,21 +13,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import DiskFull, write_durably
-from jaxdp.privacy import Ledger, LedgerDamaged, TradeOff, unit_words
+from jaxdp.privacy import Ledger, LedgerDamaged, unit_words
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.group_privacy import of_account
 from jaxdp.privacy.report_text import grouped
 from jaxdp.privacy.times import local
 from jaxdp.report.html import Chart, render_page
+from jaxdp.report.trade_off import CURVES, csv_link, trade_off_chart
 from jaxdp.report.verdicts import verdict
 from jaxdp.version import __version__
 
 CHARTS = 12  # accounts with a figure: those with the least left
-CURVES = 6  # accounts with a trade-off curve, of about 0.5 s each
 POINTS = 120  # of all figures together, because the accountant may take 0.1 s for each
 ROWS = 10  # of a table about one account; fewer if there are many accounts
 NEWEST = 50  # rows of the table of the newest spends
-_ALARMS = (0.0, 0.01, 0.02, 0.05, *(k / 20 for k in range(2, 21)))  # of a trade-off curve
 _PAGES = pathlib.Path(__file__).parent / "pages"
 
 
@@ -94,7 +93,8 @@ def ledger_page(
         return render_page(_PAGES / "damaged.html.jinja", **damaged, **common), error
     groups = facts["groups"]
     facts["charts"] = [_chart(facts, group, timezone) for group in groups]
-    facts["trade_offs"] = [_trade_off_chart(group["trade_off"]) for group in groups]
+    facts["trade_offs"] = [trade_off_chart(group["trade_off"]) for group in groups]
+    facts["csv_link"] = csv_link
     facts["units"] = list(dict.fromkeys(group["words"] for group in groups))
     facts["verdicts"] = [verdict(group["account"]) for group in groups]
     # About 300 rows in all tables together, so that the page of many accounts can be read.
@@ -217,24 +217,6 @@ def _chart(
         text=functools.partial(text, "%Y-%m-%d %H:%M:%S"),
         mark=functools.partial(text, _mark(now - first)),
         steps=True,
-    )
-
-
-def _trade_off_chart(curve: TradeOff | None) -> Chart | None:
-    """Returns the chart of a trade-off curve. It is None without a curve, or if it is 0."""
-    if curve is None or not any(curve.beta):
-        return None
-    # Rounded down to the digits that are shown.
-    points = [(alpha, math.floor(1000 * curve.at(alpha)) / 1000) for alpha in _ALARMS]
-    return Chart(
-        curves={
-            "proven for every attacker": points,
-            "guessing": [(0.0, 1.0), (1.0, 0.0)],
-        },
-        xlabel="false alarms",
-        ylabel="misses at least",
-        top=1.0,
-        percent=True,
     )
 
 

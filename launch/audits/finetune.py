@@ -7,7 +7,6 @@ random entries. Its norm is a hundred times the clip norm.
 
 import dataclasses
 import functools
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple

@@ -60,7 +60,10 @@ def main(
         config = command.config.value
         if command.tune.value:
             if tunes is None:
-                raise ValueError("--tune is for launch.finetune. Leave it out.")
+                raise ValueError(
+                    "--tune is for launch.finetune and launch.lm, where each training pays. Leave "
+                    "it out."
+                )
             config = tunes(config, command.tune.value)
         ledger = command.ledger.value
         choice = ledgers.Choice(

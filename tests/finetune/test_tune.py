@@ -13,7 +13,7 @@ import pytest
 from scipy import stats
 
 import jaxdp
-from jaxdp import data, finetune
+from jaxdp import data, finetune, recalibration
 from jaxdp.finetune import ChargedScore, PublicScore, RandomRuns, with_hyperparams
 from jaxdp.privacy import (
     BudgetExceeded,
@@ -315,6 +315,82 @@ def test_nothing_is_spent_on_a_search_that_is_refused(account, monkeypatch):
         ChargedScore(predict=predict, source=RECORDS, noise_multiplier=0.0)
     with pytest.raises(ValueError, match="no hyperparameter"):
         with_hyperparams(trainer(), {"momentum": 0.5}).init(PARAMS)
+    assert account.epsilon() == 0
+
+
+# --- Other releases -----------------------------------------------------------------------------
+
+PURE = recalibration.event(0.5)
+
+
+def recalibrated(method):
+    """Returns a candidate that recalibrates one hospital by a method."""
+    random = np.random.default_rng(0)
+    logits = 4 * random.normal(size=(40, 3)).astype(np.float32)
+    labels = logits.argmax(1)
+
+    def run(account, seed):
+        hospital = recalibration.Party(logits, labels, account=account)
+        found = method([hospital], epsilon=0.5, key=jaxdp.release.stream(seed, "noise"))
+        return {"temperature": np.float32(found.temperature)}
+
+    return finetune.Procedure(event=PURE, run=run, facts=[logits, labels, method.__name__])
+
+
+@pytest.mark.slow
+def test_a_recalibration_is_a_candidate_that_pays_once(account, monkeypatch, five_runs, tmp_path):
+    methods = (recalibration.acc_t, recalibration.nll_t)
+    start = {"temperature": np.float32(1.0)}
+    score = PublicScore(lambda params: -abs(float(params["temperature"]) - 2.0))
+    tune = functools.partial(
+        jaxdp.tune,
+        {method.__name__: recalibrated(method) for method in methods},
+        account,
+        start,
+        None,
+        runs=RUNS,
+        score=score,
+        workdir=tmp_path / "run",
+    )
+    best = tune(seed=SEED)
+    assert best.name in ("acc_t", "nll_t") and best.score == score.function(best.params)
+    assert account.ledger.events("blobs") == {None: RUNS.event(PURE)}
+    assert account.epsilon(delta=0.0) == pytest.approx(3 * 0.5)  # 2 + eta runs
+    assert tune() == best and account.epsilon(delta=0.0) == pytest.approx(3 * 0.5)
+
+
+def test_a_procedure_spends_what_it_says(account):
+    seen = []
+
+    def spends(*charges):
+        def run(account, seed):
+            seen.append((account.adjacency, account.unit, len(seed)))
+            for event, part in charges:
+                with account.spend(event, partition=part):
+                    pass
+            return PARAMS
+
+        return finetune.Procedure(event=PURE, run=run)
+
+    half = recalibration.event(0.25)
+    for charges in ([(PURE, None)], [(PURE, "a"), (PURE, "b")]):
+        assert spends(*charges).release(account, SEED) is PARAMS
+    assert seen == [("add_remove", "example", 16)] * 2
+    # Twins: nothing, too much, other events, and a part that the whole comes on top of.
+    for charges in (
+        [],
+        [(PURE, None)] * 2,
+        [(half, None)] * 2,
+        [(PURE, "a"), (PURE, None)],
+        [(PURE, "a"), (half, "b")],
+    ):
+        with pytest.raises(RuntimeError, match="Nothing is released"):
+            spends(*charges).release(account, SEED)
+    unbounded = finetune.Procedure(event=UnprovenDpEvent("none"), run=lambda account, seed: PARAMS)
+    with pytest.raises(ValueError, match="has no bound"):
+        jaxdp.tune({"a": unbounded}, account, PARAMS, None, runs=RUNS, score=TOTAL)
+    with pytest.raises(TypeError, match="run must be a function"):
+        finetune.Procedure(event=PURE, run=3)
     assert account.epsilon() == 0
 
 

@@ -133,7 +133,7 @@ class Curve:
             real = logs + z[0].real * losses
             kept = real > real.max() - 60
             weights, losses = np.exp(real[kept] - real.max()), losses[kept]
-            moments = np.exp(1j * np.outer(z.imag, losses)) @ weights
+            moments = _waves(z.imag, losses, weights)
             total += count * (np.log(moments + 1e-300) + real.max())
         return total
 
@@ -202,6 +202,19 @@ class Curve:
         c, dt, peak, z, values = line or self.line(epsilon)
         total = float((values * np.exp(-1j * z.imag * epsilon)).real.sum())
         return math.log(max(total * dt / math.pi, 1e-300)) + peak - c * epsilon
+
+
+def _waves(times, losses, weights):
+    """Sums of weights times exp(i t loss) for one t, or for 2^k >= 64 t of equal distances.
+
+    Runs of t share a first factor in exp(i (t_0 + t) loss), and a product of matrices has all sums.
+    """
+    if len(times) < 64:
+        return np.exp(1j * np.outer(times, losses)) @ weights
+    run = 2 ** (int(math.log2(len(times))) // 2)
+    first = np.exp(1j * np.outer(times[::run], losses)) * weights
+    later = np.exp(1j * np.outer(losses, times[:run] - times[0]))
+    return (first @ later).ravel()
 
 
 def exact_epsilon(event, delta, adjacency, near):

@@ -14,7 +14,6 @@ from jaxdp.privacy import (
     GaussianDpEvent,
     LabelDpEvent,
     LaplaceDpEvent,
-    Ledger,
     OneOfDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
@@ -154,18 +153,6 @@ def test_candidates_that_differ_cost_the_most_expensive_at_every_order():
     assert epsilon(OneOfDpEvent((many, PureDpEvent(0.5))), delta=0.0) == pytest.approx(0.5)
     search = RepeatAndSelectDpEvent(both, 5.0, 1.0)
     assert epsilon(search, delta=1e-5) > costs[2]
-
-
-def test_a_search_and_a_training_share_an_account():
-    run = SelfComposedDpEvent(PoissonSampledDpEvent(0.05, GaussianDpEvent(2.0)), 50)
-    search = RepeatAndSelectDpEvent(run, 5.0, 1.0)
-    with Ledger.in_memory() as ledger:
-        ledger.register("d", adjacency="add_remove", unit="example", epsilon=9.0, delta=1e-5)
-        for event in (search, run):
-            with ledger.spend("d", event):
-                pass
-        together = epsilon(ComposedDpEvent([search, run]), delta=1e-5, method="rdp")
-        assert ledger.epsilon("d") == pytest.approx(together)
 
 
 def test_what_has_no_rule_is_refused():

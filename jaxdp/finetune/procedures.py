@@ -1,0 +1,66 @@
+"""Candidates of a search that `fit` does not train: a recalibration, an adaptation to a stream."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxdp.files import check_function
+from jaxdp.privacy import Account, DpEvent, Ledger
+from jaxdp.privacy.events import compose, composition, describe
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Procedure:
+    """Any private release as a candidate of `tune`.
+
+        def run(account, seed):
+            hospital = recalibration.Party(logits, labels, account=account)
+            key = jaxdp.release.stream(seed, "noise")
+            found = recalibration.acc_t([hospital], epsilon=0.5, key=key)
+            return {"temperature": np.float32(found.temperature)}
+
+        candidate = finetune.Procedure(event=recalibration.event(0.5), run=run)
+
+    Attributes:
+      event: What one run costs a record of the account of the search.
+      run: `run(account, seed) -> params` makes the release, and spends exactly `event` from the
+        account. It returns arrays in the structure of the search's params. `seed` is 16 secret
+        bytes, from which all of its noise comes. It shows and writes nothing else.
+      facts: Numbers, texts and arrays on which the release depends, such as its records. A search
+        in a workdir answers from there only if they are the same.
+    """
+
+    event: DpEvent
+    run: Callable[[Account, bytes], Any]
+    facts: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        check_function("run", self.run, "run(account, seed) -> {'temperature': array}")
+
+    def release(self, account: Account, seed: bytes) -> Any:
+        """Returns the params of one run, which a ledger in memory pays in the terms of `account`.
+
+        Raises:
+          RuntimeError: The run spent something else than `event`.
+        """
+        with Ledger.in_memory() as ledger:
+            ledger.register("run", adjacency=account.adjacency, unit=account.unit)
+            params = self.run(ledger.account("run"), seed)
+            check_spent(ledger, self.event)
+        return params
+
+
+def check_spent(ledger: Ledger, event: DpEvent) -> None:
+    """Raises RuntimeError if a run spent something else than an event.
+
+    A run may spend the event once on each of several disjoint parts of the records.
+    """
+    paid = compose(composition(event))
+    spent = {part: each for part, each in ledger.events("run").items() if composition(each)}
+    is_once = spent == {None: paid}
+    is_by_parts = bool(spent) and None not in spent and set(spent.values()) == {paid}
+    if not (is_once or is_by_parts):
+        raise RuntimeError(
+            f"a run spent {spent}, but the search was charged for {describe(paid)}. Nothing is "
+            "released."
+        )
