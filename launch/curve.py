@@ -36,15 +36,21 @@ class _Opened(NamedTuple):
 
 def _private(config: Any, epsilon: float) -> Any:
     """Returns the `private` part of the config of one point."""
+    points = config.curve
+    place = list(points.epsilons).index(epsilon)
     private = copy.deepcopy(config.private)
     private.epsilon = epsilon
-    private.learning_rate = config.curve.learning_rates[list(config.curve.epsilons).index(epsilon)]
+    private.learning_rate = points.learning_rates[place]
     return private
 
 
 def _open(config: Any, root: pathlib.Path) -> _Opened:
     task = tasks.open_task(config, root)
-    trainer = functools.cache(lambda epsilon: task.trainer(_private(config, epsilon)))
+
+    @functools.cache
+    def trainer(epsilon: float) -> Any:
+        return task.trainer(_private(config, epsilon))
+
     for epsilon in config.curve.epsilons:
         trainer(epsilon)
     return _Opened(task, trainer)
@@ -63,49 +69,49 @@ def _cells(config: Any) -> Iterator[Point]:
 
 
 def _run(cell: Point, work: frame.Work) -> Fields:
-    task, trainer = work.shared.task, work.shared.trainer(cell.epsilon)
-    private, folder = _private(work.config, cell.epsilon), work.folder(cell)
-    start = models.fresh(task.network, work.config.init_seed)
-    ledger = frame.account(
-        folder / "ledger.sqlite", task.private.name, label=private.method, **task.terms(private)
-    )
-    with ledger as account, frame.watching(work.config, folder) as writers:
-        params, cost = trainers.fit(
-            trainer, start, task.units, private, account, folder / "scratch", writers
-        )
+    config, task = work.config, work.shared.task
+    trainer = work.shared.trainer(cell.epsilon)
+    private = _private(config, cell.epsilon)
+    folder = work.folder(cell)
+    path, scratch = folder / "ledger.sqlite", folder / "scratch"
+    start = models.fresh(task.network, config.init_seed)
+    terms = task.terms(private)
+    ledger = frame.account(path, task.private.name, label=private.method, **terms)
+    with ledger as account, frame.watching(config, folder) as writers:
+        params, cost = trainers.fit(trainer, start, task.units, private, account, scratch, writers)
     save_params(folder / "params.safetensors", task.serving(params))
-    return {
-        "accuracy": finetune.accuracy(task.network.apply_fn, params, task.test),
-        **cost,
-        "learning_rate": private.learning_rate,
-    }
+    accuracy = finetune.accuracy(task.network.apply_fn, params, task.test)
+    return {"accuracy": accuracy, **cost, "learning_rate": private.learning_rate}
 
 
 def _result(rows: Rows, work: frame.Work) -> Fields:
+    config, task = work.config, work.shared.task
     points = []
-    for epsilon in work.config.curve.epsilons:
+    for epsilon in config.curve.epsilons:
         runs = results.select(rows, epsilon=epsilon)
         moments = results.moments(row["accuracy"] for row in runs)
-        deviation = moments.deviation if work.config.curve.runs > 1 else None
-        points.append({"epsilon": epsilon, "accuracy": moments.mean, "deviation": deviation})
-    task = work.shared.task
+        deviation = moments.deviation if config.curve.runs > 1 else None
+        point = {"epsilon": epsilon, "accuracy": moments.mean, "deviation": deviation}
+        points.append(point)
+    without_privacy = _without(work) if config.references else None
     return {
         "dataset": task.private.name,
         "records": len(task.private),
         "test_records": len(task.test),
-        "delta": work.config.private.delta,
-        "runs": work.config.curve.runs,
+        "delta": config.private.delta,
+        "runs": config.curve.runs,
         "points": points,
-        "without_privacy": _without(work) if work.config.references else None,
+        "without_privacy": without_privacy,
     }
 
 
 def _without(work: frame.Work) -> float:
     """Returns the accuracy without clipping and noise."""
-    task, config = work.shared.task, work.config
+    config, task = work.config, work.shared.task
+    start = models.fresh(task.network, config.init_seed)
     params = models.train(
         task.network,
-        models.fresh(task.network, config.init_seed),
+        start,
         task.private,
         config.no_privacy,
         seed=config.init_seed,
@@ -116,40 +122,54 @@ def _without(work: frame.Work) -> float:
 
 
 def _table(result: Result) -> Lines:
-    rows = [
-        {
-            "epsilon": f"{p['epsilon']:g}",
-            "test accuracy %": results.percent(p["accuracy"], p["deviation"]),
-        }
-        for p in result["points"]
-    ]
+    lines = []
+    for point in result["points"]:
+        accuracy = results.percent(point["accuracy"], point["deviation"])
+        lines.append(_line(f"{point['epsilon']:g}", accuracy))
     plain = result["without_privacy"]
-    return rows + (
-        [{"epsilon": "inf", "test accuracy %": results.percent(plain)}] if plain is not None else []
-    )
+    if plain is not None:
+        lines.append(_line("inf", results.percent(plain)))
+    return lines
+
+
+def _line(epsilon: str, accuracy: str) -> Fields:
+    return {"epsilon": epsilon, "test accuracy %": accuracy}
+
+
+def _tables(result: Result, work: frame.Work) -> Fields:
+    return {"Test accuracy over epsilon": _table(result)}
+
+
+def _records(result: Result) -> str:
+    return f"{result['records']} private records of {result['dataset']}"
 
 
 def _summary(result: Result) -> str:
+    table = format_table(_table(result))
     return (
-        f"{format_table(_table(result))}\n\n{result['records']} private records of "
-        f"{result['dataset']}, delta = "
-        f"{result['delta']:g}. Mean and standard deviation over {result['runs']} runs.\nEach "
-        "private model alone has "
-        "its epsilon. Releasing several costs the sum."
+        f"{table}\n\n{_records(result)}, delta = {result['delta']:g}. "
+        f"Mean and standard deviation over {result['runs']} runs.\n"
+        "Each private model alone has its epsilon. Releasing several costs the sum."
     )
 
 
 def _figures(result: Result, work: frame.Work) -> None:
+    points = []
+    ticks = {}
+    for point in result["points"]:
+        epsilon = point["epsilon"]
+        points.append((epsilon, point["accuracy"]))
+        ticks[epsilon] = f"{epsilon:g}"
     plain = result["without_privacy"]
     plot_curves(
         work.root / "curve.png",
-        {"private": [(point["epsilon"], point["accuracy"]) for point in result["points"]]},
-        title=f"{result['records']} private records of {result['dataset']}",
+        {"private": points},
+        title=_records(result),
         subtitle=f"mean of {result['runs']} runs, delta = {result['delta']:g}",
         xlabel="epsilon",
         ylabel="test accuracy",
         xscale="log",
-        xticks={point["epsilon"]: f"{point['epsilon']:g}" for point in result["points"]},
+        xticks=ticks,
         references={} if plain is None else {"no privacy": plain},
     )
 
@@ -173,6 +193,12 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
         )
 
 
+_REPORT = frame.Report(
+    title="accuracy over epsilon",
+    released={"cells/*/*/params.safetensors": "a model of its own"},
+    ledgers=("cells/*/*/ledger.sqlite",),
+)
+
 STUDY = frame.Study(
     name="curve",
     open=_open,
@@ -180,16 +206,12 @@ STUDY = frame.Study(
     run=_run,
     result=_result,
     summary=_summary,
-    tables=lambda result, work: {"Test accuracy over epsilon": _table(result)},
+    tables=_tables,
     figures=_figures,
     plan=_plan,
     benchmark=(
         "It trains many models on one private set and compares them on its test set. For private "
         "data fine-tune one model, with a config without config.curve."
     ),
-    report=frame.Report(
-        title="accuracy over epsilon",
-        released={"cells/*/*/params.safetensors": "a model of its own"},
-        ledgers=("cells/*/*/ledger.sqlite",),
-    ),
+    report=_REPORT,
 )

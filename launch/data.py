@@ -33,7 +33,7 @@ Errors name the field of the config. Sources come from specs by `jaxdp.data.open
 import functools
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ from jaxdp.data.shifts import STRENGTHS, Shift, shifted
 from jaxdp.data.spec import Prepare, format_of, medmnist_arrays, open_parts, whole_bundled
 from jaxdp.files import Limits, optional, read_npz
 from jaxdp.report import progress_bar
+
+from .study import Fields
 
 __all__ = [
     "ROLES",
@@ -130,10 +132,10 @@ def specs(
         places = _shares_of_file(config, part_by_role)
     else:
         places = {role: _place(config, source, role, part) for role, part in part_by_role.items()}
-    every = {
-        role: DataSpec(role=role, where="config.data", **{**shared, **place})
-        for role, place in places.items()
-    }
+    every = {}
+    for role, place in places.items():
+        fields = shared | place
+        every[role] = DataSpec(role=role, where="config.data", **fields)
     check_records_apart(every)
     ordered: dict[str, DataSpec] = {}
     for role in roles:
@@ -158,7 +160,8 @@ def parts(
       FileNotFoundError: The data is missing. The message says how to get it.
       ValueError: As in `specs`, or two parts share an owner.
     """
-    return open_parts(specs(config, *roles, grouped=grouped), prepare=prepare, images=images)
+    specs_of_roles = specs(config, *roles, grouped=grouped)
+    return open_parts(specs_of_roles, prepare=prepare, images=images)
 
 
 def whole(config: Any, where: str = "config.data") -> DataSpec:
@@ -192,19 +195,18 @@ def _refuse_table(source: str, where: str) -> None:
         )
 
 
-def _shared_fields(config: Any) -> dict[str, Any]:
+def _shared_fields(config: Any) -> Fields:
     """Returns the fields of a spec that do not depend on its role."""
-    fields = {name: config[name] for name in _SHARED if name in config}
-    return fields | {
-        "columns": dict(config.get("columns", {})) or None,
-        "class_names": tuple(config.get("class_names", ())),
-        "options": dict(config.get("options", {})),
-        "limits": Limits(**config.get("limits", {})),
-        "pixel_range": config.get("pixel_range", None),
-    }
+    fields: Fields = {name: config[name] for name in _SHARED if name in config}
+    fields["columns"] = dict(config.get("columns", {})) or None
+    fields["class_names"] = tuple(config.get("class_names", ()))
+    fields["options"] = dict(config.get("options", {}))
+    fields["limits"] = Limits(**config.get("limits", {}))
+    fields["pixel_range"] = config.get("pixel_range", None)
+    return fields
 
 
-def terms(config: Any, *, unit: str = "example", adjacency: str = "add_remove") -> dict[str, Any]:
+def terms(config: Any, *, unit: str = "example", adjacency: str = "add_remove") -> Fields:
     """Returns unit and adjacency of the private data for `frame.account`.
 
     Args:
@@ -266,11 +268,11 @@ def check_group(
         raise ValueError(f"{where}.max_records must be at least 1 with {group=}.")
 
 
-def _parts(config: Any) -> dict[str, Any]:
+def _parts(config: Any) -> Fields:
     """Returns the parts by role, in the order of `ROLES`: {"private": 0.5, "sources": (0.1, 0.2)}
     becomes {"private": 0.5, "sources 0": 0.1, "sources 1": 0.2}.
     """
-    part_by_role = dict[str, Any]()
+    part_by_role: Fields = {}
     for role in ROLES:
         part = config.parts.get(role)
         if not part:
@@ -287,7 +289,7 @@ def _kind(role: str) -> str:
     return role.partition(" ")[0]
 
 
-def _bundled_places(config: Any, parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _bundled_places(config: Any, parts: Fields) -> dict[str, Fields]:
     """Returns the fields of a spec with the rows of each part, one part after the other."""
     if not parts:
         raise ValueError(f"config.data.parts must name a part of {config.name!r}, got none.")
@@ -298,7 +300,8 @@ def _bundled_places(config: Any, parts: Mapping[str, Any]) -> dict[str, dict[str
             f"config.data.parts must add up to at most {records} records of {config.name!r}, or "
             f"to 1 in shares, got {dict(parts)}."
         )
-    places, first = {}, 0
+    places = {}
+    first = 0
     for role, end in zip(parts, np.cumsum(shares), strict=True):
         # Ends are rounded, not sizes, so that shares that add up to 1 take every record.
         last = min(records, round(records * end))
@@ -314,7 +317,7 @@ def _is_divided(config: Any, source: str, parts: Mapping[str, Any]) -> bool:
     return source == "csv" and not os.path.isdir(config.get("path", ""))
 
 
-def _shares_of_file(config: Any, parts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _shares_of_file(config: Any, parts: Fields) -> dict[str, Fields]:
     """Returns the fields of a spec with the share of each part of one CSV file."""
     if not os.path.exists(config.path):
         raise FileNotFoundError(
@@ -346,7 +349,7 @@ def _share(role: str, part: Any, records: int) -> float:
     return part if part < 1 else part / records
 
 
-def _place(config: Any, source: str, role: str, part: Any) -> dict[str, Any]:
+def _place(config: Any, source: str, role: str, part: Any) -> Fields:
     """Returns the fields of a spec that say where a part of a set that is not bundled lies."""
     if not isinstance(part, str):
         must = "a split such as 'train[:500]'" if source in ("tfds", "npz") else "a text"
@@ -423,7 +426,9 @@ def texts(spec: DataSpec, field: str, *, labelled: bool = True) -> tuple[list[st
     if rows and field not in rows[0]:
         known = ", ".join(map(repr, sorted(rows[0])))
         raise ValueError(f"{spec.where}.field must be one of {known}, got {field!r}.")
-    label = np.array([row["label"] if labelled else 0 for row in rows], np.int32)
+    label = np.zeros(len(rows), np.int32)
+    if labelled:
+        label[:] = [row["label"] for row in rows]
     if (label < 0).any():
         raise ValueError(
             f"split {spec.part!r} of data set {spec.name!r} has no labels (they are stored as -1)."
@@ -457,12 +462,13 @@ def shift(config: Any, name: str) -> Shift:
 def domains(config: Any, names: Sequence[str]) -> dict[str, Shift | DataSpec]:
     """Returns the shift of each name, or the other set that stands for it in config.data.others."""
     others = config.get("others", {})
-    return {
-        name: whole(others[name], f"config.data.others.{name}")
-        if name in others
-        else shift(config, name)
-        for name in names
-    }
+    sets: dict[str, Shift | DataSpec] = {}
+    for name in names:
+        if name in others:
+            sets[name] = whole(others[name], f"config.data.others.{name}")
+        else:
+            sets[name] = shift(config, name)
+    return sets
 
 
 def under(test: Examples | None, shift: Shift) -> Examples:

@@ -78,30 +78,31 @@ def training(
     Args:
       what, terms, **where: As in `Item`.
     """
-    sampler = trainer.sampler
-    first = trainer.privatizer.multiplier_at(0)
-    last = trainer.privatizer.multiplier_at(steps - 1)
+    sampler, privatizer = trainer.sampler, trainer.privatizer
+    batch_size = sampler.expected_batch_size
+    first = privatizer.multiplier_at(0)
+    last = privatizer.multiplier_at(steps - 1)
     noise = f"{first:.6g}"
     if first != last:
         noise += f" to {last:.6g}"
-    correlated = trainer.privatizer.noise
+    correlated = privatizer.noise
     if correlated is not None:
         noise += ", correlated"
         if not trainer.is_amplified:
             noise += f" over a sensitivity of {correlated.sensitivity:.6g}"
+    if trainer.is_whole:
+        every = steps  # steps that share who takes part have one event
     rows = facts(
         trainer.event,
         records=sampler.num_examples,
-        batch_size=sampler.expected_batch_size,
+        batch_size=batch_size,
         noise_multiplier=noise,
         steps=steps,
-        # Steps that share who takes part have one event.
-        every=steps if trainer.is_whole else every,
+        every=every,
         terms={"unit": "example", **terms},
     )
-
     if correlated is not None and not trainer.is_amplified:
-        order = f"{sampler.expected_batch_size:g} on average, in a fixed order"
+        order = f"{batch_size:g} on average, in a fixed order"
         rows = [(name, order if name == "batch size" else value) for name, value in rows]
     programs = programs_of(trainer, source, params, steps)
     event = trainer.event(0, steps)
@@ -117,11 +118,14 @@ def programs_of(
     def programs(memory: int | None) -> Programs:
         state = trainer.init(params)
         sizes = trainer.physical(state, source, memory=memory)
-        batches = [sizes.counts(len(sampler.batch(k))) for k in range(min(_DRAWS, steps))]
+        batches = []
+        for k in range(min(_DRAWS, steps)):
+            records = len(sampler.batch(k))
+            batches.append(sizes.counts(records))
         calls: dict[str, float] = {}
         for size in sizes.sizes:
-            each = float(np.mean([counts[size] for counts in batches]))
-            calls[f"sum {size}"] = steps * each
+            mean = np.mean([counts[size] for counts in batches])
+            calls[f"sum {size}"] = steps * float(mean)
         # A step adds up the sums of its physical batches, so there is one addition fewer than sums.
         calls["add"] = sum(calls.values()) - steps
         every_steps = trainer.query.refresh_every
@@ -141,10 +145,13 @@ def public_training(
     """
 
     def mean_loss(params: Any, batch: Any) -> jax.Array:
-        return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
+        losses = jax.vmap(loss, in_axes=(None, 0))(params, batch)
+        return losses.mean()
 
-    batch = source.gather(np.zeros(min(how.batch_size, len(source)), np.int64))
-    program = jax.jit(jax.grad(mean_loss)), (params, batch), how.steps
+    rows = min(how.batch_size, len(source))
+    batch = source.gather(np.zeros(rows, np.int64))
+    gradient = jax.jit(jax.grad(mean_loss))
+    program = gradient, (params, batch), how.steps
     return Item(what, programs=lambda memory: [program])
 
 
@@ -193,14 +200,19 @@ def show(
             "--target compiles the private steps of a run, and this config has none. Leave it out."
         )
     for item in items:
-        print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)
+        times = f", {item.runs} times" if item.runs > 1 else ""
+        print(f"\n{item.what}{times}", flush=True)
         if ledger is not None and item.ledger == Item._field_defaults["ledger"]:
             item = item._replace(ledger=os.fspath(ledger.absolute()))
-        rows = list(item.rows) if item.event is None else _charged(item, item.event, root)
+        if item.event is None:
+            rows = list(item.rows)
+        else:
+            rows = _charged(item, item.event, root)
         estimate = _elsewhere(item, target) if target else _here(item)
         rows += estimate.rows
         seconds += estimate.seconds
-        print(*(f"  {line}" for line in aligned(rows)), sep="\n", flush=True)
+        lines = [f"  {line}" for line in aligned(rows)]
+        print(*lines, sep="\n", flush=True)
     if all(item.event is None for item in items):
         print("\nNo ledger is charged.")
     if target and seconds:
@@ -217,17 +229,21 @@ def show(
 
 def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tuple[str, str]]:
     terms = {"adjacency": "add_remove", "unit": "example", **item.terms}
+    adjacency, unit = terms["adjacency"], terms["unit"]
     delta = terms.get("delta") or 0.0
     name = item.dataset or "private records"
-    rows = [("data set", f"{name}, {terms['adjacency']}, unit {terms['unit']}"), *item.rows]
+    rows = [("data set", f"{name}, {adjacency}, unit {unit}"), *item.rows]
     if not any(name == "epsilon" for name, _ in item.rows):
-        spent = privacy.epsilon(event, delta=delta, adjacency=terms["adjacency"])
-        rows += [("event", describe(event)), ("epsilon", f"{spent:.6g} at delta {delta:g}")]
+        spent = privacy.epsilon(event, delta=delta, adjacency=adjacency)
+        rows.append(("event", describe(event)))
+        rows.append(("epsilon", f"{spent:.6g} at delta {delta:g}"))
         if delta and terms.get("records"):
             exposed = delta * terms["records"]
-            rows.append((f"delta * {unit_words(terms['unit']).many}", f"{exposed:.4g}"))
+            units = unit_words(unit).many
+            rows.append((f"delta * {units}", f"{exposed:.4g}"))
     if root is not None and item.folder:
-        event = outstanding({item.dataset: event}, root / item.folder)[item.dataset]
+        left = outstanding({item.dataset: event}, root / item.folder)
+        event = left[item.dataset]
     with contextlib.ExitStack() as opened:
         path = (root or pathlib.Path()) / item.ledger
         if (root is not None or path.is_absolute()) and path.exists():
@@ -236,10 +252,12 @@ def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tupl
             if not item.dataset and len(names) == 1:
                 name = names[0]
             if name in names:
-                return [*rows, ("ledger", f"{path}: {left_after(ledger.account(name), event)}")]
+                text = left_after(ledger.account(name), event)
+                return [*rows, ("ledger", f"{path}: {text}")]
         ledger = opened.enter_context(Ledger.in_memory())
         ledger.register(name, **terms)
-        return [*rows, ("ledger", f"new: {left_after(ledger.account(name), event)}")]
+        text = left_after(ledger.account(name), event)
+        return [*rows, ("ledger", f"new: {text}")]
 
 
 class _Estimate(NamedTuple):
@@ -271,16 +289,13 @@ def _here(item: Item) -> _Estimate:
         running += calls * (time.perf_counter() - started)
     if not programs:
         return _Estimate()
+    size = f"{_megabytes(memory)} for arguments, results and temporaries of the largest program"
+    device = jax.devices()[0].device_kind
+    duration = f"{_duration(running)}, from one step on zeros on {device}"
     rows = [
-        (
-            "memory (estimate)",
-            f"{memory / 1e6:,.0f} MB for arguments, results and temporaries of the largest program",
-        ),
+        ("memory (estimate)", size),
         ("compilation", f"{compiling:.1f} s, measured now"),
-        (
-            "run time (estimate)",
-            f"{_duration(running)}, from one step on zeros on {jax.devices()[0].device_kind}",
-        ),
+        ("run time (estimate)", duration),
     ]
     return _Estimate(rows, compiling + item.runs * running)
 
@@ -296,12 +311,8 @@ def _elsewhere(item: Item, target: str) -> _Estimate:
         calls.append(times / item.steps)
     largest = max(estimate.memory for estimate in estimates)
     verdict = "fits" if all(estimate.fits for estimate in estimates) else "does not fit"
-    rows = [
-        (
-            f"memory of {target}",
-            f"{verdict}: {_megabytes(largest)} of {_megabytes(chip.memory)} of a chip",
-        )
-    ]
+    share = f"{_megabytes(largest)} of {_megabytes(chip.memory)} of a chip"
+    rows = [(f"memory of {target}", f"{verdict}: {share}")]
     if any(estimate.seconds is None for estimate in estimates):
         rows.append(
             ("remedy", "a smaller physical_batch_size, fewer trained parameters, or several chips")
@@ -326,9 +337,8 @@ def _elsewhere(item: Item, target: str) -> _Estimate:
         own = "million cycles of Pallas kernels, by an estimate of their own"
         rows.append(("of these", f"{kernels / 1e6:,.3g} {own}"))
     whole = item.steps * seconds
-    rows.append(
-        ("all steps", f"{whole / 3600:.3g} hours ({_duration(whole)}) for {item.steps:,} of them")
-    )
+    hours = f"{whole / 3600:.3g} hours"
+    rows.append(("all steps", f"{hours} ({_duration(whole)}) for {item.steps:,} of them"))
     loops = sum(map(_open_loops, estimates))
     if loops:
         rows.append(("counted once", f"loops whose turns depend on data: {loops}"))
@@ -350,7 +360,9 @@ def _megabytes(count: float) -> str:
 
 def _zeros(arguments: Any) -> Any:
     def zeros(x: Any) -> jax.Array:
-        return jnp.zeros(x.shape, x.dtype) if isinstance(x, _ZEROS) else jnp.copy(x)
+        if isinstance(x, _ZEROS):
+            return jnp.zeros(x.shape, x.dtype)
+        return jnp.copy(x)
 
     return jax.tree.map(zeros, arguments)
 

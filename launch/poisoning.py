@@ -22,6 +22,9 @@ from .study import Fields, Lines, Result, Rows
 
 Examples = dict[str, np.ndarray]
 KINDS = ("remove", "features", "labels", "both", "replace")
+# What `jaxdp.prediction` calls a kind. The others poison records.
+_THREATS = {"remove": "remove", "replace": "replace_one"}
+_MOVES_FEATURES = ("features", "both")
 _STEPS = 6  # columns of the table, over the numbers of changes
 
 
@@ -43,39 +46,36 @@ class Opened:
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config = config
+        changes = config.changes
         task = features.read(config.data).compute(root / "network.safetensors")
-        self.train, self.test = everything(task.train), everything(task.test)
-        self.model = models.Dense(
-            self.train["features"].shape[1], task.train.num_classes, **config.model
-        )
+        self.train = everything(task.train)
+        self.test = everything(task.test)
         self.name = task.train.name
-        count = len(task.train)
-        share = config.changes.public
-        if not 0 <= share < 1:
-            raise ValueError(f"config.changes.public must be in [0, 1), got {share}.")
-        rows = choose(count, round(share * count), seed=config.changes.seed)
+        count, width = self.train["features"].shape
+        self.model = models.Dense(width, task.train.num_classes, **config.model)
+        if not 0 <= changes.public < 1:
+            raise ValueError(f"config.changes.public must be in [0, 1), got {changes.public}.")
+        rows = choose(count, round(changes.public * count), seed=changes.seed)
         self.public = np.isin(np.arange(count), rows)
 
     def fit(self, kind: str, examples: Examples, ks: Any, public: Any) -> prediction.Bounds:
         """Trains in full batches, and bounds training on changed records."""
         training = dict(self.config.training)
         training["batch_size"] = training.pop("records")
-        training["threat"] = {"remove": "remove", "replace": "replace_one"}.get(kind, "poison")
+        training["threat"] = _THREATS.get(kind, "poison")
+        training["poisoning"] = self.poisoning(kind)
+        start = self.model.init()
         return prediction.train_with_bounds(
-            self.model.loss,
-            self.model.init(),
-            examples,
-            ks=ks,
-            public=public,
-            poisoning=self.poisoning(kind),
-            **training,
+            self.model.loss, start, examples, ks=ks, public=public, **training
         )
 
     def poisoning(self, kind: str) -> prediction.Poisoning | None:
         """Returns what a poisoned record may become."""
-        if kind in ("remove", "replace"):
+        if kind in _THREATS:
             return None
-        radius = self.config.changes.radius if kind in ("features", "both") else 0.0
+        radius = 0.0
+        if kind in _MOVES_FEATURES:
+            radius = self.config.changes.radius
         labels: tuple[float, ...] = ()
         if kind in ("labels", "both"):
             labels = tuple(range(self.model.num_classes))
@@ -83,20 +83,23 @@ class Opened:
 
     def changed(self, kind: str, number: int) -> Examples:
         """Returns the records after the largest number of random changes of a kind."""
-        changes, model = self.config.changes, self.model
+        changes = self.config.changes
         free = np.flatnonzero(~self.public)
         rng = np.random.default_rng([changes.seed, number])
-        who = rng.permutation(free)[: changes.most]
+        changed = rng.permutation(free)[: changes.most]
         if kind == "remove":
-            return {name: np.delete(array, who, axis=0) for name, array in self.train.items()}
-        vectors, labels = self.train["features"].copy(), self.train["label"].copy()
-        if kind in ("features", "both"):
-            signs = rng.choice([-1, 1], size=vectors[who].shape)
-            vectors[who] += np.float32(changes.radius) * signs
+            return {name: np.delete(array, changed, axis=0) for name, array in self.train.items()}
+        vectors = self.train["features"].copy()
+        labels = self.train["label"].copy()
+        if kind in _MOVES_FEATURES:
+            signs = rng.choice([-1, 1], size=vectors[changed].shape)
+            vectors[changed] += np.float32(changes.radius) * signs
         if kind == "replace":
-            vectors[who] = vectors[rng.permutation(len(vectors))[: len(who)]]
+            others = rng.permutation(len(vectors))[: len(changed)]
+            vectors[changed] = vectors[others]
         if kind != "features":
-            labels[who] = (labels[who] + 1) % model.num_classes
+            next_labels = labels[changed] + 1
+            labels[changed] = next_labels % self.model.num_classes
         return {"features": vectors, "label": labels}
 
 
@@ -107,49 +110,56 @@ def _cells(config: Any) -> Iterator[Cell]:
 
 
 def _run(cell: Cell, work: frame.Work) -> Fields:
-    opened, most = work.shared, work.config.changes.most
-    bounds = opened.fit(cell.kind, opened.train, most, opened.public)
-    certificates = prediction.certify(bounds, opened.model.logits, opened.test["features"])
+    opened, changes = work.shared, work.config.changes
+    model, test = opened.model, opened.test
+    bounds = opened.fit(cell.kind, opened.train, changes.most, opened.public)
+    certificates = prediction.certify(bounds, model.logits, test["features"])
     distance = np.asarray(certificates.distance)
-    is_right = np.asarray(certificates.label) == opened.test["label"]
-    certified = [float(np.mean(is_right & (distance >= k))) for k in range(most + 1)]
-    ends = [[np.asarray(x[-1]) for x in jax.tree.leaves(tree)] for tree in _ends(bounds)]
-    outside, accuracies = 0, []
-    numbers = range(work.config.changes.witnesses)
+    is_right = np.asarray(certificates.label) == test["label"]
+    certified = []
+    for k in range(changes.most + 1):
+        share = np.mean(is_right & (distance >= k))
+        certified.append(float(share))
+    lower, upper = _largest_box(bounds.lower), _largest_box(bounds.upper)
+    widths = [np.mean(high - low) for low, high in zip(lower, upper, strict=True)]
+    outside = 0
+    accuracies = []
+    numbers = range(changes.witnesses)
     for number in progress_bar(numbers, label=cell.kind, unit="retraining"):
         examples = opened.changed(cell.kind, number)
-        retrained = opened.fit(cell.kind, examples, (0,), None).params
-        outside += _outside(jax.tree.leaves(retrained), *ends)
-        accuracies.append(opened.model.accuracy(retrained, opened.test))
+        retrained = opened.fit(cell.kind, examples, (0,), None)
+        outside += _is_outside(retrained.params, lower, upper)
+        accuracies.append(model.accuracy(retrained.params, test))
     return {
         "accuracy": float(np.mean(is_right)),
         "certified": certified,
         "distance": float(np.mean(distance)),
-        "width": float(np.mean([np.mean(high - low) for low, high in zip(*ends, strict=True)])),
+        "width": float(np.mean(widths)),
         "retrained": accuracies,
         "outside": outside,
     }
 
 
-def _ends(bounds: prediction.Bounds) -> tuple[Any, Any]:
-    return bounds.lower, bounds.upper
+def _largest_box(ends: Any) -> list[np.ndarray]:
+    """Returns one end of the box for the most changes, a leaf of the parameters each."""
+    return [np.asarray(of_changes[-1]) for of_changes in jax.tree.leaves(ends)]
 
 
-def _outside(leaves: Sequence[Any], low: Sequence[Any], high: Sequence[Any]) -> int:
-    """Returns whether a coordinate lies outside of the box, as 0 or 1."""
-    for x, least, most in zip(leaves, low, high, strict=True):
-        if not np.all((least <= x) & (x <= most)):
-            return 1
-    return 0
+def _is_outside(params: Any, lower: Sequence[Any], upper: Sequence[Any]) -> bool:
+    """Returns whether a coordinate lies outside of the box."""
+    for leaf, least, most in zip(jax.tree.leaves(params), lower, upper, strict=True):
+        if not np.all((least <= leaf) & (leaf <= most)):
+            return True
+    return False
 
 
 def _result(rows: Rows, work: frame.Work) -> Fields:
-    opened, changes = work.shared, work.config.changes
+    opened = work.shared
     return {
         "dataset": opened.name,
         "records": len(opened.public),
         "public": int(opened.public.sum()),
-        "radius": changes.radius,
+        "radius": work.config.changes.radius,
         "rows": list(rows),
     }
 
@@ -158,25 +168,35 @@ def table(result: Result) -> Lines:
     """Returns the shares of test inputs whose right label is certified, in percent."""
     lines = []
     for row in result["rows"]:
-        most = len(row["certified"]) - 1
-        line = {"change": row["kind"], "accuracy": results.percent(row["accuracy"])}
-        for k in np.unique(np.linspace(0, most, _STEPS).astype(int))[1:]:
-            line[f"k = {k}"] = results.percent(row["certified"][k])
+        certified = row["certified"]
+        retrained = row["retrained"]
+        line = {"change": row["kind"]}
+        line["accuracy"] = results.percent(row["accuracy"])
+        most = len(certified) - 1
+        numbers = np.linspace(0, most, _STEPS).astype(int)
+        for k in np.unique(numbers)[1:]:
+            line[f"k = {k}"] = results.percent(certified[k])
         line["mean distance"] = f"{row['distance']:.1f}"
-        if row["retrained"]:
-            line["least retrained"] = results.percent(min(row["retrained"]))
-            line["outside"] = f"{row['outside']} of {len(row['retrained'])}"
+        if retrained:
+            line["least retrained"] = results.percent(min(retrained))
+            line["outside"] = f"{row['outside']} of {len(retrained)}"
         lines.append(line)
     return lines
 
 
 def _summary(result: Result) -> str:
+    lines = format_table(table(result))
+    records = f"{result['records']} records of {result['dataset']}"
     return (
-        f"{format_table(table(result))}\n\n{result['records']} records of {result['dataset']}, "
+        f"{lines}\n\n{records}, "
         f"{result['public']} of them public. Features move by up to {result['radius']:g}.\n"
         "Percent of test inputs whose right label no k changes alter. Retrained models have as many"
         " random changes as\nthe last k. None may be outside of the bounds."
     )
+
+
+def _tables(result: Result, work: frame.Work) -> Fields:
+    return {"Certified accuracy in percent": table(result)}
 
 
 def _figures(result: Result, work: frame.Work) -> None:
@@ -198,7 +218,7 @@ STUDY = frame.Study(
     run=_run,
     result=_result,
     summary=_summary,
-    tables=lambda result, _: {"Certified accuracy in percent": table(result)},
+    tables=_tables,
     figures=_figures,
     benchmark=(
         "Certificates and retrained models are exact functions of the records. For private data "

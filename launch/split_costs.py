@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -37,6 +38,8 @@ from jaxdp.split.quantization import describe_frontend
 
 _BODIES: Any = (jex.Jaxpr, jex.ClosedJaxpr)
 _FLOAT = 4  # bytes, as of the int32 labels
+Shapes = Mapping[str, Any]  # of parameters, by their paths
+_RATE = np.float32(1e-3)  # no cost depends on the learning rate
 
 
 class Program(NamedTuple):
@@ -151,9 +154,11 @@ def cost(method: str, backbone: Backbone, **job: Any) -> Cost:
     programs = client.programs
     flops = {name: program.flops for name, program in programs.items()}
     of_image = sum(program.flops * program.passes for program in programs.values())
+    parameters = _size(client.params)
+    bytes_each = 1 if quantised else _FLOAT
     return Cost(
-        parameters=_size(client.params),
-        parameter_bytes=_size(client.params) * (1 if quantised else _FLOAT),
+        parameters=parameters,
+        parameter_bytes=parameters * bytes_each,
         forward_flops=flops["forward"],
         training_flops=flops.get("training", 0),
         total_flops=of_image * counted_job.images,
@@ -177,15 +182,19 @@ def _macs(jaxpr: Any) -> int:
 
 def _macs_of_equation(eqn: Any) -> int:
     name = eqn.primitive.name
-    outputs = math.prod(eqn.outvars[-1].aval.shape) if eqn.outvars else 0
+    outputs = 0
+    if eqn.outvars:
+        output = eqn.outvars[-1].aval
+        outputs = math.prod(output.shape)
     if name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        shape = eqn.invars[0].aval.shape
-        return outputs * math.prod(shape[axis] for axis in contracted)
+        left = eqn.invars[0].aval
+        return outputs * math.prod(left.shape[axis] for axis in contracted)
     if name == "conv_general_dilated":
         kernel = eqn.invars[1].aval.shape
-        features_axis = eqn.params["dimension_numbers"].rhs_spec[0]
-        return outputs * math.prod(kernel) // kernel[features_axis]
+        numbers = eqn.params["dimension_numbers"]
+        features = kernel[numbers.rhs_spec[0]]
+        return outputs * math.prod(kernel) // features
     leaves = jax.tree.leaves(list(eqn.params.values()))
     bodies = [leaf for leaf in leaves if isinstance(leaf, _BODIES)]
     inner = [_macs(getattr(body, "jaxpr", body)) for body in bodies]
@@ -205,7 +214,7 @@ def _macs_of_equation(eqn: Any) -> int:
 class _Client(NamedTuple):
     """What a client holds, computes and exchanges. `params` and `programs` are by path and name."""
 
-    params: Mapping[str, Any]
+    params: Shapes
     programs: Mapping[str, Program]
     upload: int
     download: int
@@ -221,9 +230,11 @@ def _whole_model(method: str, backbone: Backbone, job: Job) -> _Client:
 
     def step(trained: Any, state: Any, frozen: Any, batch: Any) -> Any:
         def mean_loss(trained: Any) -> jax.Array:
-            return loss(trained, frozen, batch, jax.random.key(0)).mean()
+            losses = loss(trained, frozen, batch, jax.random.key(0))
+            return losses.mean()
 
-        return adam_step(trained, state, jax.grad(mean_loss)(trained), jnp.float32(1e-3))
+        gradient = jax.grad(mean_loss)(trained)
+        return adam_step(trained, state, gradient, _RATE)
 
     state = jax.eval_shape(optax.scale_by_adam().init, trained)
     batch = (jax.eval_shape(features, held, images), labels)
@@ -234,8 +245,11 @@ def _whole_model(method: str, backbone: Backbone, job: Job) -> _Client:
     }
     if recipe.features:
         programs["features"] = Program(features, (held, images), job.batch, 1)
-    upload = _FLOAT * _size(trained) if method.startswith("ot") else 0
-    return _Client(held, programs, upload, download=_FLOAT * _size(_without_head(held)))
+    upload = 0
+    if method.startswith("ot"):
+        upload = _FLOAT * _size(trained)
+    download = _FLOAT * _size(_without_head(held))
+    return _Client(held, programs, upload, download)
 
 
 def _split_learning(method: str, backbone: Backbone, job: Job) -> _Client:
@@ -244,7 +258,8 @@ def _split_learning(method: str, backbone: Backbone, job: Job) -> _Client:
     model, last = whole.backbone, backbone.model.num_blocks
     images, labels = _batch(backbone, job)
     forward = _forward([Blocks(model, 0, backbone.cut)])
-    to_head = _forward([Blocks(model, 0, last), FirstTokens(backbone.head_tokens)])
+    first_tokens = FirstTokens(backbone.head_tokens)
+    to_head = _forward([Blocks(model, 0, last), first_tokens])
     cut = jax.eval_shape(forward, held, images)
     tokens = jax.eval_shape(to_head, params, images)
     # The last LayerNorm belongs to the server. It may stay here, since it has no product.
@@ -260,12 +275,13 @@ def _split_learning(method: str, backbone: Backbone, job: Job) -> _Client:
             The server sends the gradients with respect to representations.
             """
             sent = forward(held, images)
-            head_loss = loss(held, norm, (tokens, labels), jax.random.key(0)).mean()
-            return (sent * received).sum() + head_loss, sent
+            head_losses = loss(held, norm, (tokens, labels), jax.random.key(0))
+            product = (sent * received).sum()
+            return product + head_losses.mean(), sent
 
         gradient = jax.grad(surrogate, argnums=(0, 1), has_aux=True)
         (held_gradient, token_gradient), sent = gradient(held, tokens)
-        update = adam_step(held, state, held_gradient, jnp.float32(1e-3))
+        update = adam_step(held, state, held_gradient, _RATE)
         return update, sent, token_gradient
 
     state = jax.eval_shape(optax.scale_by_adam().init, held)
@@ -292,11 +308,13 @@ def _split_adaptation(method: str, backbone: Backbone, job: Job) -> _Client:
     programs = {"forward": Program(forward, (held, images), job.batch, 1)}
     package = _size(held)  # int8 codes
     if method == "sa_private":
-        projection = Projection(_floats(tokens, width), _floats(tokens * width, job.directions))
+        matrix = _floats(tokens * width, job.directions)
+        projection = Projection(_floats(tokens, width), matrix)
         args = (projection, _floats(job.batch, tokens, width))
         programs["projection"] = Program(project, args, job.batch, 1)
         upload = _FLOAT * job.images * (job.directions + 1)  # k numbers and an int32 label
-        return _Client(held, programs, upload, package + _FLOAT * _size(projection))
+        download = package + _FLOAT * _size(projection)
+        return _Client(held, programs, upload, download)
     upload = _FLOAT * job.images * tokens * width
     if method == "sa":
         representations = _floats(job.images, tokens, width)
@@ -307,15 +325,12 @@ def _split_adaptation(method: str, backbone: Backbone, job: Job) -> _Client:
     return _Client(held, programs, upload + exchanged, package + exchanged)
 
 
-def _begin(
-    method: str, backbone: Backbone, job: Job
-) -> tuple[Recipe, dict[str, Any], dict[str, Any]]:
+def _begin(method: str, backbone: Backbone, job: Job) -> tuple[Recipe, Shapes, Shapes]:
     """Returns the recipe of a baseline, and the shapes of all parameters and of the client's."""
-    variables = jax.eval_shape(backbone.model.init, jax.random.key(0), backbone.images)
-    shapes = variables["params"]
-    recipe, params = BASELINES[method](
-        backbone, shapes, num_classes=job.num_classes, key=jax.random.key(0)
-    )
+    key = jax.random.key(0)
+    variables = jax.eval_shape(backbone.model.init, key, backbone.images)
+    baseline = BASELINES[method]
+    recipe, params = baseline(backbone, variables["params"], num_classes=job.num_classes, key=key)
     leaves = flatten_dict(params, sep="/")
     flat = {path: _floats(*leaf.shape) for path, leaf in leaves.items()}
     held = {path: leaf for path, leaf in flat.items() if path in recipe.client}
@@ -323,19 +338,24 @@ def _begin(
 
 
 def _forward(pieces: Sequence[Piece]) -> Callable[..., Any]:
-    return lambda params, x: run(pieces, unflatten_dict(params, sep="/"), x)
+    def forward(params: Any, x: jax.Array) -> jax.Array:
+        return run(pieces, unflatten_dict(params, sep="/"), x)
+
+    return forward
 
 
 def _batch(backbone: Backbone, job: Job) -> tuple[Any, Any]:
-    images = _floats(job.batch, *backbone.images.shape[1:])
-    return images, jax.ShapeDtypeStruct((job.batch,), jnp.int32)
+    _, *image_shape = backbone.images.shape
+    images = _floats(job.batch, *image_shape)
+    labels = jax.ShapeDtypeStruct((job.batch,), jnp.int32)
+    return images, labels
 
 
 def _floats(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def _without_head(params: Mapping[str, Any]) -> dict[str, Any]:
+def _without_head(params: Shapes) -> Shapes:
     return {path: leaf for path, leaf in params.items() if not path.startswith("head")}
 
 

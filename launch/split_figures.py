@@ -16,96 +16,108 @@ from .split_attackers import SCORES, STRONGEST
 from .split_runs import SA, SA_ONCE
 from .study import Fields, Result, Row
 
-Points = list[tuple[float, float]]  # of a curve
+Curves = dict[str, list[tuple[float, float]]]
 
 
 def draw_tradeoff(result: Result, work: frame.Work) -> None:
     """Draws Figure 4."""
-    rows, classes = result["noise"].values(), result["classes"]
-    known = result["attacks"][SA]["noise-aware"]
-    ssim = "ssim_gaussian11" if "ssim_gaussian11" in known else "ssim_uniform7"
+    rows = result["noise"].values()
+    scores = result["attacks"][SA]["noise-aware"]
+    ssim = "ssim_gaussian11" if "ssim_gaussian11" in scores else "ssim_uniform7"
     panels = {}
     for score, name in (("psnr", "PSNR in dB"), (ssim, SCORES[ssim])):
-        curves = dict[str, Points]()
+        curves: Curves = {}
         for attacker in reversed(STRONGEST):
-            curves[attacker] = [
-                (row["attacks"][attacker][score]["mean"], row[SA]["accuracy"]["mean"])
-                for row in rows
-            ]
+            x = [row["attacks"][attacker][score]["mean"] for row in rows]
+            y = [row[SA]["accuracy"]["mean"] for row in rows]
+            curves[attacker] = list(zip(x, y, strict=True))
         panels[name] = (name, curves)
-    shots = work.config.ablation.shots
     plot_panels(
         work.root / "tradeoff.png",
         panels,
         title="Accuracy against reconstruction",
-        subtitle=f"Laplace noise of {len(rows)} scales, {shots} images of each of {classes} "
-        "classes",
+        subtitle=f"Laplace noise of {len(rows)} scales, {_images(result, work)}",
         ylabel="accuracy",
         percent=True,
     )
 
 
+def _images(result: Result, work: frame.Work) -> str:
+    """Returns "5 images of each of 10 classes", what a client has."""
+    return f"{work.config.ablation.shots} images of each of {result['classes']} classes"
+
+
 def draw_noise(result: Result, work: frame.Work) -> None:
     """Draws accuracy and reconstruction against the scale of the noise."""
-    config, classes, shots = work.config, result["classes"], work.config.ablation.shots
-    scales = {float(scale): row for scale, row in result["noise"].items()}
+    accuracies: Curves = {}
+    errors: Curves = {}
+    for text, row in result["noise"].items():
+        scale = float(text)
+        for method in (SA, SA_ONCE):
+            accuracy = row[method]["accuracy"]
+            accuracies.setdefault(method, []).append((scale, accuracy["mean"]))
+        for attacker in reversed(STRONGEST):
+            psnr = row["attacks"][attacker]["psnr"]
+            errors.setdefault(attacker, []).append((scale, psnr["mean"]))
+    classes = result["classes"]
+    draws = work.config.noise.seeds
     plot_curves(
         work.root / "noise.png",
-        {
-            name: [(x, row[name]["accuracy"]["mean"]) for x, row in scales.items()]
-            for name in (SA, SA_ONCE)
-        },
+        accuracies,
         title="Accuracy against Laplace noise",
-        subtitle=f"{shots} images of each of {classes} classes, {config.noise.seeds} draws of them",
+        subtitle=f"{_images(result, work)}, {draws} draws of them",
         xlabel="scale b of the noise",
         ylabel="accuracy",
         references={"chance": 1 / classes},
     )
+    count = work.config.ablation.shots * classes
+    mean_image = result["attacks"][SA]["mean image"]["psnr"]
     plot_curves(
         work.root / "attack_noise.png",
-        {
-            name: [(x, row["attacks"][name]["psnr"]["mean"]) for x, row in scales.items()]
-            for name in reversed(STRONGEST)
-        },
+        errors,
         title="Reconstruction against Laplace noise",
-        subtitle=f"from the uploads of {shots * classes} images: the median of all copies, or one "
-        "copy",
+        subtitle=f"from the uploads of {count} images: the median of all copies, or one copy",
         xlabel="scale b of the noise",
         ylabel="PSNR in dB",
         percent=False,
-        references={"mean image": result["attacks"][SA]["mean image"]["psnr"]["mean"]},
+        references={"mean image": mean_image["mean"]},
     )
 
 
 def draw_private(result: Result, work: frame.Work) -> None:
     """Draws the accuracy of the private mode over epsilon."""
-    config = work.config
-    curves = dict[str, Points]()
+    curves: Curves = {}
     for row in result["private"]:
         name = f"{row['shots']} per class, {row['dimensions']} dimensions"
-        curves.setdefault(name, []).append((row["epsilon"], row["accuracy"]["mean"]))
+        points = curves.setdefault(name, [])
+        points.append((row["epsilon"], row["accuracy"]["mean"]))
+    delta = f"{work.config.private.delta:g}"
+    draws = len(work.config.seeds)
+    chance = 1 / result["classes"]
     plot_curves(
         work.root / "private.png",
         curves,
         title="Accuracy at a real ε",
-        subtitle=f"replacing one image and its label, δ = {config.private.delta:g}, "
-        f"{len(config.seeds)} draws",
+        subtitle=f"replacing one image and its label, δ = {delta}, {draws} draws",
         xlabel="ε of features and label together",
         ylabel="accuracy",
         xscale="log",
-        references={"chance": 1 / result["classes"]},
+        references={"chance": chance},
     )
 
 
 def draw_reconstructions(result: Result, work: frame.Work) -> None:
     """Draws what the strongest attackers see of every upload, and all attackers of one."""
-    images, notes = Fields(), dict[str, str]()
+    images: Fields = {}
+    notes = {}
     for upload, scores in result["attacks"].items():
-        truth, by_attacker = _seen(work, upload, [name for name in STRONGEST if name in scores])
+        strongest = [name for name in STRONGEST if name in scores]
+        truth, by_attacker = _seen(work, upload, strongest)
         images.setdefault("truth", truth)
-        for name, reconstructed in by_attacker.items():
-            images[f"{upload}: {name}"] = reconstructed
-            notes[f"{upload}: {name}"] = _note(scores[name])
+        for attacker, reconstructed in by_attacker.items():
+            name = f"{upload}: {attacker}"
+            images[name] = reconstructed
+            notes[name] = _note(scores[attacker])
     subtitle = "Public images trained the decoders. Scores are means over all images of the client"
     plot_images(
         work.root / "reconstructions.png",
@@ -116,13 +128,14 @@ def draw_reconstructions(result: Result, work: frame.Work) -> None:
     )
     scores = result["attacks"][SA]
     truth, by_attacker = _seen(work, SA, scores)
+    notes = {attacker: _note(scores[attacker]) for attacker in by_attacker}
+    subtitle = '"aggregating" reads the median of all copies, the others one copy. Scores are means'
     plot_images(
         work.root / "attackers.png",
         {"original": truth, **by_attacker},
-        notes={name: _note(scores[name]) for name in by_attacker},
+        notes=notes,
         title="What each attacker sees of Split Adaptation",
-        subtitle='"aggregating" reads the median of all copies, the others one copy. Scores are '
-        "means",
+        subtitle=subtitle,
     )
 
 
@@ -132,27 +145,30 @@ def _seen(
     """Returns a client's images, and their reconstructions from an upload by attacker."""
     path = work.folder(("attacks", upload, 1.0)) / "images.npz"
     arrays = read_npz(path, ["truth", *attackers])
-    return arrays["truth"], {name: arrays[name] for name in attackers}
+    by_attacker = {name: arrays[name] for name in attackers}
+    return arrays["truth"], by_attacker
 
 
 def _note(scores: Row) -> str:
-    ssim = next(score for score in scores if score.startswith("ssim"))
-    note = f"SSIM {scores[ssim]['mean']:.2f}, PSNR {scores['psnr']['mean']:.1f}"
-    if "lpips" in scores:
-        note += f", LPIPS {scores['lpips']['mean']:.2f}"
+    means = {name: score["mean"] for name, score in scores.items()}
+    ssim = next(name for name in means if name.startswith("ssim"))
+    note = f"SSIM {means[ssim]:.2f}, PSNR {means['psnr']:.1f}"
+    if "lpips" in means:
+        note += f", LPIPS {means['lpips']:.2f}"
     return note
 
 
 def draw_hilbert(images: Any, path: pathlib.Path) -> None:
     """Draws what the Hilbert augmentation makes of images, float [n, S, S, C] in [0, 1]."""
     pixels = jnp.asarray(images)
+    augmented = {
+        "original": pixels,
+        "Hilbert augmentation": split.hilbert_augment(pixels),
+        "Eq. 5 read literally": split.hilbert_augment(pixels, mode="eq5"),
+    }
     plot_images(
         path,
-        {
-            "original": pixels,
-            "Hilbert augmentation": split.hilbert_augment(pixels),
-            "Eq. 5 read literally": split.hilbert_augment(pixels, mode="eq5"),
-        },
+        augmented,
         title="Hilbert augmentation",
         subtitle="The first form is that of the paper's Fig. 3",
     )

@@ -2,7 +2,6 @@
 seed.
 """
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +13,7 @@ import numpy as np
 
 from jaxdp import split
 from jaxdp.data import Examples, read_column
-from jaxdp.data import open as open_spec
-from jaxdp.data.apart import check_sets_apart
-from jaxdp.data.selection import at_most, everything, turned
+from jaxdp.data.selection import everything
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account
 from jaxdp.release import Till, stream
@@ -24,11 +21,12 @@ from jaxdp.split import baselines
 from jaxdp.split.copies import plan_copies
 from jaxdp.transforms import noise
 
-from . import data, frontend_attacks, models
+from . import frontend_attacks, models
 from . import representation_attacks as attacks
 from . import split_costs as costs
 from .measure import measure
 from .split_attackers import GINVER, Knowledge, attackers_of, perturbed, simulated
+from .split_sets import Sets, Task
 from .study import Fields
 
 _BATCH = 256  # of representations whose logits are computed together
@@ -108,15 +106,6 @@ UPLOADS: Mapping[str, Variant | None] = {
 }
 
 
-class Task(NamedTuple):
-    """What a client wants to classify. Shots are drawn from the pool, and accuracy is measured on
-    the test images.
-    """
-
-    pool: Examples
-    test: Examples
-
-
 class Stopping(NamedTuple):
     """The most epochs of a training, and the patience of `jaxdp.split.training.Training`."""
 
@@ -144,88 +133,11 @@ class Client(NamedTuple):
         return stream(self.secret, name, impl="threefry2x32")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Sets:
-    """The images of the server and of the client, in the size of the network.
-
-    Attributes:
-      pretraining: The server's images on which the backbone is trained here. None with a
-        checkpoint.
-      server: The server's other images.
-      client: The client's task.
-      tuning: A task of the server, on other images than the client's.
-      auxiliary: Public images on which the auxiliary model is trained here. None takes those of the
-        backbone.
-    """
-
-    pretraining: Examples | None
-    server: Examples
-    client: Task
-    tuning: Task
-    auxiliary: Examples | None
-
-    @classmethod
-    def open(cls, config: Any, network: Pretrained) -> "_Sets":
-        """Reads the sets of config.data: client, server, and those of the others that have a
-        name.
-        """
-        sets, seed = config.data, config.data.split_seed
-        specs = {
-            name: data.whole(sets[name], f"config.data.{name}")
-            for name in ("client", "server", "tuning", "client_test", "auxiliary")
-            if sets[name].name
-        }
-        others = [spec for name, spec in specs.items() if name != "client"]
-        check_sets_apart(specs["client"], *others)
-        prepare = network.preprocessing.prepare
-        images = {
-            name: models.resize(network, open_spec(spec, prepare=prepare))
-            for name, spec in specs.items()
-        }
-        pretraining, server = _divided(images["server"], config)
-        if "client_test" in images:
-            pool, test = images["client"], images["client_test"]
-        else:
-            pool, test = images["client"].split((0.5, 0.5), seed=seed)
-        if test.num_classes != pool.num_classes:
-            raise ValueError(
-                f"config.data.client_test must have {pool.num_classes} classes, got "
-                f"{test.num_classes}."
-            )
-        client = Task(
-            at_most(pool, sets.client.images, seed=seed),
-            at_most(test, sets.client_test.images, seed=seed),
-        )
-        # Another seed than the client's: both may divide one set.
-        halves = images.get("tuning", server).split((0.5, 0.5), seed=seed + 1)
-        some = [at_most(half, sets.tuning.images, seed=seed) for half in halves]
-        tuning = Task(*(turned(half, sets.tuning.rotate) for half in some))
-        server = at_most(server, sets.server_images, seed=seed)
-        return cls(pretraining, server, client, tuning, images.get("auxiliary"))
-
-
-def _divided(server: Examples, config: Any) -> tuple[Examples | None, Examples]:
-    """Returns the server's images on which the backbone is trained here, and its others."""
-    if server.num_classes != config.model.num_classes:
-        raise ValueError(
-            f"config.model.num_classes must be {server.num_classes}, the classes of "
-            f"config.data.server, got {config.model.num_classes}."
-        )
-    if config.model.checkpoint:
-        return None, server
-    share = config.data.pretrain_fraction
-    if not 0 < share < 1:
-        raise ValueError(
-            f"config.data.pretrain_fraction must be in (0, 1) without a checkpoint, got {share}."
-        )
-    pretraining, others = server.split((share, 1 - share), seed=config.data.split_seed)
-    return pretraining, others
-
-
 def _second_network(config: Any, images: Examples | None) -> Pretrained:
     """Returns the model of the auxiliary backend, without parameters if it is trained on images."""
     model = config.auxiliary.model
-    if not model.checkpoint and not (images and model.preprocessing):
+    can_train = images and model.preprocessing
+    if not model.checkpoint and not can_train:
         raise ValueError(
             "config.auxiliary.model.checkpoint must be given if the backbone is from a checkpoint "
             f"and config.data.auxiliary has no name. Or leave {AUXILIARY!r} out of config.stolen."
@@ -250,18 +162,19 @@ class Bench:
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
-        self._network = network = models.network(config.model)
-        sets = _Sets.open(config, network)
-        self._pretraining, self.public = sets.pretraining, everything(sets.server)
+        self._network = models.network(config.model)
+        model, preprocessing = self._network.model, self._network.preprocessing
+        sets = Sets.open(config, self._network)
+        self._pretraining = sets.pretraining
+        self.public = everything(sets.server)
         self._auxiliary_images = sets.auxiliary or sets.pretraining
         if AUXILIARY in config.stolen:  # a missing file is noticed before hours of other cells
             self._second = _second_network(config, self._auxiliary_images)
-        self.client, self.tuning = sets.client, sets.tuning
+        self.client = sets.client
+        self.tuning = sets.tuning
         self.num_classes = self.client.pool.num_classes
-        cut = config.cut or split.two_thirds(network.model)
-        self.backbone = split.Backbone(
-            network.model, network.preprocessing, cut, config.head_hidden
-        )
+        cut = config.cut or split.two_thirds(model)
+        self.backbone = split.Backbone(model, preprocessing, cut, config.head_hidden)
         self.server = functools.cache(self._server)
         self._projection = functools.cache(self._public_projection)
         # One extractor of a variant is one object, so that decoders compile once.
@@ -279,38 +192,32 @@ class Bench:
 
     def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, Fields]:
         options = self.config.server
-        images, labels = jnp.asarray(self.public["image"]), jnp.asarray(self.public["label"])
-        # Half the images twice as often give the same number of steps.
-        epochs = options.epochs * (2 if variant == "without Hilbert" else 1)
+        whole = self.backbone, self.params
+        images = jnp.asarray(self.public["image"])
+        labels = jnp.asarray(self.public["label"])
+        epochs = options.epochs
         key = jax.random.key(options.seed)
         calibration_key, tuning_key = jax.random.split(key)
-        if variant == "amplitude":
+        if variant == "without Hilbert":
+            epochs *= 2  # half the images twice as often give the same number of steps
+        elif variant == "amplitude":
             donor_key = jax.random.fold_in(key, 2)
             images, labels = split.merge_amplitude_exchange(donor_key, images, labels)
-        elif variant != "without Hilbert":
+        else:
             images, labels = split.merge_hilbert(images, labels)
+        calibration = {name: options[name] for name in ("samples", "partition", "bits", "metric")}
+        calibration["frontends"] = options.frontends
+        if variant in ("F_0 only", "untuned"):
+            calibration["frontends"] = 0
         frontends = split.calibrate_frontends(
-            calibration_key,
-            self.backbone,
-            self.params,
-            images,
-            labels,
-            frontends=0 if variant in ("F_0 only", "untuned") else options.frontends,
-            **{name: options[name] for name in ("samples", "partition", "bits", "metric")},
+            calibration_key, *whole, images, labels, **calibration
         )
+        shipped = frontends[0]
         if variant == "untuned":
-            return frontends[0], self.backbone.divide(self.params)[1]
-        back = split.tune_backend(
-            tuning_key,
-            self.backbone,
-            self.params,
-            frontends,
-            images,
-            labels,
-            learning_rate=options.learning_rate,
-            epochs=epochs,
-        )
-        return frontends[0], back
+            _, back = self.backbone.divide(self.params)
+            return shipped, back
+        tuning = {"learning_rate": options.learning_rate, "epochs": epochs}
+        return shipped, split.tune_backend(tuning_key, *whole, frontends, images, labels, **tuning)
 
     @functools.cached_property
     def _representations(self) -> jax.Array:
@@ -321,9 +228,9 @@ class Bench:
         self, images: Any, variant: Variant = PUBLISHED, params: Any = None
     ) -> jax.Array:
         frontend, _ = self.server(variant.server)
-        return split.represent(
-            self.backbone, frontend, frontend.params if params is None else params, images
-        )
+        if params is None:
+            params = frontend.params
+        return split.represent(self.backbone, frontend, params, images)
 
     # --- Accuracy --------------------------------------------------------------------------------
 
@@ -345,23 +252,29 @@ class Bench:
             variant = VARIANTS[method]
             variant = variant._replace(laplace=variant.laplace * laplace)
             return self.adapted(variant, client, stopping)
-        epochs, patience = stopping or self._stopping(method)
+        if method in (*BASELINES, "Original frontend"):
+            params = self.params
+        else:
+            params, _ = self.server("full")
+        training = self._training(client, stopping or self._stopping(method))
         adapted = baselines.adapt(
             self._baseline(method, client),
             self.backbone,
-            self.params if method in (*BASELINES, "Original frontend") else self.server("full")[0],
+            params,
             client.few["image"],
             client.few["label"],
-            num_classes=client.task.pool.num_classes,
-            learning_rate=client.rate,
-            epochs=epochs,
-            patience=patience,
             batch_size=self.config.baselines.batch_size,
             key=jax.random.key(client.seed),
+            **training,
         )
         test: Any = everything(client.task.test)
         accuracy = baselines.accuracy(adapted, test["image"], test["label"])
         return {"accuracy": accuracy, "epochs": adapted.epochs}
+
+    def _training(self, client: Client, stopping: Stopping) -> Any:
+        """Returns the options of a training on a client's images."""
+        options = {"num_classes": client.task.pool.num_classes, "learning_rate": client.rate}
+        return options | stopping._asdict()
 
     def _baseline(self, method: str, client: Client) -> baselines.Baseline:
         if method == OT_RANDOM:
@@ -370,13 +283,16 @@ class Bench:
             seed = self.config.baselines.drop_seed + client.seed
             return functools.partial(baselines.offsite_tuning, drop="random", seed=seed)
         if method in BASELINES:
-            return baselines.BASELINES[BASELINES[method]]
+            name = BASELINES[method]
+            return baselines.BASELINES[name]
         return STOLEN[method] or self._auxiliary
 
     def _stopping(self, method: str) -> Stopping:
         """Returns the rule of a baseline. The paper gives offsite tuning half as many epochs."""
         options = self.config.baselines
-        epochs = options.epochs // (2 if method.startswith("Offsite tuning") else 1)
+        epochs = options.epochs
+        if method.startswith("Offsite tuning"):
+            epochs //= 2
         return Stopping(epochs, options.patience)
 
     @functools.cached_property
@@ -386,13 +302,12 @@ class Bench:
         """
         config = self.config.auxiliary
         images: Any = self._auxiliary_images
-        model = models.source_model(
+        second = models.source_model(
             config, lambda: images, self.root, "auxiliary", untrained=self._second
         )
-        cut = config.cut or split.two_thirds(model.model)
-        return frontend_attacks.probe_auxiliary_backend(
-            split.Backbone(model.model, model.preprocessing, cut), model.params
-        )
+        cut = config.cut or split.two_thirds(second.model)
+        backbone = split.Backbone(second.model, second.preprocessing, cut)
+        return frontend_attacks.probe_auxiliary_backend(backbone, second.params)
 
     def adapted(
         self, variant: Variant, client: Client, stopping: Stopping | None = None
@@ -411,13 +326,13 @@ class Bench:
             epochs = self._epochs_of(steps, labels, copies)
             stopping = Stopping(epochs, options.patience)
         adapted = self._adapted(variant, client, copies, labels, stopping)
-        accuracy = functools.partial(self._judged, adapted, client)
-        test = self._represent(everything(client.task.test)["image"], variant, params)
+        images = everything(client.task.test)["image"]
+        test = self._represent(images, variant, params)
         key = stream(client.secret, "test images")
         noisy = test + noise.laplace(key, test, self._scale(variant))
         return {
-            "accuracy": accuracy(test),
-            "noisy": accuracy(noisy),
+            "accuracy": self._judged(adapted, client, test),
+            "noisy": self._judged(adapted, client, noisy),
             "epochs": adapted.epochs,
         }
 
@@ -425,20 +340,21 @@ class Bench:
         """Returns representations of a client's images, exact but for its noisy frontend, and its
         parameters.
         """
-        params = self.server(variant.server)[0].params
-        params = split.perturb_params(client.key("frontend"), params, **self._model_noise(variant))
+        frontend, _ = self.server(variant.server)
+        key = client.key("frontend")
+        params = split.perturb_params(key, frontend.params, **self._model_noise(variant))
         return self._represent(client.few["image"], variant, params), params
 
     def _copies(self, variant: Variant, client: Client, x: jax.Array) -> split.Copies:
-        published = variant.order == "published"
-        make = split.augment_then_noise if published else split.noise_then_augment
-        return make(client.key("copies"), x, **self._copying(variant))
+        key = client.key("copies")
+        options = self._copying(variant)
+        if variant.order == "published":
+            return split.augment_then_noise(key, x, **options)
+        return split.noise_then_augment(key, x, **options)
 
     def _model_noise(self, variant: Variant) -> Fields:
-        return {
-            "alpha": variant.alpha * self.config.client.alpha,
-            "mode": self.config.client.noise_mode,
-        }
+        options = self.config.client
+        return {"alpha": variant.alpha * options.alpha, "mode": options.noise_mode}
 
     def _scale(self, variant: Variant) -> float:
         """Returns the scale of the Laplace noise. Its unit may be the standard deviation of PUBLIC
@@ -451,16 +367,20 @@ class Bench:
         return variant.laplace * options.laplace * unit
 
     def _copying(self, variant: Variant) -> Fields:
-        tokens = self.backbone.tokens[0] - self.backbone.prefix_tokens
+        options = self.config.client
+        prefix_tokens = self.backbone.prefix_tokens
+        tokens, _ = self.backbone.tokens
+        patches = variant.patches * options.patch_share * (tokens - prefix_tokens)
         return {
             "laplace_scale": self._scale(variant),
-            "copies": round(variant.copies * self.config.client.copies),
-            "n_patches": round(variant.patches * self.config.client.patch_share * tokens),
-            "prefix_tokens": self.backbone.prefix_tokens,
+            "copies": round(variant.copies * options.copies),
+            "n_patches": round(patches),
+            "prefix_tokens": prefix_tokens,
         }
 
-    def _batches(self, labels: Any, number: int) -> int:
-        return -(-len(labels) * (1 + number) // self.config.adaptation.batch_size)
+    def _batches(self, labels: Any, copies: int) -> int:
+        images = len(labels) * (1 + copies)
+        return -(-images // self.config.adaptation.batch_size)
 
     def _adapted(
         self,
@@ -472,18 +392,17 @@ class Bench:
         label_noise: Any = None,
     ) -> split.Adapted:
         """Adapts the backend to copies."""
+        key = jax.random.key(client.seed)
+        _, back = self.server(variant.server)
         return split.adapt(
-            jax.random.key(client.seed),
+            key,
             self.backbone,
-            self.server(variant.server)[1],
+            back,
             copies,
             labels,
-            num_classes=client.task.pool.num_classes,
             label_noise=label_noise,
-            learning_rate=client.rate,
-            epochs=stopping.epochs,
-            patience=stopping.patience,
             batch_size=self.config.adaptation.batch_size,
+            **self._training(client, stopping),
         )
 
     def _epochs_of(self, steps: int, labels: Any, copies: split.Copies) -> int:
@@ -491,10 +410,13 @@ class Bench:
 
     def _judged(self, adapted: split.Adapted, client: Client, x: jax.Array) -> float:
         """Returns the accuracy on representations of the test images."""
-        starts = range(0, len(x), _BATCH)
-        logits = [adapted.logits(x[start : start + _BATCH]) for start in starts]
+        batches = []
+        for start in range(0, len(x), _BATCH):
+            logits = adapted.logits(x[start : start + _BATCH])
+            batches.append(logits)
         labels = read_column(client.task.test, "label")
-        return float(models.judged(np.concatenate(logits), labels).mean())
+        correct = models.judged(np.concatenate(batches), labels)
+        return float(correct.mean())
 
     # --- A real epsilon --------------------------------------------------------------------------
 
@@ -503,19 +425,21 @@ class Bench:
         public images.
         """
         projection = split.public_projection(self._representations, dimensions)
-        norms = jnp.linalg.norm(split.project(projection, self._representations), axis=1)
+        projected = split.project(projection, self._representations)
+        norms = jnp.linalg.norm(projected, axis=1)
         return projection, float(jnp.median(norms))
 
     def _private_release(
         self, epsilon: float, dimensions: int
     ) -> tuple[split.Projection, split.PrivateRelease]:
+        options = self.config.private
         projection, clip_norm = self._projection(dimensions)
         release = split.PrivateRelease.calibrated(
             epsilon=epsilon,
-            delta=self.config.private.delta,
+            delta=options.delta,
             clip_norm=clip_norm,
             num_classes=self.num_classes,
-            label_share=self.config.private.label_share,
+            label_share=options.label_share,
         )
         return projection, release
 
@@ -537,17 +461,19 @@ class Bench:
         )
         # The released features have their noise already.
         variant = Variant(laplace=0.0, patches=float(options.copies > 0))
-        copying = {**self._copying(variant), "copies": options.copies}
+        copying = self._copying(variant) | {"copies": options.copies}
         lifted = split.lift(projection, released.features)
-        copies = split.augment_then_noise(jax.random.key(client.seed), lifted, **copying)
+        key = jax.random.key(client.seed)
+        copies = split.augment_then_noise(key, lifted, **copying)
         matrix = split.label_noise_matrix(client.task.pool.num_classes, release.label_epsilon)
         labels = released.labels
-        stopping = Stopping(self._epochs_of(options.steps, labels, copies), 0)
-        adapted = self._adapted(variant, client, copies, labels, stopping, matrix)
+        epochs = self._epochs_of(options.steps, labels, copies)
+        adapted = self._adapted(variant, client, copies, labels, Stopping(epochs, 0), matrix)
         # The backend was adapted in the subspace of the projection only.
-        test = self._represent(everything(client.task.test)["image"])
-        projected = split.lift(projection, split.project(projection, test))
-        accuracy = self._judged(adapted, client, projected)
+        images = everything(client.task.test)["image"]
+        projected = split.project(projection, self._represent(images))
+        test = split.lift(projection, projected)
+        accuracy = self._judged(adapted, client, test)
         return {"accuracy": accuracy, "epsilon": account.epsilon()}
 
     # --- Attacks ---------------------------------------------------------------------------------
@@ -564,31 +490,42 @@ class Bench:
 
         With an account, uploads in the published order are paid for.
         """
-        key = jax.random.key(client.seed)
         if variant is None:
-            front, _ = self.backbone.divide(self.params)
-            uploads = np.asarray(jax.jit(self.backbone.front)(front, client.few["image"]))[None]
-            # This upload has no noise, so that those who simulate noise are one attacker.
-            knowledge = self._knowledge(self.backbone.front, front)
-            noiseless = [name for name in names if name in ("noise-aware", *GINVER)]
-            attackers = attackers_of(knowledge, noiseless, uploads, true=front, key=key)
-            return self._attack(client, uploads, attackers)
+            return self._reconstruct_noiseless(client, names)
         x, params = self._noisily(variant, client)
-        copying, alpha = self._copying(variant), self._model_noise(variant)
+        copying = self._copying(variant)
+        model_noise = self._model_noise(variant)
         if account is not None:
             what = plan_copies(account, representations=x, **copying, label=SA)
             with Till(seed=client.secret) as till:
                 uploads = till.release(what)
         else:
             upload = self._copies(variant, client, x)
-            once = variant.order == "once"
-            uploads = np.asarray(upload.representations)[None] if once else upload.materialized()
+            if variant.order == "once":
+                uploads = np.asarray(upload.representations)[None]
+            else:
+                uploads = upload.materialized()
         shipped, _ = self.server(variant.server)
-        knowledge = self._knowledge(self._extract(variant.server), shipped.params)._replace(
-            model_noise=perturbed(**alpha) if alpha["alpha"] else None,
-            release=simulated(variant.order, **copying),
-        )
+        knowledge = self._knowledge(self._extract(variant.server), shipped.params)
+        knowledge = knowledge._replace(release=simulated(variant.order, **copying))
+        if model_noise["alpha"]:
+            knowledge = knowledge._replace(model_noise=perturbed(**model_noise))
+        key = jax.random.key(client.seed)
         attackers = attackers_of(knowledge, names, uploads, true=params, key=key)
+        return self._attack(client, uploads, attackers)
+
+    def _reconstruct_noiseless(
+        self, client: Client, names: Sequence[str]
+    ) -> dict[str, attacks.Reconstruction]:
+        """Returns reconstructions from the upload of split learning."""
+        front, _ = self.backbone.divide(self.params)
+        representations = jax.jit(self.backbone.front)(front, client.few["image"])
+        uploads = np.asarray(representations)[None]
+        # This upload has no noise, so that those who simulate noise are one attacker.
+        noiseless = [name for name in names if name in ("noise-aware", *GINVER)]
+        knowledge = self._knowledge(self.backbone.front, front)
+        key = jax.random.key(client.seed)
+        attackers = attackers_of(knowledge, noiseless, uploads, true=front, key=key)
         return self._attack(client, uploads, attackers)
 
     def _knowledge(self, extract: attacks.Extract, shipped: Any) -> Knowledge:
@@ -605,34 +542,40 @@ class Bench:
         projection, release = self._private_release(epsilon, dimensions)
 
         def simulated(key: jax.Array, x: jax.Array, copy: jax.Array) -> jax.Array:
-            clipped = split.clip_representation(split.project(projection, x), release.clip_norm)
-            return split.lift(
-                projection, clipped + noise.gaussian(key, clipped, release.noise_scale)
-            )
+            projected = split.project(projection, x)
+            clipped = split.clip_representation(projected, release.clip_norm)
+            noisy = clipped + noise.gaussian(key, clipped, release.noise_scale)
+            return split.lift(projection, noisy)
 
-        x, key = self._represent(client.few["image"]), stream(client.secret, "private upload")
+        x = self._represent(client.few["image"])
+        key = stream(client.secret, "private upload")
         simulation = attacks.Simulation(self._extract("full"), release=simulated)
-        uploads = np.asarray(simulated(key, x, jnp.array(0)))[None]
+        upload = simulated(key, x, jnp.array(0))
+        uploads = np.asarray(upload)[None]
         shipped, _ = self.server("full")
         attackers = {"noise-aware": attacks.Attacker(simulation, shipped.params)}
         return self._attack(client, uploads, attackers)
 
     def _make_extract(self, variant: ServerVariant) -> Callable[[Any, jax.Array], jax.Array]:
         frontend, _ = self.server(variant)
-        return lambda params, images: split.quantized_front(
-            self.backbone, frontend, images, params=params
-        )
+
+        def extract(params: Any, images: jax.Array) -> jax.Array:
+            return split.quantized_front(self.backbone, frontend, images, params=params)
+
+        return extract
 
     def _attack(
         self, client: Client, uploads: np.ndarray, attackers: Mapping[str, attacks.Learner]
     ) -> dict[str, attacks.Reconstruction]:
         options = self.config.attack
+        key = jax.random.key(client.seed)
+        public = self.public["image"][: options.images]
         return attacks.attack(
-            jax.random.key(client.seed),
+            key,
             attackers,
             uploads,
             client.few["image"],
-            public=self.public["image"][: options.images],
+            public=public,
             prefix_tokens=self.backbone.prefix_tokens,
             epochs=options.epochs,
             batch_size=options.batch_size,
@@ -650,16 +593,15 @@ class Bench:
         if method in BASELINES:
             epochs = self._stopping(method).epochs
         images = config.ablation.shots * classes
-        counted = costs.cost(
-            COSTS[method],
-            self.backbone,
-            images=images,
-            num_classes=classes,
-            epochs=epochs,
-            batch_size=config.baselines.batch_size,
-            copies=config.client.copies,
-            directions=config.private.dimensions[0],
-        )
+        job = {
+            "images": images,
+            "num_classes": classes,
+            "epochs": epochs,
+            "batch_size": config.baselines.batch_size,
+            "copies": config.client.copies,
+            "directions": config.private.dimensions[0],
+        }
+        counted = costs.cost(COSTS[method], self.backbone, **job)
         measured = measure(counted.programs, images, timed=True)
         return {
             "epochs": epochs,
