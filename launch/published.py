@@ -73,8 +73,9 @@ def _network(run: Run, network: Pretrained, file: str = "params.safetensors") ->
     def predict(params: Any, batch: jax.Array) -> jax.Array:
         return jax.nn.softmax(network.apply_fn(params, batch))
 
-    fields: dict[str, Any] = {"predict": predict, "params": load_params(run.root / file)}
-    return fields | {"probe": _random(blank_inputs(network.preprocessing).shape[1:])}
+    shape = blank_inputs(network.preprocessing).shape[1:]
+    params = load_params(run.root / file)
+    return {"predict": predict, "params": params, "probe": _random(shape)}
 
 
 def _classes(config: Any, count: int) -> tuple[str, ...]:
@@ -92,33 +93,37 @@ def _classes(config: Any, count: int) -> tuple[str, ...]:
 
 
 def _random(shape: Sequence[int]) -> np.ndarray:
-    return np.random.default_rng(0).random((_PROBES, *shape), np.float32)
+    draw = np.random.default_rng(0)
+    return draw.random((_PROBES, *shape), np.float32)
 
 
 def _share(run: Run, name: str) -> dict[str, Any]:
-    return {"test accuracy": (run.result[name], run.result["tested"])}
+    share, count = run.result[name], run.result["tested"]
+    return {"test accuracy": (share, count)}
 
 
 def _finetune(run: Run) -> Published:
-    config, result = run.config, run.result
+    config = run.config
     specs = data.specs(
         config.data, "test", needs=("test",), grouped=True, several=True, tables=True
     )
     sources = open_parts(specs, images=bool(config.model.preprocessing))
-    network = network_of(config, sources, sources["test"].num_classes)
-    if (run.root / SCALER).exists():
-        network = scaled(network, Scaler.load(run.root / SCALER))
+    test = sources["test"]
+    network = network_of(config, sources, test.num_classes)
+    scaler = run.root / SCALER
+    if scaler.exists():
+        network = scaled(network, Scaler.load(scaler))
     accounts: pathlib.Path | Books
-    if "private" in result:
+    if "private" in run.result:
         accounts = frame.cell_folder(run.root, Model("private"))
         share = _share(run, "private")
     else:  # What has paid is a search, or the release of noisy labels.
         accounts = _books(run)
         share = _share(run, "accuracy")
     return Published(
-        name=f"{result['dataset']}, {config.model.name}",
-        inputs=_meaning(network, config, sources["test"]),
-        classes=_classes(config, sources["test"].num_classes),
+        name=f"{run.result['dataset']}, {config.model.name}",
+        inputs=_meaning(network, config, test),
+        classes=_classes(config, test.num_classes),
         metrics=share,
         accounts=accounts,
         **_network(run, network),
@@ -137,14 +142,16 @@ def _books(run: Run) -> Books:
 
 
 def _pretrain(run: Run) -> Published:
-    specs = data.specs(run.config.data, "public", "test", needs=("public", "test"))
+    config = run.config
+    specs = data.specs(config.data, "public", "test", needs=("public", "test"))
     (public, test) = open_parts(specs, images=True).values()
-    network = models.network(run.config.model, public.num_classes)
+    network = models.network(config.model, public.num_classes)
+    accuracy = (run.result["accuracy"], len(test))
     return Published(
-        name=f"{public.name}, {run.config.model.name}",
+        name=f"{public.name}, {config.model.name}",
         inputs=_IMAGE,
-        classes=_classes(run.config, public.num_classes),
-        metrics={"test accuracy": (run.result["accuracy"], len(test))},
+        classes=_classes(config, public.num_classes),
+        metrics={"test accuracy": accuracy},
         accounts=None,
         **_network(run, network),
     )
@@ -155,12 +162,13 @@ def _source(file: str) -> Callable[[Run], Published]:
 
     def published(run: Run) -> Published:
         _need(run, file, "The run had a checkpoint, which its publisher has released.")
+        model = run.config.model
         return Published(
-            name=f"public network, {run.config.model.name}",
+            name=f"public network, {model.name}",
             inputs=_IMAGE,
-            classes=_classes(run.config, run.config.model.num_classes),
+            classes=_classes(run.config, model.num_classes),
             accounts=None,
-            **_network(run, models.network(run.config.model), file),
+            **_network(run, models.network(model), file),
         )
 
     return published
@@ -172,9 +180,10 @@ def _need(run: Run, file: str, reason: str) -> None:
 
 
 def _lm(run: Run) -> Published:
-    config, result = run.config, run.result
+    config = run.config
     network = models.network(config.model)
     length = config.data.length - 1
+    tokenizer = pathlib.Path(config.data.tokenizer)
 
     def predict(params: Any, tokens: jax.Array) -> jax.Array:
         return jax.nn.softmax(network.apply_fn(params, tokens))
@@ -182,26 +191,27 @@ def _lm(run: Run) -> Published:
     draw = np.random.default_rng(0)
     tokens = draw.integers(config.model.num_classes, size=(_PROBES, length), dtype=np.int32)
     return Published(
-        name=f"{result['dataset']}, {config.model.name}",
+        name=f"{run.result['dataset']}, {config.model.name}",
         predict=predict,
         params=load_params(run.root / "params.safetensors"),
         probe=tokens,
         inputs=(
-            f"{length} tokens of the tokenizer {pathlib.Path(config.data.tokenizer).name!r}, with "
-            "-1 after the end of a shorter text; the outputs are the probabilities of the token "
-            "after each"
+            f"{length} tokens of the tokenizer {tokenizer.name!r}, with -1 after the end of a "
+            "shorter text; the outputs are the probabilities of the token after each"
         ),
         accounts=frame.cell_folder(run.root, Model("private")),
-        metrics={"bits per token of held-out texts": result["bits"]},
+        metrics={"bits per token of held-out texts": run.result["bits"]},
     )
 
 
 def _student(run: Run) -> Published:
     """Computes the features again, for which all parts of the data are opened."""
     config, result = run.config, run.result
-    task = features.read(config.data).compute(run.root / "network.safetensors")
+    opened = features.read(config.data)
+    task = opened.compute(run.root / "network.safetensors")
     count = task.test.num_classes
-    width = task.test.gather(np.arange(1))["features"].shape[1]
+    first = task.test.gather(np.arange(1))
+    width = first["features"].shape[1]
     model = models.Dense(width, count, **config.model)
 
     def predict(params: Any, batch: jax.Array) -> jax.Array:
@@ -212,7 +222,8 @@ def _student(run: Run) -> Published:
         return jnp.stack([jax.nn.sigmoid(-logits), jax.nn.sigmoid(logits)], axis=1)
 
     student = load_params(run.root / "student.safetensors")
-    accuracy = (result["released"]["student"], result["tested"] - config.prediction.queries)
+    others = result["tested"] - config.prediction.queries
+    accuracy = (result["released"]["student"], others)
     return Published(
         name=f"{result['dataset']}, a student of private answers",
         predict=predict,
@@ -232,8 +243,9 @@ def _deployed(run: Run) -> Published:
         raise ValueError("the stage 'deploy' is not done. Run the same command of lifecycle again.")
     config, result = run.config, life.result("deploy")
     assert result is not None
-    private = data.specs(config.data, *parts.ROLES, grouped=True, unit="image")["private"]
-    count = open_parts({"private": private})["private"].num_classes
+    specs = data.specs(config.data, *parts.ROLES, grouped=True, unit="image")
+    (private,) = open_parts({"private": specs["private"]}).values()
+    count = private.num_classes
     network = models.network(config.model, count)
 
     def predict(params: Any, batch: jax.Array) -> jax.Array:
@@ -242,8 +254,10 @@ def _deployed(run: Run) -> Published:
         confidence = recalibrated.method.confidence(recalibrated.parameters, logits)
         # A confidence of 0 would leave the class unknown.
         least = jnp.maximum(confidence, jnp.finfo(jnp.float32).tiny)
-        return least[:, None] * jax.nn.one_hot(logits.argmax(axis=1), logits.shape[1])
+        predicted = jax.nn.one_hot(logits.argmax(axis=1), logits.shape[1])
+        return least[:, None] * predicted
 
+    shape = blank_inputs(network.preprocessing).shape[1:]
     metrics: dict[str, Any] = {}
     for shift, versions in result["models"].items():
         deployed = versions["deployed"]
@@ -253,7 +267,7 @@ def _deployed(run: Run) -> Published:
         name=f"{config.data.name}, {config.model.name} in use",
         predict=predict,
         params=load_params(life.folder("deploy") / "deployed.safetensors"),
-        probe=_random(blank_inputs(network.preprocessing).shape[1:]),
+        probe=_random(shape),
         inputs=(
             f"{_IMAGE}; the output of the predicted class is its confidence, and the others are 0"
         ),
