@@ -232,6 +232,7 @@ def check_group(
     """Raises ValueError for a group of a study that protects single records, or one that lacks a
     unit or a limit. So it does for records of several owners that the study cannot protect.
     """
+    group = config.get("group", "")
     separator = config.get("separator", "")
     if separator and not several:
         raise ValueError(
@@ -239,12 +240,11 @@ def check_group(
             f"{separator!r}. launch.finetune takes records of several owners."
         )
     adjacency = config.get("adjacency", "add_remove")
-    if separator and (adjacency != "zero_out" or not config.get("group", "")):
+    if separator and (adjacency != "zero_out" or not group):
         raise ValueError(
             f"{where}.adjacency must be 'zero_out' with {separator=}, and {where}.group a column, "
             f"got {adjacency!r}. Who owns which record is public, and what it contains is hidden."
         )
-    group = config.get("group", "")
     if not group:
         return
     if not grouped:
@@ -414,7 +414,9 @@ def texts(spec: DataSpec, field: str, *, labelled: bool = True) -> tuple[list[st
     if rows and field not in rows[0]:
         known = ", ".join(map(repr, sorted(rows[0])))
         raise ValueError(f"{spec.where}.field must be one of {known}, got {field!r}.")
-    label = np.array([row["label"] if labelled else 0 for row in rows], np.int32)
+    label = np.zeros(len(rows), np.int32)
+    if labelled:
+        label[:] = [row["label"] for row in rows]
     if (label < 0).any():
         raise ValueError(
             f"split {spec.part!r} of data set {spec.name!r} has no labels (they are stored as -1)."
@@ -432,7 +434,8 @@ def shift(config: Any, name: str) -> Shift:
       ValueError: config.data.strengths has a strength for an unknown shift.
     """
     published = config.get("corrupted_name", "")
-    strength = None if published else config.get("strengths", {}).get(name)
+    strengths = config.get("strengths", {})
+    strength = None if published else strengths.get(name)
     if strength is not None and name not in STRENGTHS:
         raise ValueError(f"config.data.strengths must name {', '.join(STRENGTHS)}, got {name!r}.")
     return Shift(
@@ -448,12 +451,13 @@ def shift(config: Any, name: str) -> Shift:
 def domains(config: Any, names: Sequence[str]) -> dict[str, Shift | DataSpec]:
     """Returns the shift of each name, or the other set that stands for it in config.data.others."""
     others = config.get("others", {})
-    return {
-        name: whole(others[name], f"config.data.others.{name}")
-        if name in others
-        else shift(config, name)
-        for name in names
-    }
+    shifts: dict[str, Shift | DataSpec] = {}
+    for name in names:
+        if name in others:
+            shifts[name] = whole(others[name], f"config.data.others.{name}")
+        else:
+            shifts[name] = shift(config, name)
+    return shifts
 
 
 def under(test: Examples | None, shift: Shift) -> Examples:

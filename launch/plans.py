@@ -115,11 +115,12 @@ def programs_of(
     def programs(memory: int | None) -> Programs:
         state = trainer.init(params)
         sizes = trainer.physical(state, source, memory=memory)
-        batches = [sizes.counts(len(sampler.batch(k))) for k in range(min(_DRAWS, steps))]
+        draws = [len(sampler.batch(k)) for k in range(min(_DRAWS, steps))]
+        batches = [sizes.counts(size) for size in draws]
         calls: dict[str, float] = {}
         for size in sizes.sizes:
-            each = float(np.mean([counts[size] for counts in batches]))
-            calls[f"sum {size}"] = steps * each
+            of_draws = [counts[size] for counts in batches]
+            calls[f"sum {size}"] = steps * float(np.mean(of_draws))
         # A step adds up the sums of its physical batches, so there is one addition fewer than sums.
         calls["add"] = sum(calls.values()) - steps
         every_steps = trainer.query.refresh_every
@@ -132,7 +133,7 @@ def programs_of(
 
 
 def public_training(
-    what: str, loss: Callable[..., Any], params: Any, source: Examples, how: Any
+    what: str, loss: Callable[..., Any], params: Any, source: Examples, options: Any
 ) -> Item:
     """Returns the computation of `models.train`, without its optimizer, which takes far less than
     the gradients.
@@ -141,8 +142,10 @@ def public_training(
     def mean_loss(params: Any, batch: Any) -> jax.Array:
         return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
 
-    batch = source.gather(np.zeros(min(how.batch_size, len(source)), np.int64))
-    program = jax.jit(jax.grad(mean_loss)), (params, batch), how.steps
+    size = min(options.batch_size, len(source))
+    batch = source.gather(np.zeros(size, np.int64))
+    gradient = jax.jit(jax.grad(mean_loss))
+    program = gradient, (params, batch), options.steps
     return Item(what, programs=lambda memory: [program])
 
 
@@ -152,8 +155,10 @@ def outstanding(charges: Mapping[str, DpEvent], folder: pathlib.Path) -> dict[st
     for row in notes(folder):
         for name, event in row["charges"]:
             counts = left.get(name, {})
-            for leaf, count in composition(from_json(event)).items():
-                counts[leaf] = max(0, counts.get(leaf, 0) - count)
+            noted = composition(from_json(event))
+            for leaf, count in noted.items():
+                still = counts.get(leaf, 0) - count
+                counts[leaf] = max(0, still)
     return {name: _composed(counts) for name, counts in left.items()}
 
 
@@ -191,7 +196,8 @@ def show(
             "--target compiles the private steps of a run, and this config has none. Leave it out."
         )
     for item in items:
-        print(f"\n{item.what}" + (f", {item.runs} times" if item.runs > 1 else ""), flush=True)
+        times = f", {item.runs} times" if item.runs > 1 else ""
+        print(f"\n{item.what}{times}", flush=True)
         if ledger is not None and item.ledger == Item._field_defaults["ledger"]:
             item = item._replace(ledger=os.fspath(ledger.absolute()))
         rows = list(item.rows) if item.event is None else _charged(item, item.event, root)
@@ -225,7 +231,8 @@ def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tupl
             exposed = delta * terms["records"]
             rows.append((f"delta * {unit_words(terms['unit']).many}", f"{exposed:.4g}"))
     if root is not None and item.folder:
-        event = outstanding({item.dataset: event}, root / item.folder)[item.dataset]
+        unpaid = outstanding({item.dataset: event}, root / item.folder)
+        event = unpaid[item.dataset]
     with contextlib.ExitStack() as opened:
         path = (root or pathlib.Path()) / item.ledger
         if (root is not None or path.is_absolute()) and path.exists():
@@ -234,10 +241,12 @@ def _charged(item: Item, event: DpEvent, root: pathlib.Path | None) -> list[tupl
             if not item.dataset and len(names) == 1:
                 name = names[0]
             if name in names:
-                return [*rows, ("ledger", f"{path}: {left_after(ledger.account(name), event)}")]
+                left = left_after(ledger.account(name), event)
+                return [*rows, ("ledger", f"{path}: {left}")]
         ledger = opened.enter_context(Ledger.in_memory())
         ledger.register(name, **terms)
-        return [*rows, ("ledger", f"new: {left_after(ledger.account(name), event)}")]
+        left = left_after(ledger.account(name), event)
+        return [*rows, ("ledger", f"new: {left}")]
 
 
 class _Estimate(NamedTuple):
@@ -269,16 +278,14 @@ def _here(item: Item) -> _Estimate:
         running += calls * (time.perf_counter() - started)
     if not programs:
         return _Estimate()
+    device = jax.devices()[0].device_kind
     rows = [
         (
             "memory (estimate)",
-            f"{memory / 1e6:,.0f} MB for arguments, results and temporaries of the largest program",
+            f"{_megabytes(memory)} for arguments, results and temporaries of the largest program",
         ),
         ("compilation", f"{compiling:.1f} s, measured now"),
-        (
-            "run time (estimate)",
-            f"{_duration(running)}, from one step on zeros on {jax.devices()[0].device_kind}",
-        ),
+        ("run time (estimate)", f"{_duration(running)}, from one step on zeros on {device}"),
     ]
     return _Estimate(rows, compiling + item.runs * running)
 
@@ -294,12 +301,8 @@ def _elsewhere(item: Item, target: str) -> _Estimate:
         calls.append(times / item.steps)
     largest = max(estimate.memory for estimate in estimates)
     verdict = "fits" if all(estimate.fits for estimate in estimates) else "does not fit"
-    rows = [
-        (
-            f"memory of {target}",
-            f"{verdict}: {_megabytes(largest)} of {_megabytes(chip.memory)} of a chip",
-        )
-    ]
+    needed = f"{_megabytes(largest)} of {_megabytes(chip.memory)} of a chip"
+    rows = [(f"memory of {target}", f"{verdict}: {needed}")]
     if any(estimate.seconds is None for estimate in estimates):
         rows.append(
             ("remedy", "a smaller physical_batch_size, fewer trained parameters, or several chips")
@@ -324,9 +327,8 @@ def _elsewhere(item: Item, target: str) -> _Estimate:
         own = "million cycles of Pallas kernels, by an estimate of their own"
         rows.append(("of these", f"{kernels / 1e6:,.3g} {own}"))
     whole = item.steps * seconds
-    rows.append(
-        ("all steps", f"{whole / 3600:.3g} hours ({_duration(whole)}) for {item.steps:,} of them")
-    )
+    hours = f"{whole / 3600:.3g} hours ({_duration(whole)})"
+    rows.append(("all steps", f"{hours} for {item.steps:,} of them"))
     loops = sum(map(_open_loops, estimates))
     if loops:
         rows.append(("counted once", f"loops whose turns depend on data: {loops}"))
