@@ -58,7 +58,7 @@ class Parts(NamedTuple):
         """Returns names and fingerprints of an attribute's records. Fingerprints of private data
         are private.
         """
-        part = self.units if name == "private" else getattr(self, name)
+        part: Any = self.units if name == "private" else getattr(self, name)
         if isinstance(part, Mapping):
             return [f"{name} {source.fingerprint}" for name, source in part.items()]
         sources = [part] if isinstance(part, Source) else part
