@@ -44,7 +44,10 @@ from launch import results
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "evidence_recalibration.json"
-TRIALS, SOURCES, SAMPLES, EPSILON = 10, 50, 30, 1.0
+TRIALS = 10
+SOURCES = 50
+SAMPLES = 30
+EPSILON = 1.0
 RECORDS = (1500, 2500)  # of the table of few or many sources
 EPSILONS = (0.2, 1.0, 2.0)  # of the table of epsilons
 PRIOR = jnp.array([1.0, 1.0, 0.0])
@@ -59,18 +62,22 @@ class BetaBinning(LogisticBinning):
         around 1, 1 and 0."""
         variance, answer = state
         right, wrong = jnp.split(answer, 2)
-        total, design = jnp.maximum(right + wrong, 0), _design(jnp.array(self.places))
-        precision = jnp.diag(jnp.array([self.slope_sd, self.slope_sd, self.shift_sd]) ** -2)
+        total = jnp.maximum(right + wrong, 0)
+        design = _design(jnp.array(self.places))
+        deviations = jnp.array([self.slope_sd, self.slope_sd, self.shift_sd])
+        precision = jnp.diag(deviations**-2)
 
         def step(_: int, line: jax.Array) -> jax.Array:
             q = jax.nn.sigmoid(design @ line)
             slope = total * q * (1 - q)
-            weight = slope / jnp.maximum(variance * ((1 - q) ** 2 + q**2) + slope, 1e-6)
-            gradient = design.T @ (weight * ((1 - q) * right - q * wrong)) - precision @ (
-                line - PRIOR
-            )
-            curvature = (design * (weight * slope)[:, None]).T @ design + precision
-            return line + 0.7 * jnp.clip(jnp.linalg.solve(curvature, gradient), -1, 1)
+            spread = variance * ((1 - q) ** 2 + q**2) + slope
+            weight = slope / jnp.maximum(spread, 1e-6)
+            residual = (1 - q) * right - q * wrong
+            gradient = design.T @ (weight * residual) - precision @ (line - PRIOR)
+            weighted = design * (weight * slope)[:, None]
+            curvature = weighted.T @ design + precision
+            change = jnp.linalg.solve(curvature, gradient)
+            return line + 0.7 * jnp.clip(change, -1, 1)
 
         return jax.lax.fori_loop(0, self.steps, step, PRIOR)
 
@@ -80,7 +87,9 @@ class BetaBinning(LogisticBinning):
 
 
 def _design(score: jax.Array) -> jax.Array:
-    return jnp.stack([-jax.nn.softplus(-score), jax.nn.softplus(score), jnp.ones(score.shape)], -1)
+    """Returns log p, -log(1 - p) and 1 of log-odds, [..., 3]."""
+    log_p = -jax.nn.softplus(-score)
+    return jnp.stack([log_p, jax.nn.softplus(score), jnp.ones(score.shape)], -1)
 
 
 def vector_scaling(
@@ -91,95 +100,92 @@ def vector_scaling(
 
     A record's gradient of its negative log likelihood is clipped to an L1 norm of 2. A round is
     then (epsilon / rounds)-DP with Laplace noise of scale 2 rounds / epsilon at every source."""
-    logits, labels = np.asarray(records.logits), np.asarray(records.labels)
-    unit, count = 10.0, SOURCES * SAMPLES
-    line = np.stack([np.full(logits.shape[1], 0.5), np.zeros(logits.shape[1])])
+    logits = np.asarray(records.logits)
+    labels = np.asarray(records.labels)
+    classes = logits.shape[1]
+    unit = 10.0  # of logits, so that scales and shifts have gradients of like sizes
+    rates = np.array([[1 / unit], [1.0]])
+    line = np.stack([np.full(classes, 0.5), np.zeros(classes)])
     for _ in range(rounds if private else 200):
         p = np.asarray(jax.nn.softmax(line[0] * logits + line[1]))
-        residual = p - np.eye(p.shape[1])[labels]
+        residual = p - np.eye(classes)[labels]
         each = np.stack([residual * logits / unit, residual], 1)
-        each *= np.minimum(1, 2 / np.maximum(np.abs(each).sum((1, 2), keepdims=True), 1e-9))
+        norms = np.abs(each).sum((1, 2), keepdims=True)
+        each *= np.minimum(1, 2 / np.maximum(norms, 1e-9))
         total = each.sum(0)
         if private:
-            total += rng.laplace(size=(SOURCES, *total.shape)).sum(0) * 2 * rounds / EPSILON
-        line -= np.array([[1 / unit], [1.0]]) * total / count
+            noise = rng.laplace(size=(SOURCES, *total.shape)).sum(0)
+            total += noise * 2 * rounds / EPSILON
+        line -= rates * total / (SOURCES * SAMPLES)
     return line
+
+
+METHODS = {
+    "Acc-T wide": AccT(bracket=Bracket.of((0.5, 16.0), "log")),
+    "Acc-T bisection": AccBisection(bracket=Bracket.of((0.5, 16.0), "log")),
+    "logistic binning": LogisticBinning(),
+    "beta binning": BetaBinning(),
+}
+_finished = jax.jit(lambda method, state: method.finish(state), static_argnums=0)
+
+
+@jax.jit
+def _scores_of(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
+    """Returns the calibration errors of logits: of the answer, and of all classes."""
+    p = jax.nn.softmax(logits)
+    return {
+        "ece": ece(p.max(1), p.argmax(1) == labels),
+        "classwise": classwise_ece(p, labels),
+        "adaptive": classwise_ece(p, labels, binning="equal_mass"),
+    }
+
+
+def _fitted(method: Any, own: Records, test: Records, rng: np.random.Generator) -> dict[str, float]:
+    """Returns the scores of a method of the library, with simulated noise of its sources."""
+    scale = recalibration.noise_scale(
+        method,
+        epsilon=EPSILON,
+        adjacency="add_remove",
+        num_classes=test.logits.shape[1],
+    )
+    variance = scale.variance * SOURCES
+
+    def ask(k: int, temperature: Any) -> Any:
+        exact = method.summand(k, own, temperature).sum(0)
+        noise = rng.laplace(size=(SOURCES, *exact.shape)).sum(0)
+        return exact + noise * scale.noise * scale.step
+
+    if isinstance(method, LogisticBinning):
+        answer = jnp.asarray(ask(0, 1.0), jnp.float32)
+        parameters = _finished(method, (jnp.float32(variance), answer))
+        confidence = method.confidence(parameters, test.logits)
+        return {"ece": float(ece(confidence, test.correct))}
+    temperature = recalibration.play(method, ask, variance).temperature
+    return _floats(_scores_of(test.logits / temperature, test.labels))
 
 
 def further(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the scores of each shift and trial."""
-    methods = {
-        "Acc-T wide": AccT(bracket=Bracket.of((0.5, 16.0), "log")),
-        "Acc-T bisection": AccBisection(bracket=Bracket.of((0.5, 16.0), "log")),
-        "logistic binning": LogisticBinning(),
-        "beta binning": BetaBinning(),
-    }
-    finish = {name: jax.jit(method.finish) for name, method in methods.items() if "binning" in name}
-    scores = jax.jit(
-        lambda p, y: {
-            "ece": ece(p.max(1), p.argmax(1) == y),
-            "classwise": classwise_ece(p, y),
-            "adaptive": classwise_ece(p, y, binning="equal_mass"),
-        }
-    )
     rows = []
     for path in sorted((folder / "logits").glob("*.npz")):
         if path.stem == "clean":
             continue
-        found = read_npz(path)
-        everyone = Records(jnp.asarray(found["logits"]), jnp.asarray(found["labels"]))
+        arrays = read_npz(path)
+        everyone = Records(jnp.asarray(arrays["logits"]), jnp.asarray(arrays["labels"]))
         for trial in range(TRIALS):
             rng = np.random.default_rng([trial, len(rows)])
             order = rng.permutation(len(everyone.labels))
-            own, test = (
-                Records(*(x[part] for x in everyone))
-                for part in np.split(order, [SOURCES * SAMPLES])
-            )
-            row: dict[str, Any] = {
-                "shift": path.stem,
-                "none": _floats(scores(jax.nn.softmax(test.logits), test.labels)),
-            }
-            for name, method in methods.items():
-                scale = recalibration.noise_scale(
-                    method,
-                    epsilon=EPSILON,
-                    adjacency="add_remove",
-                    num_classes=test.logits.shape[1],
-                )
-
-                def ask(
-                    k: int,
-                    temperature: Any,
-                    method: Any = method,
-                    scale: Any = scale,
-                    rng: Any = rng,
-                    own: Records = own,
-                ) -> Any:
-                    exact = method.summand(k, own, temperature).sum(0)
-                    return (
-                        exact
-                        + rng.laplace(size=(SOURCES, *exact.shape)).sum(0)
-                        * scale.noise
-                        * scale.step
-                    )
-
-                variance = scale.variance * SOURCES
-                if name in finish:
-                    parameters = finish[name](
-                        (jnp.float32(variance), jnp.asarray(ask(0, 1.0), jnp.float32))
-                    )
-                    p = method.confidence(parameters, test.logits)
-                    row[name] = {"ece": float(ece(p, test.correct))}
-                else:
-                    temperature = recalibration.play(method, ask, variance).temperature
-                    row[name] = _floats(
-                        scores(jax.nn.softmax(test.logits / temperature), test.labels)
-                    )
+            used, rest = np.split(order, [SOURCES * SAMPLES])
+            own = Records(*(column[used] for column in everyone))
+            test = Records(*(column[rest] for column in everyone))
+            row: dict[str, Any] = {"shift": path.stem}
+            row["none"] = _floats(_scores_of(test.logits, test.labels))
+            for name, method in METHODS.items():
+                row[name] = _fitted(method, own, test, rng)
             for name, private in (("vector scaling", True), ("vector scaling, no privacy", False)):
-                line = vector_scaling(own, rng, private=private)
-                row[name] = _floats(
-                    scores(jax.nn.softmax(line[0] * test.logits + line[1]), test.labels)
-                )
+                slopes, shifts = vector_scaling(own, rng, private=private)
+                scaled = slopes * test.logits + shifts
+                row[name] = _floats(_scores_of(scaled, test.labels))
             rows.append(row)
     return rows
 
@@ -197,15 +203,19 @@ def summary(folder: pathlib.Path) -> dict[str, Any]:
     for cost in result["costs"]:
         name = cost["method"]
         cells = [result["cells"][shift][name] for shift in shifts]
-        scores = {part: _rounded(cells, part, "ece") for part in (*factors, "centre", "no privacy")}
-        methods[name] = scores | {"brier": _rounded(cells, "centre", "brier")}
+        scores = {}
+        for part in (*factors, "centre", "no privacy"):
+            scores[part] = _rounded(cells, part, "ece")
+        scores["brier"] = _rounded(cells, "centre", "brier")
+        methods[name] = scores
     accuracy = result["accuracy"]
+    shifted = np.mean([accuracy[shift] for shift in shifts])
     return {
         "images": result["images"],
         "trials": result["trials"],
         "shifts": len(shifts),
         "clean": accuracy["clean"],
-        "shifted": float(np.mean([accuracy[shift] for shift in shifts])),
+        "shifted": float(shifted),
         "settings": {part: p for part, p in result["settings"].items() if part in factors},
         "methods": methods,
         "further": further(folder),
@@ -224,15 +234,16 @@ def tables(report: Any, earlier: Any) -> dict[str, str]:
     """Returns the tables of docs/results/recalibration.md."""
     networks = []
     for network, run in report.items():
-        row = {"network": network} | {key: run[key] for key in ("images", "trials", "shifts")}
-        row |= {key: results.percent(run[key]) for key in ("clean", "shifted")}
+        row = {"network": network} | results.only(run, "images", "trials", "shifts")
+        for images in ("clean", "shifted"):
+            row[images] = results.percent(run[images])
         networks.append(row)
     hundred = []
     for name, scores in report["cifar100"]["methods"].items():
         hundred.append({"method": name} | _scores(name, scores))
     before = []
-    for name, row in earlier["rows"].items():
-        before.append(dict(zip(("method", "all", "centre", "Brier"), (name, *row), strict=True)))
+    for name, (every, centre, brier) in earlier["rows"].items():
+        before.append({"method": name, "all": every, "centre": centre, "Brier": brier})
     public = {network: run for network, run in report.items() if network != "cifar100"}
     rows = {
         "networks": networks,
@@ -325,23 +336,22 @@ def _difference_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _scores(name: str, one: Any) -> dict[str, str]:
     """Returns what a table shows of a method on a network."""
-    every = np.concatenate(
-        [np.asarray(one[part]).ravel() for part in ("sources", "samples", "epsilon")]
-    )
+    every = np.concatenate([np.ravel(one[part]) for part in ("sources", "samples", "epsilon")])
     row = {
         "all": f"{np.median(every):.3f} / {np.mean(every):.3f}",
         "centre": _error(np.ravel(one["centre"])),
+        "Brier": f"{np.mean(one['brier']):.3f}",
     }
-    row["Brier"] = f"{np.mean(one['brier']):.3f}"
-    public = name in ("none", "one source")
-    return row if public else row | {"no privacy": _error(np.ravel(one["no privacy"]))}
+    if name not in ("none", "one source"):
+        row["no privacy"] = _error(np.ravel(one["no privacy"]))
+    return row
 
 
 def _by_shift(rows: Any, value: Any) -> list[float]:
-    shifts = dict.fromkeys(row["shift"] for row in rows)
-    return [
-        float(np.mean([value(row) for row in rows if row["shift"] == shift])) for shift in shifts
-    ]
+    of_shift: dict[str, list[float]] = {}
+    for row in rows:
+        of_shift.setdefault(row["shift"], []).append(value(row))
+    return [float(np.mean(values)) for values in of_shift.values()]
 
 
 def _error(values: Any) -> str:
@@ -352,8 +362,8 @@ def _error(values: Any) -> str:
 
 def draw(network: str, report: Any, _: Any, path: pathlib.Path) -> None:
     """Draws the picture of a network: the mean error over shifts."""
-    found, panels = report[network], {}
-    chosen = (
+    run = report[network]
+    methods = (
         "Acc-T wide",
         "HB published",
         "one source",
@@ -361,15 +371,18 @@ def draw(network: str, report: Any, _: Any, path: pathlib.Path) -> None:
         "logistic binning",
         "none",
     )
+    panels = {}
     for axis, part in enumerate(("sources", "samples", "epsilon")):
-        at = [point[axis] for point in found["settings"][part]]
-        means = {name: np.mean(found["methods"][name][part], axis=0).tolist() for name in chosen}
-        curves = {name: list(zip(at, mean, strict=True)) for name, mean in means.items()}
+        at = [point[axis] for point in run["settings"][part]]
+        curves = {}
+        for name in methods:
+            means = np.mean(run["methods"][name][part], axis=0)
+            curves[name] = list(zip(at, means.tolist(), strict=True))
         panels[f"{network}: {part}"] = (part, curves)
     plot_panels(
         path,
         panels,
-        title=f"Recalibration of a CIFAR-10 network under {found['shifts']} shifts",
+        title=f"Recalibration of a CIFAR-10 network under {run['shifts']} shifts",
         subtitle="Mean expected calibration error over shifts. One factor varies, the others are "
         "those of the paper.",
         ylabel="ECE",

@@ -66,12 +66,15 @@ def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> 
     """Returns what is kept of a study."""
     config = STUDIES[study]()
     config.data.data_dir = data_dir
-    start, clean = time.process_time(), {}
+    start = time.process_time()
+    clean = {}
     if study.startswith("cifar10"):
-        clean = {"clean": group_norm_source(config, checkpoint, root / "source.safetensors")}
+        clean["clean"] = group_norm_source(config, checkpoint, root / "source.safetensors")
     result = frame.run(adapt.STUDY, config, root)
-    rows = [json.loads(line) for line in (root / "rows.jsonl").read_text().splitlines()]
-    return clean | summary(result, rows, config, (time.process_time() - start) / 60)
+    lines = (root / "rows.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    minutes = (time.process_time() - start) / 60
+    return clean | summary(result, rows, config, minutes)
 
 
 def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float:
@@ -83,12 +86,14 @@ def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float
     batch_norm = cifar10.get_config("resnet20").model
     batch_norm.checkpoint = checkpoint
     network = models.network(config.model)
-    found = data.parts(config.data, "public", "test")
-    images = network.preprocessing.normalise(found["public"].gather(np.arange(256))["image"])
+    parts = data.parts(config.data, "public", "test")
+    public = parts["public"].gather(np.arange(256))
+    images = network.preprocessing.normalise(public["image"])
     params = group_norms(network.model, models.network(batch_norm).params, images)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_params(path, params)
-    return float(np.mean(models.right(network, params, found["test"])))
+    right = models.right(network, params, parts["test"])
+    return float(np.mean(right))
 
 
 def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
@@ -97,65 +102,72 @@ def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
 
     On the images [B, H, W, C] each channel then has the BatchNorm's scale as deviation and its bias
     as mean."""
-    made = dict(params)
+    converted = dict(params)
+
+    def is_norm(module: Any, _: str) -> bool:
+        return isinstance(module, GroupNorm)
 
     @jax.jit
     def moments(params: Any) -> Any:
-        kept = {"capture_intermediates": lambda module, _: isinstance(module, GroupNorm)}
-        outputs = model.apply({"params": params}, images, **kept)[1]["intermediates"]
+        _, state = model.apply({"params": params}, images, capture_intermediates=is_norm)
         axes = tuple(range(images.ndim - 1))
-        return {
-            name: (y["__call__"][0].mean(axes), y["__call__"][0].std(axes))
-            for name, y in outputs.items()
-        }
+        of_norms = {}
+        for name, calls in state["intermediates"].items():
+            (output,) = calls["__call__"]
+            of_norms[name] = (output.mean(axes), output.std(axes))
+        return of_norms
 
-    for name in sorted(
-        (name for name in made if "norm" in name), key=lambda name: (name != "norm", name)
-    ):
-        scale, bias = made[name]["scale"], made[name]["bias"]
+    # In the order of the network, where "norm" is the first, since a norm moves all behind it.
+    norms = [name for name in converted if "norm" in name]
+    for name in sorted(norms, key=lambda name: (name != "norm", name)):
+        scale, bias = converted[name]["scale"], converted[name]["bias"]
         plain = {"scale": jnp.ones_like(scale), "bias": jnp.zeros_like(bias)}
-        mean, deviation = moments({**made, name: plain})[name]
-        made[name] = {"scale": scale / deviation, "bias": bias - scale * mean / deviation}
-    return made
+        mean, deviation = moments({**converted, name: plain})[name]
+        slope = scale / deviation
+        converted[name] = {"scale": slope, "bias": bias - scale * mean / deviation}
+    return converted
 
 
 def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> dict[str, Any]:
     """Returns the numbers of a finished study that the page can state."""
-    runs = {(r["method"], r["setting"], r["seed"]): r["mean"] for r in rows if r["part"] == "runs"}
-    seeds, ways = range(config.protocol.seeds), adapt_settings.settings(config)
+    runs = {}
+    for row in results.select(rows, part="runs"):
+        runs[row["method"], row["setting"], row["seed"]] = row["mean"]
+    seeds = range(config.protocol.seeds)
+    ways = adapt_settings.settings(config)
+    sources = config.protocol.sources
 
     def gaps(method: str, setting: str, over: tuple[str, str]) -> dict[int, float]:
         return {seed: runs[method, setting, seed] - runs[*over, seed] for seed in seeds}
 
-    cells = [{name: cell[name] for name in KEPT if name in cell} for cell in result["cells"]]
-    for cell in cells:
-        less = gaps(cell["method"], cell["setting"], (cell["method"], adapt_settings.ORIGINAL))
-        cell["higher"] = sum(gap > 0 for gap in less.values())
+    def higher(cell: Any, setting: str) -> int:
+        """Returns the runs in which a cell is better than its method in another setting."""
+        less = gaps(cell["method"], cell["setting"], (cell["method"], setting))
+        return sum(gap > 0 for gap in less.values())
+
+    cells = []
+    for of_method in result["cells"]:
+        cell = {name: of_method[name] for name in KEPT if name in of_method}
+        cell["higher"] = higher(cell, adapt_settings.ORIGINAL)
         other = adapt_settings.usual(ways, cell["setting"])
         if other:
-            less = gaps(cell["method"], cell["setting"], (cell["method"], other))
-            cell["higher_usual"] = sum(gap > 0 for gap in less.values())
+            cell["higher_usual"] = higher(cell, other)
+        cells.append(cell)
+    compared = [setting for _, setting in adapt_settings.compared(config)]
+    unadapted = (adapt_settings.SOURCE, adapt_settings.ORIGINAL)
     of_five = {}
     for setting in ways:
-        if sum(name == setting for _, name in adapt_settings.compared(config)) < len(
-            config.methods
-        ):
+        if compared.count(setting) < len(config.methods):
             continue  # kept filters are for methods with filters
-        mine = [
-            gaps(method, setting, (adapt_settings.SOURCE, adapt_settings.ORIGINAL))
-            for method in config.methods
-        ]
-        means = {seed: results.moments(gap[seed] for gap in mine).mean for seed in seeds}
-        of_five[setting] = adapt_results.crossed(means, config.protocol.sources)
-    tried = [
-        {name: row[name] for name in ("method", "setting", "length", "accuracy")}
-        for row in result["tried"]
-    ]
-    sources = config.protocol.sources
-    shorter = [
-        {name: row[name] for name in ("method", "setting", "images", "mean", "over_original")}
-        for row in adapt_results.by_length(result)
-    ]
+        gains = [gaps(method, setting, unadapted) for method in config.methods]
+        means = {seed: results.moments(gain[seed] for gain in gains).mean for seed in seeds}
+        of_five[setting] = adapt_results.crossed(means, sources)
+    tried = []
+    for row in result["tried"]:
+        tried.append(results.only(row, "method", "setting", "length", "accuracy"))
+    shorter = []
+    for row in adapt_results.by_length(result):
+        shorter.append(results.only(row, "method", "setting", "images", "mean", "over_original"))
     return {
         "source models": sources,
         "streams": result["seeds"] // sources,
@@ -165,7 +177,7 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
         "mean gain of the methods": of_five,
         "tried": tried,
         "by length": shorter,
-        "domains": {name: value for name, value in result["cells"][-1]["per_corruption"].items()},
+        "domains": dict(result["cells"][-1]["per_corruption"]),
     }
 
 
@@ -175,62 +187,67 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
 def tables(report: Any) -> dict[str, str]:
     """Returns the tables of the page in Markdown, by the name in their comment."""
     markdown = {}
-    for study in (name for name in STUDIES if name in report):
+    for study in STUDIES:
+        if study not in report:
+            continue
         tables_of = _ablations if study in ABLATIONS else _diagnostics
-        for name, table in (_accuracies(report[study]) | tables_of(report[study])).items():
+        of_study = _accuracies(report[study]) | tables_of(report[study])
+        for name, table in of_study.items():
             markdown[f"{study}: {name}"] = table
     return markdown
 
 
-def _accuracies(found: Any) -> dict[str, str]:
-    changed = [c for c in found["cells"][:-1] if c["setting"] != adapt_settings.ORIGINAL]
-    runs = found["streams"] * found["source models"]
+def _accuracies(study: Any) -> dict[str, str]:
+    *cells, source = study["cells"]
+    changed = [cell for cell in cells if cell["setting"] != adapt_settings.ORIGINAL]
+    runs = study["streams"] * study["source models"]
 
     def change(c: Any) -> str:
         return f"{results.percent(*c['over_original'], sign='+')} ({c['higher']} of {runs})"
 
     return {
-        "accuracy": _pivot(found["cells"], lambda c: f"{100 * c['mean']:.1f}"),
+        "accuracy": _pivot([*cells, source], lambda c: f"{100 * c['mean']:.1f}"),
         "change": _pivot(changed, change),
     }
 
 
-def _diagnostics(found: Any) -> dict[str, str]:
-    *cells, source = found["cells"]
-    five = [
-        {"method": "mean of the five", "setting": setting, "over_source": gain}
-        for setting, gain in found["mean gain of the methods"].items()
-    ]
+def _diagnostics(study: Any) -> dict[str, str]:
+    *cells, source = study["cells"]
+    five = []
+    for setting, gain in study["mean gain of the methods"].items():
+        five.append({"method": "mean of the five", "setting": setting, "over_source": gain})
     counted = [cell for cell in cells if "taken" in cell]
     markdown = {
         "gain": _pivot([*cells, *five], lambda c: results.percent(*c["over_source"], sign="+")),
         "length": _pivot(cells, lambda c: f"{c['length']:.3f}"),
         "taken": _pivot(counted, lambda c: f"{100 * c['taken']:.0f}"),
-        "by length": _by_length(found["tried"]),
+        "by length": _by_length(study["tried"]),
     }
-    if "clean" in found:
-        right = {"clean test images": found["clean"], "the stream": source["mean"]}
-        shown = {"source right on": "percent"}
-        shown |= {where: f"{100 * share:.1f}" for where, share in right.items()}
-        markdown["source"] = format_table([shown], style="markdown")
+    if "clean" in study:
+        shares = {
+            "source right on": "percent",
+            "clean test images": f"{100 * study['clean']:.1f}",
+            "the stream": f"{100 * source['mean']:.1f}",
+        }
+        markdown["source"] = format_table([shares], style="markdown")
     return markdown
 
 
-def _ablations(found: Any) -> dict[str, str]:
+def _ablations(study: Any) -> dict[str, str]:
     """Returns what kept filters and clipped batches change, and how the length of a stream does."""
-    ablated = [cell for cell in found["cells"] if "over_usual" in cell]
-    runs = found["streams"] * found["source models"]
+    ablated = [cell for cell in study["cells"] if "over_usual" in cell]
+    runs = study["streams"] * study["source models"]
 
     def change(c: Any) -> str:
         return f"{results.percent(*c['over_usual'], sign='+')} ({c['higher_usual']} of {runs})"
 
     markdown = {"usual": _pivot(ablated, change)}
-    if found["by length"]:
+    if study["by length"]:
         by_images = results.pivot(
-            results.select(found["by length"], setting=PRIVATE),
+            results.select(study["by length"], setting=PRIVATE),
             "method",
             "images",
-            lambda c: results.percent(*c[0]["over_original"], sign="+"),
+            lambda rows: results.percent(*rows[0]["over_original"], sign="+"),
             heading="{} photographs",
         )
         markdown["photographs"] = format_table(by_images, style="markdown")
@@ -238,9 +255,8 @@ def _ablations(found: Any) -> dict[str, str]:
 
 
 def _pivot(cells: Sequence[Any], text: Any) -> str:
-    return format_table(
-        results.pivot(cells, "method", "setting", lambda c: text(c[0])), style="markdown"
-    )
+    table = results.pivot(cells, "method", "setting", lambda rows: text(rows[0]))
+    return format_table(table, style="markdown")
 
 
 def _by_length(tried: Sequence[Any]) -> str:
@@ -249,26 +265,26 @@ def _by_length(tried: Sequence[Any]) -> str:
     rows = []
     for method in dict.fromkeys(row["method"] for row in tried):
         for setting in (adapt_settings.ORIGINAL, adapt_settings.CLIPPED):
+            row = {"method": method, "setting": setting}
             mine = results.select(tried, method=method, setting=setting)
-            shown = {
-                f"rate {k}": f"{100 * r['accuracy']:.1f} at {r['length']:.3f}"
-                for k, r in enumerate(mine, 1)
-            }
-            rows.append({"method": method, "setting": setting} | shown)
+            for k, one in enumerate(mine, 1):
+                row[f"rate {k}"] = f"{100 * one['accuracy']:.1f} at {one['length']:.3f}"
+            rows.append(row)
     return format_table(rows, style="markdown")
 
 
 def beside(paper: Any, report: Any) -> dict[str, str]:
     """Returns Tent by epsilon beside the paper's Tent, with the differences to the original."""
     original = adapt_settings.ORIGINAL
-    streams = {f"USPS, {name}": report[name]["cells"] for name in ("continual", "episodic")}
-    streams |= {
-        "CIFAR-10, continual": report["cifar10"]["cells"],
-        "CIFAR-10, episodic": report["cifar10_episodic"]["cells"],
+    streams = {
+        "USPS, continual": report["continual"],
+        "USPS, episodic": report["episodic"],
+        "CIFAR-10, continual": report["cifar10"],
+        "CIFAR-10, episodic": report["cifar10_episodic"],
     }
     means = {"paper: ViT-B/16, ImageNet-C, continual": paper["Tent"]}
-    for stream, cells in streams.items():
-        ours = results.select(cells, method="Tent")
+    for stream, study in streams.items():
+        ours = results.select(study["cells"], method="Tent")
         means[stream] = {cell["setting"]: 100 * cell["mean"] for cell in ours}
     every = [name for name in means["USPS, continual"] if name != adapt_settings.CLIPPED]
     rows = []
@@ -276,8 +292,9 @@ def beside(paper: Any, report: Any) -> dict[str, str]:
         row = {"Tent": stream} | dict.fromkeys(every, "")
         for name in every:
             if name in accuracy:
-                less = f" ({accuracy[name] - accuracy[original]:+.1f})"
-                row[name] = f"{accuracy[name]:.1f}{less if name != original else ''}"
+                row[name] = f"{accuracy[name]:.1f}"
+            if name in accuracy and name != original:
+                row[name] += f" ({accuracy[name] - accuracy[original]:+.1f})"
         rows.append(row)
     return {"Tent beside the paper": format_table(rows, style="markdown")}
 
@@ -291,8 +308,8 @@ def costs(scattering: Any, squeezenet: Any, report: Any) -> list[dict[str, Any]]
     The error of training is the standard deviation over runs, of one run there is none."""
     training = {"scattering features": scattering, "SqueezeNet features": squeezenet}
     rows = []
-    for features, found in training.items():
-        for name, run in found["runs"].items():
+    for features, report_of_training in training.items():
+        for name, run in report_of_training["runs"].items():
             images = f"{run['records']} images of {_IMAGES[name.removesuffix('_full')]}"
             for point in run["points"]:
                 change = point["accuracy"] - run["without_privacy"]
@@ -320,23 +337,26 @@ def _cost(private: str, epsilon: float, change: float, error: float | None) -> d
     return {"what is private": private, "epsilon": epsilon, "change": (change, error)}
 
 
-def cost_tables(*found: Any) -> dict[str, str]:
+def cost_tables(*reports: Any) -> dict[str, str]:
     """Returns the costs of privacy at the epsilons that are closest in both."""
-    rows = [
-        {**row, "at": "epsilon 1" if row["epsilon"] == 1 else "epsilon 8 (adaptation: 10)"}
-        for row in results.select(costs(*found), epsilon=(1.0, 8.0, 10.0))
-    ]
-    table = results.pivot(
-        rows, "what is private", "at", lambda found: results.percent(*found[0]["change"], sign="+")
-    )
+    rows = []
+    for row in results.select(costs(*reports), epsilon=(1.0, 8.0, 10.0)):
+        at = "epsilon 1" if row["epsilon"] == 1 else "epsilon 8 (adaptation: 10)"
+        rows.append({**row, "at": at})
+
+    def change(rows: Sequence[Any]) -> str:
+        (row,) = rows
+        return results.percent(*row["change"], sign="+")
+
+    table = results.pivot(rows, "what is private", "at", change)
     return {"costs of privacy": format_table(table, style="markdown")}
 
 
-def draw_costs(*found: Any) -> None:
+def draw_costs(*reports_and_path: Any) -> None:
     """Draws the costs of privacy in training and, as the mean of the methods, in adaptation."""
-    *documents, path = found
+    *reports, path = reports_and_path
     curves: dict[str, list[tuple[float, float]]] = {}
-    for row in costs(*documents):
+    for row in costs(*reports):
         name = row["what is private"]
         if name.startswith("DP-SGD") or name.endswith("mean of the five"):
             change, _ = row["change"]
@@ -360,26 +380,24 @@ def _short(private: str) -> str:
 
 def draw(report: Any, path: pathlib.Path) -> None:
     """Draws what each private form gains over no adaptation, by epsilon."""
-    *cells, source = report["continual"]["cells"]
-    noisy = [
-        (float(c["setting"].removeprefix("epsilon ")), c)
-        for c in cells
-        if c["setting"].startswith("epsilon")
-    ]
-    curves = {
-        method: sorted((epsilon, c["mean"]) for epsilon, c in noisy if c["method"] == method)
-        for method in dict.fromkeys(c["method"] for c in cells)
-    }
+    study = report["continual"]
+    *cells, source = study["cells"]
+    curves: dict[str, list[tuple[float, float]]] = {}
+    ticks = {}
+    for cell in cells:
+        if cell["setting"].startswith("epsilon"):
+            epsilon = _epsilon(cell["setting"])
+            curves.setdefault(cell["method"], []).append((epsilon, cell["mean"]))
+            ticks[epsilon] = f"{epsilon:g}"
     plot_curves(
         path,
-        curves,
+        {method: sorted(points) for method, points in curves.items()},
         title="Accuracy under shift by ε of a sample, USPS, continual",
-        subtitle=f"{report['continual']['streams']} streams of 5 domains, "
-        f"{report['continual']['source models']} sources",
+        subtitle=f"{study['streams']} streams of 5 domains, {study['source models']} sources",
         xlabel="ε of one visit (log scale)",
         ylabel="mean accuracy over the stream",
         xscale="log",
-        xticks={epsilon: f"{epsilon:g}" for epsilon, _ in noisy},
+        xticks=ticks,
         references={adapt_settings.SOURCE: source["mean"]},
     )
 

@@ -35,33 +35,33 @@ from jaxdp.data import PoissonSampler, from_arrays
 from jaxdp.privacy import GaussianDpEvent, calibrate_noise
 from jaxdp.report import plot_curves
 
-EPSILONS = (1.0, 4.0)
-DELTA, CONFIDENCE = 1e-5, 0.95
-RECORDS, CANARIES, STEPS, CLIP, FAR = 400, 20, 10, 0.1, 1e4
+EPSILONS = (math.inf, 4.0, 1.0)  # the first is without privacy
+DELTA = 1e-5
+CONFIDENCE = 0.95
+RECORDS = 400
+CANARIES = 20
+STEPS = 10
+CLIP = 0.1
+FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 
 
 def digits() -> tuple[Any, Any]:
     """Returns the images [n, 64] and labels of all digits in a random order."""
     whole = jaxdp.data.bundled("digits")
-    rows = whole.gather(np.random.default_rng(0).permutation(len(whole)))
+    order = np.random.default_rng(0).permutation(len(whole))
+    rows = whole.gather(order)
     return rows["image"].reshape(len(whole), -1), rows["label"]
 
 
-def row(
-    stage: str, epsilon: float, metric: str, utility: float, result: Any, **more: Any
-) -> dict[str, Any]:
-    """Returns a row of the table: a claim, what it is worth, and what an attack proves about it."""
-    return {
-        "stage": stage,
-        "epsilon": epsilon,
-        "metric": metric,
-        "utility": utility,
-        **{
-            name: getattr(result, name)
-            for name in ("lower", "ceiling", "verdict", "trials", "upper")
-        },
-        **more,
-    }
+def worth(stage: str, epsilon: float, metric: str, utility: float) -> dict[str, Any]:
+    """Returns the first columns of a row of the table: a claim, and what it is worth."""
+    return {"stage": stage, "epsilon": epsilon, "metric": metric, "utility": utility}
+
+
+def proof(result: Any) -> dict[str, Any]:
+    """Returns the columns of what an attack proves about a claim."""
+    names = ("lower", "ceiling", "verdict", "trials", "upper")
+    return {name: getattr(result, name) for name in names}
 
 
 # --- Fine-tuning --------------------------------------------------------------------------------
@@ -81,35 +81,35 @@ class Task:
     def make(cls) -> "Task":
         images, labels = digits()
         random = np.random.default_rng(1)
-        features = np.maximum(images @ random.normal(size=(64, 256)) / 4, 0)
+        directions = random.normal(size=(64, 256))
+        features = np.maximum(images @ directions / 4, 0)
         features /= np.linalg.norm(features, axis=1, keepdims=True)
+        features = features.astype(np.float32)
         label = labels[:RECORDS].copy()
-        label[:CANARIES] = (label[:CANARIES] + random.integers(1, 10, CANARIES)) % 10
-        return cls(
-            features[:RECORDS].astype(np.float32),
-            label,
-            features[-800:].astype(np.float32),
-            labels[-800:],
-        )
+        wrong = random.integers(1, 10, CANARIES)
+        label[:CANARIES] = (label[:CANARIES] + wrong) % 10
+        return cls(features[:RECORDS], label, features[-800:], labels[-800:])
 
     def logits(self, params: Any) -> np.ndarray:
         """Returns log p / (1 - p) of the label of each record, the statistic of LiRA."""
         logits = self.features @ np.asarray(params["w"])
         own = np.eye(10, dtype=bool)[self.label]
-        return logits[own] - special.logsumexp(np.where(own, -np.inf, logits), axis=1)
+        others = np.where(own, -np.inf, logits)
+        return logits[own] - special.logsumexp(others, axis=1)
 
     def accuracy(self, params: Any) -> float:
-        return float(np.mean((self.test @ np.asarray(params["w"])).argmax(1) == self.test_label))
+        logits = self.test @ np.asarray(params["w"])
+        return float(np.mean(logits.argmax(1) == self.test_label))
 
     def without(self, present: np.ndarray) -> Any:
         """Returns the records. An absent one has no features, and so no gradient."""
-        return from_arrays(
-            features=self.features * present[:, None], label=self.label, num_classes=10
-        )
+        features = self.features * present[:, None]
+        return from_arrays(features=features, label=self.label, num_classes=10)
 
 
 def loss(params: Any, record: Any) -> jax.Array:
-    return jaxdp.losses.softmax_cross_entropy(record["features"] @ params["w"], record["label"])
+    logits = record["features"] @ params["w"]
+    return jaxdp.losses.softmax_cross_entropy(logits, record["label"])
 
 
 def shadows(
@@ -135,12 +135,14 @@ def shadows(
         )
         trained = []
         for here in present:
-            state, source = trainer.init(start), task.without(here)
+            state = trainer.init(start)
+            source = task.without(here)
             for _ in range(STEPS):
                 state, _ = trainer.step(state, source)
             trained.append(jax.device_get(state.params))
     scores = np.stack([task.logits(params) for params in trained])
-    return present, scores, float(np.mean([task.accuracy(params) for params in trained]))
+    accuracy = np.mean([task.accuracy(params) for params in trained])
+    return present, scores, float(accuracy)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -150,19 +152,29 @@ def memorised(task: Task, present: jax.Array) -> jax.Array:
 
     def one(here: jax.Array) -> jax.Array:
         def mean_loss(w: jax.Array) -> jax.Array:
-            losses = optax.softmax_cross_entropy_with_integer_labels(
-                jnp.asarray(task.features) @ w, task.label
-            )
+            logits = jnp.asarray(task.features) @ w
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, task.label)
             return jnp.mean(losses, where=here)
 
-        def step(_: int, carried: Any) -> Any:
-            updates, state = optimizer.update(jax.grad(mean_loss)(carried[0]), carried[1])
-            return optax.apply_updates(carried[0], updates), state
-
         start = jnp.zeros((task.features.shape[1], 10))
-        return jax.lax.fori_loop(0, 500, step, (start, optimizer.init(start)))[0]
+        return descended(mean_loss, start, optimizer, steps=500)
 
     return jax.lax.map(one, present)
+
+
+def descended(
+    mean_loss: Any, start: Any, optimizer: optax.GradientTransformation, *, steps: int
+) -> Any:
+    """Returns the parameters after some steps on the whole data."""
+
+    def step(_: int, carried: Any) -> Any:
+        params, state = carried
+        gradient = jax.grad(mean_loss)(params)
+        updates, state = optimizer.update(gradient, state)
+        return optax.apply_updates(params, updates), state
+
+    params, _ = jax.lax.fori_loop(0, steps, step, (start, optimizer.init(start)))
+    return params
 
 
 def lira(present: np.ndarray, scores: np.ndarray) -> np.ndarray:
@@ -170,39 +182,54 @@ def lira(present: np.ndarray, scores: np.ndarray) -> np.ndarray:
     each model."""
     ratio = np.zeros_like(scores)
     for kind, sign in ((present, 1), (~present, -1)):
-        count = kind.sum(0) - kind  # without the attacked model
-        mean = ((kind * scores).sum(0) - kind * scores) / count
-        square = ((kind * scores**2).sum(0) - kind * scores**2) / count
-        ratio += sign * stats.norm.logpdf(scores, mean, np.sqrt(np.maximum(square - mean**2, 1e-6)))
+        own = kind * scores
+        own_square = kind * scores**2
+        # Moments without the attacked model.
+        count = kind.sum(0) - kind
+        mean = (own.sum(0) - own) / count
+        square = (own_square.sum(0) - own_square) / count
+        deviation = np.sqrt(np.maximum(square - mean**2, 1e-6))
+        ratio += sign * stats.norm.logpdf(scores, mean, deviation)
     return ratio
 
 
 def success(present: np.ndarray, ratio: np.ndarray) -> dict[str, float]:
     """Returns the AUC, and the share of members that are found at 1 % false positives."""
-    inside, outside = ratio[present], np.sort(ratio[~present])
-    ranks = np.searchsorted(outside, inside, "left") + np.searchsorted(outside, inside, "right")
-    share_found = float(np.mean(inside > np.quantile(outside, 0.99)))
-    return {"auc": float(ranks.mean() / 2 / len(outside)), "tpr_at_1": share_found}
+    inside = ratio[present]
+    outside = np.sort(ratio[~present])
+    below = np.searchsorted(outside, inside, "left")
+    not_above = np.searchsorted(outside, inside, "right")
+    ranks = (below + not_above) / 2
+    is_found = inside > np.quantile(outside, 0.99)
+    return {"auc": float(ranks.mean() / len(outside)), "tpr_at_1": float(is_found.mean())}
 
 
 def proved(present: np.ndarray, scores: np.ndarray, upper: float) -> Any:
     """Audits the most exposed canary of the first half of the models on the second half."""
     half = len(scores) // 2
-    here, seen = present[:half, :CANARIES], scores[:half, :CANARIES]
-    gaps = [np.mean(s[h]) - np.mean(s[~h]) for h, s in zip(here.T, seen.T, strict=True)]
-    exposed = int(np.argmax(np.array(gaps) / seen.std(0)))
+    exposures = []
+    for canary in range(CANARIES):
+        here, seen = present[:half, canary], scores[:half, canary]
+        gap = seen[here].mean() - seen[~here].mean()
+        exposures.append(gap / seen.std())
+    exposed = int(np.argmax(exposures))
     here, seen = present[half:, exposed], scores[half:, exposed]
-    how: dict[str, Any] = {"delta": DELTA, "confidence": CONFIDENCE, "claim": "gaussian"}
-    return audit.multi_run(seen[here], seen[~here], upper=upper, **how)
+    return audit.multi_run(
+        seen[here],
+        seen[~here],
+        upper=upper,
+        delta=DELTA,
+        confidence=CONFIDENCE,
+        claim="gaussian",
+    )
 
 
 def fine_tuning(models: int) -> list[dict[str, Any]]:
     """Returns the rows of DP-SGD, without privacy first."""
-    task, rows = Task.make(), []
+    task = Task.make()
+    rows = []
 
-    def attacked(
-        epsilon: float, claimed: float, sigma: float, clip: float = CLIP
-    ) -> tuple[Any, Any, float]:
+    def attacked(claimed: float, sigma: float, clip: float) -> tuple[Any, Any, float]:
         present, scores, accuracy = shadows(task, models, sigma, clip=clip)
         ratio = lira(present, scores)
         measured = {
@@ -211,27 +238,23 @@ def fine_tuning(models: int) -> list[dict[str, Any]]:
         }
         return proved(present, scores, claimed), measured, accuracy
 
-    for epsilon in (math.inf, *reversed(EPSILONS)):
-        sigma = 0.0
+    def run(sigma: float) -> Any:
+        return jaxdp.privacy.SelfComposedDpEvent(GaussianDpEvent(sigma), STEPS)
+
+    for epsilon in EPSILONS:
+        sigma, clip = 0.0, FAR
         if epsilon < math.inf:
-            sigma = calibrate_noise(
-                lambda s: jaxdp.privacy.SelfComposedDpEvent(GaussianDpEvent(s), STEPS),
-                epsilon=epsilon,
-                delta=DELTA,
-            )
-        result, measured, accuracy = attacked(epsilon, epsilon, sigma, CLIP if sigma else FAR)
-        twin: dict[str, Any] = {}
+            sigma = calibrate_noise(run, epsilon=epsilon, delta=DELTA)
+            clip = CLIP
+        result, measured, accuracy = attacked(epsilon, sigma, clip)
+        row = worth("fine-tuning, DP-SGD", epsilon, "accuracy", accuracy)
+        row |= proof(result)
+        row["lira"] = measured
         if sigma:
-            broken, seen, _ = attacked(epsilon, epsilon, sigma, FAR * CLIP)
-            twin = {
-                "twin": "no clipping",
-                "twin_lower": broken.lower,
-                "twin_verdict": broken.verdict,
-                "twin_lira": seen,
-            }
-        rows.append(
-            row("fine-tuning, DP-SGD", epsilon, "accuracy", accuracy, result, lira=measured, **twin)
-        )
+            broken, seen, _ = attacked(epsilon, sigma, FAR * CLIP)
+            row |= twin("no clipping", broken, epsilon)
+            row["twin_lira"] = seen
+        rows.append(row)
     return rows
 
 
@@ -247,13 +270,24 @@ def twin(name: str, result: Any, upper: float) -> dict[str, Any]:
 def calibration(trials: int) -> list[dict[str, Any]]:
     """Returns the rows of Acc-T: the calibration error on records that nobody asked, and the attack
     on an answer."""
-    random, rows = np.random.default_rng(0), []
+    rows = []
+    random = np.random.default_rng(0)
     logits = random.normal(size=(4000, 10)).astype(np.float32)
     labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
     shown = 3 * logits  # over-confident
-    mine, test = slice(0, 2000), slice(2000, None)
+    mine = slice(0, 2000)
+    test = slice(2000, None)
     right = labels[test] == logits[test].argmax(1)
-    for epsilon in (math.inf, *reversed(EPSILONS)):
+    attack = functools.partial(
+        audit_source,
+        recalibration.AccT(),
+        shown[:50],
+        labels[:50],
+        trials=trials,
+        confidence=CONFIDENCE,
+        adjacency="add_remove",
+    )
+    for epsilon in EPSILONS:
         errors = []
         for _ in range(5):
             ledger = jaxdp.Ledger.in_memory()
@@ -262,30 +296,14 @@ def calibration(trials: int) -> list[dict[str, Any]]:
             recalibrated = recalibration.acc_t(
                 [party], epsilon=epsilon, search="bisection", bracket=(0.5, 16.0)
             )
-            errors.append(float(recalibration.ece(recalibrated.apply(shown[test]), right)))
-        if epsilon == math.inf:
-            rows.append({"stage": "recalibration, Acc-T", "epsilon": epsilon, "metric": "ECE"})
-            rows[-1] |= {"utility": float(np.mean(errors))}
-            continue
-        how: dict[str, Any] = {
-            "trials": trials,
-            "confidence": CONFIDENCE,
-            "adjacency": "add_remove",
-        }
-        attack = functools.partial(
-            audit_source, recalibration.AccT(), shown[:50], labels[:50], **how
-        )
-        honest = attack(epsilon=epsilon)
-        rows.append(
-            row(
-                "recalibration, Acc-T",
-                epsilon,
-                "ECE",
-                float(np.mean(errors)),
-                honest,
-                **twin("a quarter of the noise", attack(epsilon=4 * epsilon), honest.upper),
-            )
-        )
+            confidence = recalibrated.apply(shown[test])
+            errors.append(float(recalibration.ece(confidence, right)))
+        row = worth("recalibration, Acc-T", epsilon, "ECE", float(np.mean(errors)))
+        if epsilon < math.inf:
+            honest = attack(epsilon=epsilon)
+            broken = attack(epsilon=4 * epsilon)
+            row |= proof(honest) | twin("a quarter of the noise", broken, honest.upper)
+        rows.append(row)
     return rows
 
 
@@ -294,55 +312,66 @@ def answers(trials: int) -> list[dict[str, Any]]:
     attack on one answer."""
     images, labels = digits()
     binary = (labels >= 5).astype(np.int32)
-    mean = images[:800].mean(0)
-    _, _, axes = np.linalg.svd(images[:800] - mean, full_matrices=False)
+    public = images[:800]
+    mean = public.mean(0)
+    _, _, axes = np.linalg.svd(public - mean, full_matrices=False)
     x = ((images - mean) @ axes[:16].T).astype(np.float32)
     x /= np.abs(x).max()
-    private, test = slice(800, 1300), slice(1300, None)
-    rows = []
+    private = slice(800, 1300)
+    test = slice(1300, None)
+
+    def logit(params: Any, query: Any) -> Any:
+        return params @ query
 
     def loss_fn(params: Any, record: Any) -> jax.Array:
-        return jaxdp.losses.sigmoid_cross_entropy(params @ record["x"], record["y"])
+        return jaxdp.losses.sigmoid_cross_entropy(logit(params, record["x"]), record["y"])
 
-    def trained(records: Any, clip: float = 0.1) -> Any:
-        start, how = jnp.zeros(16), {"learning_rate": 30.0, "batch_size": 500, "epochs": 4}
-        return prediction.train_with_bounds(loss_fn, start, records, ks=10, clip=clip, **how)
+    def trained(records: Any) -> Any:
+        return prediction.train_with_bounds(
+            loss_fn,
+            jnp.zeros(16),
+            records,
+            ks=10,
+            clip=0.1,
+            learning_rate=30.0,
+            batch_size=500,
+            epochs=4,
+        )
 
     records = {"x": x[private], "y": binary[private].astype(np.float32)}
-    apply_fn = lambda params, query: params @ query  # noqa: E731
     model = trained(records)
-    plain = float(np.mean((x[test] @ np.asarray(model.params) > 0) == binary[test]))
-    rows.append(
-        {"stage": "private prediction", "epsilon": math.inf, "metric": "accuracy", "utility": plain}
-    )
+    outputs = x[test] @ np.asarray(model.params)
+    plain = float(np.mean((outputs > 0) == binary[test]))
+    rows = [worth("private prediction", math.inf, "accuracy", plain)]
     # The query is where the model is least sure, so that a record can move its answer.
-    margin = np.abs(x[test] @ np.asarray(model.params))
-    query = x[test][np.argmin(margin)]
+    query = x[test][np.argmin(np.abs(outputs))]
     candidates = {"x": np.stack([4 * query, -4 * query]), "y": np.ones(2, np.float32)}
-    for epsilon in reversed(EPSILONS):
-        each = epsilon / 8
 
-        def ask(data: Any, queries: Any, spent: float = each, **terms: Any) -> np.ndarray:
+    def attack(epsilon: float) -> Any:
+        """Returns the audit of an answer at its epsilon."""
+
+        def ask(data: Any, queries: Any, **terms: Any) -> np.ndarray:
             return prediction.private_predict(
-                trained(data), apply_fn, queries, epsilon=spent, **terms
+                trained(data), logit, queries, epsilon=epsilon, **terms
             )
 
+        event = prediction.event(1, epsilon=epsilon)
+        return audit_answers(
+            ask, event, query, records, candidates, trials=trials, confidence=CONFIDENCE
+        )
+
+    for epsilon in EPSILONS[1:]:
+        each = epsilon / 8
         ledger = jaxdp.Ledger.in_memory()
         ledger.register("digits", adjacency="add_remove", unit="record")
         predicted = prediction.private_predict(
-            model, apply_fn, x[test], epsilon=each, account=ledger.account("digits")
-        )
-        how: dict[str, Any] = {"trials": trials, "confidence": CONFIDENCE}
-        attack = functools.partial(
-            audit_answers, query=query, data=records, candidates=candidates, **how
-        )
-        honest = attack(ask, prediction.event(1, epsilon=each))
-        broken = attack(
-            functools.partial(ask, spent=4 * each), prediction.event(1, epsilon=4 * each)
+            model, logit, x[test], epsilon=each, account=ledger.account("digits")
         )
         utility = float(np.mean(predicted == binary[test]))
-        more = twin("a quarter of the noise", broken, honest.upper)
-        rows.append(row("private prediction", each, "accuracy", utility, honest, **more))
+        honest = attack(each)
+        broken = attack(4 * each)
+        row = worth("private prediction", each, "accuracy", utility) | proof(honest)
+        rows.append(row | twin("a quarter of the noise", broken, honest.upper))
     return rows
 
 
@@ -351,58 +380,45 @@ def uploads(trials: int) -> list[dict[str, Any]]:
     attack on features."""
     images, labels = digits()
     x = images.reshape(-1, 8, 8).astype(np.float32)
-    public, private, test = slice(0, 400), slice(400, 1300), slice(1300, None)
+    public = slice(0, 400)
+    private = slice(400, 1300)
+    test = slice(1300, None)
     projection = split.public_projection(x[public], 8)
     exact = split.PrivateRelease(
         clip_norm=1e3, noise_multiplier=0.0, label_epsilon=math.inf, num_classes=10
     )
-    coordinates = np.asarray(
-        exact.release(_key(0), x, labels=labels, projection=projection).features
+    noiseless = exact.release(_key(0), x, labels=labels, projection=projection)
+    coordinates = np.asarray(noiseless.features)
+    norms = np.linalg.norm(coordinates[public], axis=1)
+    clip = float(np.median(norms))
+    attack = functools.partial(
+        audit_upload,
+        representations=x[public],
+        labels=labels[public],
+        trials=trials,
+        projection=projection,
+        part="features",
+        delta=DELTA,
+        confidence=CONFIDENCE,
     )
-    clip = float(np.median(np.linalg.norm(coordinates[public], axis=1)))
     rows = []
-    for epsilon in (math.inf, *reversed(EPSILONS)):
+    for epsilon in EPSILONS:
         release = split.PrivateRelease.calibrated(
             epsilon=epsilon, delta=DELTA, clip_norm=clip, num_classes=10
         )
         sent = release.release(_key(1), x[private], labels=labels[private], projection=projection)
-        sent_features, released_labels = np.asarray(sent.features), np.asarray(sent.labels)
-        means = np.stack([sent_features[released_labels == c].mean(0) for c in range(10)])
-        near = np.square(coordinates[test][:, None] - means).sum(-1).argmin(1)
-        utility = float(np.mean(near == labels[test]))
-        if epsilon == math.inf:
-            rows.append(
-                {
-                    "stage": "split, private upload",
-                    "epsilon": epsilon,
-                    "metric": "accuracy",
-                    "utility": utility,
-                }
-            )
-            continue
-        terms: dict[str, Any] = {
-            "projection": projection,
-            "part": "features",
-            "delta": DELTA,
-            "confidence": CONFIDENCE,
-        }
-        attack = functools.partial(
-            audit_upload, representations=x[public], labels=labels[public], trials=trials, **terms
-        )
-        honest = attack(release)
-        half = dataclasses.replace(release, noise_multiplier=release.noise_multiplier / 2)
-        more = twin("half the noise", attack(half), honest.upper)
-        rows.append(
-            row(
-                "split, private upload",
-                epsilon,
-                "accuracy",
-                utility,
-                honest,
-                part="features",
-                **more,
-            )
-        )
+        features = np.asarray(sent.features)
+        released_labels = np.asarray(sent.labels)
+        means = np.stack([features[released_labels == c].mean(0) for c in range(10)])
+        distances = np.square(coordinates[test][:, None] - means).sum(-1)
+        utility = float(np.mean(distances.argmin(1) == labels[test]))
+        row = worth("split, private upload", epsilon, "accuracy", utility)
+        if epsilon < math.inf:
+            honest = attack(release)
+            half = dataclasses.replace(release, noise_multiplier=release.noise_multiplier / 2)
+            row |= proof(honest) | {"part": "features"}
+            row |= twin("half the noise", attack(half), honest.upper)
+        rows.append(row)
     return rows
 
 
@@ -421,20 +437,24 @@ class Net:
             values = random.normal(size=shape) / math.sqrt(shape[0])
             return jnp.asarray(values, jnp.float32)
 
-        norms = {
-            f"block_{i}": {"norm": {"scale": jnp.ones(48), "bias": jnp.zeros(48)}} for i in range(2)
+        norm = {"scale": jnp.ones(48), "bias": jnp.zeros(48)}
+        return {
+            "first": make(64, 48),
+            "second": make(48, 48),
+            "head": make(48, 10),
+            "block_0": {"norm": norm},
+            "block_1": {"norm": norm},
         }
-        return {"first": make(64, 48), "second": make(48, 48), "head": make(48, 10), **norms}
 
     @staticmethod
     def apply(params: Mapping[str, Any], images: jax.Array) -> jax.Array:
         h = images.reshape(len(images), -1)
         for block, layer in (("block_0", "first"), ("block_1", "second")):
+            norm = params[block]["norm"]
             h = h @ params[layer]
-            h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
-            h = jax.nn.relu(
-                h * params[block]["norm"]["scale"][None] + params[block]["norm"]["bias"][None]
-            )
+            variance = h.var(-1, keepdims=True)
+            h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(variance + 1e-5)
+            h = jax.nn.relu(h * norm["scale"][None] + norm["bias"][None])
         return h @ params["head"]
 
 
@@ -443,57 +463,56 @@ def adaptation(trials: int) -> list[dict[str, Any]]:
     one update."""
     images, labels = digits()
     images = images.astype(np.float32)
-    source, stream = slice(0, 800), slice(800, 1760)
+    source = slice(0, 800)
+    stream = slice(800, 1760)
+    labels_of_stream = labels[stream]
 
     def mean_loss(params: Any) -> jax.Array:
         logits = Net.apply(params, jnp.asarray(images[source]))
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels[source]).mean()
 
-    optimizer = optax.adam(1e-2)
+    train = functools.partial(descended, mean_loss, optimizer=optax.adam(1e-2), steps=150)
+    params = jax.jit(train)(Net.init())
+    noise = np.random.default_rng(1).normal(0, 0.12, images[stream].shape)
+    shifted = np.clip(0.35 * images[stream] + noise, 0, 1).astype(np.float32)
+    logits = np.asarray(Net.apply(params, jnp.asarray(shifted)))
+    before = float(np.mean(logits.argmax(1) == labels_of_stream))
 
-    def step(_: int, carried: Any) -> Any:
-        updates, state = optimizer.update(jax.grad(mean_loss)(carried[0]), carried[1])
-        return optax.apply_updates(carried[0], updates), state
+    def private(sigma: float) -> Any:
+        return tta.private(tta.Tent(), clip_norm=0.5, noise_multiplier=sigma)
 
-    start = Net.init()
-    params, _ = jax.jit(lambda p: jax.lax.fori_loop(0, 150, step, (p, optimizer.init(p))))(start)
-    shifted = np.clip(
-        0.35 * images[stream] + np.random.default_rng(1).normal(0, 0.12, images[stream].shape), 0, 1
-    )
-    shifted, rows = shifted.astype(np.float32), []
-    before = np.asarray(Net.apply(params, jnp.asarray(shifted))).argmax(1) == labels[stream]
-    for epsilon in (math.inf, *reversed(EPSILONS)):
-        method: Any = tta.Tent()
-        if epsilon < math.inf:
-            sigma = calibrate_noise(
-                GaussianDpEvent, epsilon=epsilon, delta=DELTA, adjacency="replace_one"
-            )
-            method = tta.private(tta.Tent(), clip_norm=0.5, noise_multiplier=sigma)
+    def accuracy(method: Any, order: int, key: jax.Array | None) -> float:
+        """Returns the accuracy over the stream in a random order."""
+        rows = np.random.default_rng(order).permutation(len(shifted))
+        adapter = tta.Adapter(Net.apply, params, method, optax.sgd(0.3))
+        state = adapter.init(key)
         right = []
-        for order in range(5):
-            rows_ = np.random.default_rng(order).permutation(len(shifted))
-            adapter = tta.Adapter(Net.apply, params, method, optax.sgd(0.3))
-            state = adapter.init(_key(order)) if epsilon < math.inf else adapter.init()
-            for part in rows_.reshape(-1, 96):
-                state, logits = adapter.step(state, jnp.asarray(shifted[part]))
-                right.append(np.mean(np.asarray(logits).argmax(1) == labels[stream][part]))
-        utility = float(np.mean(right))
+        for batch in rows.reshape(-1, 96):
+            state, logits = adapter.step(state, jnp.asarray(shifted[batch]))
+            right.append(np.mean(np.asarray(logits).argmax(1) == labels_of_stream[batch]))
+        return float(np.mean(right))
+
+    def attack(sigma: float) -> Any:
+        adapter = tta.Adapter(Net.apply, params, private(sigma), optax.sgd(1.0))
+        return audit_stream(
+            adapter, shifted[:8], shifted[8:40], trials=trials, delta=DELTA, confidence=CONFIDENCE
+        )
+
+    rows = []
+    for epsilon in EPSILONS:
         if epsilon == math.inf:
-            rows.append(
-                {"stage": "test-time adaptation, Tent", "epsilon": epsilon, "metric": "accuracy"}
-            )
-            rows[-1] |= {"utility": utility, "before": float(before.mean())}
+            orders = [accuracy(tta.Tent(), order, None) for order in range(5)]
+            row = worth("test-time adaptation, Tent", epsilon, "accuracy", float(np.mean(orders)))
+            rows.append(row | {"before": before})
             continue
-
-        def attack(noise: float) -> Any:
-            private = tta.private(tta.Tent(), clip_norm=0.5, noise_multiplier=noise)
-            adapter = tta.Adapter(Net.apply, params, private, optax.sgd(1.0))
-            how: dict[str, Any] = {"trials": trials, "delta": DELTA, "confidence": CONFIDENCE}
-            return audit_stream(adapter, shifted[:8], shifted[8:40], **how)
-
+        sigma = calibrate_noise(
+            GaussianDpEvent, epsilon=epsilon, delta=DELTA, adjacency="replace_one"
+        )
+        orders = [accuracy(private(sigma), order, _key(order)) for order in range(5)]
+        row = worth("test-time adaptation, Tent", epsilon, "accuracy", float(np.mean(orders)))
         honest = attack(sigma)
-        more = twin("half the noise", attack(sigma / 2), honest.upper)
-        rows.append(row("test-time adaptation, Tent", epsilon, "accuracy", utility, honest, **more))
+        row |= proof(honest) | twin("half the noise", attack(sigma / 2), honest.upper)
+        rows.append(row)
     return rows
 
 
@@ -518,8 +537,9 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         twin = ""
         if "twin" in row:
             twin = f"{row['twin']}: {row['twin_lower']:.3g}, {row['twin_verdict']}"
-        bounds = [_number(row.get("lower")), _number(row.get("ceiling"))]
-        lines.append([row["stage"], _number(row["epsilon"]), utility, *bounds, verdict, twin])
+        lower, ceiling = _number(row.get("lower")), _number(row.get("ceiling"))
+        epsilon = _number(row["epsilon"])
+        lines.append([row["stage"], epsilon, utility, lower, ceiling, verdict, twin])
     return timing.page_table(header, lines)
 
 
@@ -545,16 +565,14 @@ def _success_cells(attack: Mapping[str, Any]) -> list[str]:
 
 def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
     """Draws which share of the claim of the attacked release each attack proves."""
-    attacked = [row for row in report["rows"] if row["epsilon"] < math.inf]
-    curves = {
-        stage: sorted(
-            (row["upper"], row["lower"] / row["upper"]) for row in attacked if row["stage"] == stage
-        )
-        for stage in dict.fromkeys(row["stage"] for row in attacked)
-    }
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for row in report["rows"]:
+        if row["epsilon"] < math.inf:
+            point = (row["upper"], row["lower"] / row["upper"])
+            curves.setdefault(row["stage"], []).append(point)
     plot_curves(
         path,
-        curves,
+        {stage: sorted(points) for stage, points in curves.items()},
         title="What attacks prove about claims of epsilon",
         subtitle="digits; bounds with confidence 95 %",
         xlabel="claimed epsilon of the attacked release",

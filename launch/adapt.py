@@ -87,28 +87,28 @@ class _Task:
             if name != INDEPENDENT
         }
         self._network = models.network(config.model)
-        opened = data.parts(
-            config.data, "public", "test", "tuning", prepare=self._network.preprocessing.prepare
-        )
+        prepare = self._network.preprocessing.prepare
+        opened = data.parts(config.data, "public", "test", "tuning", prepare=prepare)
         self.public = opened["public"]
         test = opened.get("test")
-        tuning = opened.get("tuning")
         images = config.data.images
         streams = config.protocol.seeds // config.protocol.sources
         # Streams other than "given" share the photographs and differ in their order.
-        used = streams * images if config.protocol.domain_order == "given" else images
+        used = images
+        if config.protocol.domain_order == "given":
+            used = streams * images
         self._domains = data.domains(config.data, config.data.corruptions)
-        self._mine = self._photographs(
-            test, self._domains, np.arange(used), in_memory=config.data.get("in_memory", True)
-        )
+        in_memory = config.data.get("in_memory", True)
+        self._mine = self._photographs(test, self._domains, np.arange(used), in_memory=in_memory)
         self.tuning = dict[str, Examples]()
         if not _declares_all(config):
-            self.tuning = self._photographs(
-                test if tuning is None else tuning,
-                data.domains(config.data, config.tuning.corruptions),
-                np.arange(config.tuning.images) + (used if tuning is None else 0),
-                in_memory=True,
-            )
+            held_out = data.domains(config.data, config.tuning.corruptions)
+            rows = np.arange(config.tuning.images)
+            photographs = opened.get("tuning")
+            if photographs is None:  # those behind the photographs of the streams
+                photographs = test
+                rows += used
+            self.tuning = self._photographs(photographs, held_out, rows, in_memory=True)
         self._counted: dict[tta.Method, tta.Method] = {}
         self.source = functools.cache(self._source)
         self.method = functools.cache(self._method)
@@ -131,18 +131,17 @@ class _Task:
     @functools.cached_property
     def apply_fn(self) -> Callable[[Any, jax.Array], jax.Array]:
         apply_fn: Any = self._network.apply_fn
-        return (
-            restrict_classes(apply_fn, imagenet_r_classes())
-            if self.config.model.classes
-            else apply_fn
-        )
+        if not self.config.model.classes:
+            return apply_fn
+        return restrict_classes(apply_fn, imagenet_r_classes())
 
     def _method(self, name: str, number: int, counting: bool = False) -> tta.Method:
         """Returns a method by its name. The suffix "-COME" puts COME over that method."""
         if counting:
             plain = self.method(name, number)
             return self._counted.setdefault(plain, _counting(plain))
-        classes = next(iter(self._mine.values())).num_classes
+        first = next(iter(self._mine.values()))
+        classes = first.num_classes
         base, _, come = name.partition("-")
         options = dict(self.config.method_options.get(base, {}))
         kind = tta.METHODS[base]
@@ -154,7 +153,8 @@ class _Task:
             options["num_classes"] = classes
         if "fisher" in takes:
             images = [self.public.gather(rows)["image"] for rows in self._fisher_rows()]
-            options["fisher"] = tta.fisher(self.apply_fn, self.source(number).params, images)
+            params = self.source(number).params
+            options["fisher"] = tta.fisher(self.apply_fn, params, images)
         method = kind(**options)
         return tta.COME(method, classes) if come else method
 
@@ -167,19 +167,23 @@ class _Task:
         """Returns the adapter of a cell with these hyper-parameters."""
         number = cell.seed % self.config.protocol.sources
         name = "Tent" if cell.method == SOURCE else cell.method  # at a rate of 0 any method will do
-        privacy, accumulate = self.config.privacy, 1
+        accumulate = 1
         setting: Any = settings(self.config)[cell.setting]
         method: Any = self.method(name, number, not setting.epsilon)
         if setting.epsilon:
             noise = self.correlations.get(setting.noise)
+            sensitivity = noise.sensitivity if noise else 1.0
+            kept_fraction = 1.0
+            if setting.filters == "keep":
+                kept_fraction = self.config.privacy.kept_fraction
             method = tta.private(
                 method,
                 clip_norm=choice["clip_norm"],
-                noise_multiplier=self.noise[cell.setting] * (noise.sensitivity if noise else 1),
+                noise_multiplier=self.noise[cell.setting] * sensitivity,
                 noise=noise,
                 filters=setting.filters,
-                kept_fraction=privacy.kept_fraction if setting.filters == "keep" else 1.0,
-                exact=privacy.get("exact", False),
+                kept_fraction=kept_fraction,
+                exact=self.config.privacy.get("exact", False),
             )
             accumulate = self.config.protocol.accumulate
         elif setting.unit:
@@ -197,26 +201,25 @@ class _Task:
 
         Seeds that differ in their source model only have the same stream.
         """
-        protocol, number = self.config.protocol, seed // self.config.protocol.sources
+        protocol = self.config.protocol
+        number = seed // protocol.sources
         names = list(self._mine)
         if protocol.domain_order == "shuffled":
-            order = shuffled(len(names), seed=number)
-            domains = {names[k]: self._mine[names[k]] for k in order}
-        elif protocol.domain_order == "same":
-            domains = self._mine
-        else:
-            first = number * self.config.data.images
-            rows = np.arange(first, first + self.config.data.images)
-            domains = {name: self._mine[name].take(rows) for name in names}
-        if images:
-            domains = {
-                name: source.take(np.arange(min(images, len(source))))
-                for name, source in domains.items()
-            }
+            names = [names[k] for k in shuffled(len(names), seed=number)]
+        domains, units = {}, {}
+        for name in names:
+            source = self._mine[name]
+            if protocol.domain_order == "given":
+                first = number * self.config.data.images
+                source = source.take(np.arange(first, first + self.config.data.images))
+            if images:
+                source = source.take(np.arange(min(images, len(source))))
+            domains[name] = source
+            units[name] = self._units(name, len(source))
         return tta.Stream(
             domains,
             seed=number,
-            units={name: self._units(name, len(source)) for name, source in domains.items()},
+            units=units,
             batch_size=protocol.batch_size,
             order=protocol.order,
             reset=protocol.reset,
@@ -308,15 +311,15 @@ def _counting(method: tta.Method) -> tta.Method:
             return super().novel(memory[0], sample)
 
         def remember(self, memory: Any, samples: tta.Sample, kept: jax.Array) -> Any:
-            counts = memory[1] + jnp.array([kept.sum(), len(kept)])
-            return super().remember(memory[0], samples, kept), counts
+            of_method, counts = memory
+            counts += jnp.array([kept.sum(), len(kept)])
+            return super().remember(of_method, samples, kept), counts
 
         def lost(self, memory: Any) -> jax.Array:
             return super().lost(memory[0])
 
-    return Counting(
-        **{field.name: getattr(method, field.name) for field in dataclasses.fields(method)}
-    )
+    names = [field.name for field in dataclasses.fields(method)]
+    return Counting(**{name: getattr(method, name) for name in names})
 
 
 def _sgd(learning_rate: float) -> optax.GradientTransformation:
@@ -325,12 +328,12 @@ def _sgd(learning_rate: float) -> optax.GradientTransformation:
     """
 
     def init(params: Any) -> dict[str, Any]:
-        numbers = {
+        return {
+            "momentum": _MOMENTUM.init(params),
             "rate": jnp.float32(learning_rate),
             "steps": jnp.int32(0),
             "length": jnp.float32(0),
         }
-        return {"momentum": _MOMENTUM.init(params), **numbers}
 
     return optax.GradientTransformation(init, _update)
 
@@ -343,7 +346,8 @@ def _update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
     direction, momentum = _MOMENTUM.update(gradient, state["momentum"])
     step = jax.tree.map(lambda x: -state["rate"] * x, direction)
     length = state["length"] + optax.tree.norm(step)
-    return step, {**state, "momentum": momentum, "steps": state["steps"] + 1, "length": length}
+    steps = state["steps"] + 1
+    return step, {**state, "momentum": momentum, "steps": steps, "length": length}
 
 
 def _names() -> list[str]:
@@ -356,36 +360,7 @@ def _names() -> list[str]:
 
 
 def _cells(config: Any) -> Iterator[Cell]:
-    if config.privacy.adjacency not in ("replace_one", "zero_out"):
-        raise ValueError(
-            "config.privacy.adjacency must be 'replace_one' or 'zero_out', got "
-            f"{config.privacy.adjacency!r}. Removing a record would change all later batches of "
-            "the stream."
-        )
-    frame.some("data.corruptions", config.data.corruptions)
-    frame.some("tuning.corruptions", config.tuning.corruptions)
-    if config.protocol.domain_order not in ("given", "shuffled", "same"):
-        raise ValueError(
-            "config.protocol.domain_order must be 'given', 'shuffled' or 'same', got "
-            f"{config.protocol.domain_order!r}."
-        )
-    if config.protocol.sources < 1 or config.protocol.seeds % config.protocol.sources:
-        raise ValueError(
-            "config.protocol.seeds must be a multiple of config.protocol.sources, one run for "
-            f"each stream and source model, got {config.protocol.seeds} and "
-            f"{config.protocol.sources}."
-        )
-    frame.known("methods", frame.some("methods", config.methods), _names())
-    frame.known("clipping", config.clipping, CLIPPINGS)
-    frame.known("privacy.filters", config.privacy.filters, FILTERS)
-    frame.known("privacy.noise", frame.some("privacy.noise", noises(config)), NOISES)
-    for images in config.protocol.lengths:
-        if not config.protocol.batch_size <= images < config.data.images:
-            raise ValueError(
-                "config.protocol.lengths must be at least config.protocol.batch_size and below "
-                f"config.data.images, got {images}. A shorter stream has no batch, and the whole "
-                "one is run anyway."
-            )
+    _check(config)
     for method, setting in compared(config):
         yield Cell("tuning", method, setting, 0)
     seeds = range(config.protocol.seeds)
@@ -396,8 +371,44 @@ def _cells(config: Any) -> Iterator[Cell]:
             yield Cell(part, SOURCE, ORIGINAL, seed)
 
 
+def _check(config: Any) -> None:
+    """Refuses a config of which no stream could be run."""
+    protocol, adjacency = config.protocol, config.privacy.adjacency
+    if adjacency not in ("replace_one", "zero_out"):
+        raise ValueError(
+            "config.privacy.adjacency must be 'replace_one' or 'zero_out', got "
+            f"{adjacency!r}. Removing a record would change all later batches of the stream."
+        )
+    frame.some("data.corruptions", config.data.corruptions)
+    frame.some("tuning.corruptions", config.tuning.corruptions)
+    if protocol.domain_order not in ("given", "shuffled", "same"):
+        raise ValueError(
+            "config.protocol.domain_order must be 'given', 'shuffled' or 'same', got "
+            f"{protocol.domain_order!r}."
+        )
+    if protocol.sources < 1 or protocol.seeds % protocol.sources:
+        raise ValueError(
+            "config.protocol.seeds must be a multiple of config.protocol.sources, one run for "
+            f"each stream and source model, got {protocol.seeds} and {protocol.sources}."
+        )
+    methods = frame.some("methods", config.methods)
+    frame.known("methods", methods, _names())
+    frame.known("clipping", config.clipping, CLIPPINGS)
+    frame.known("privacy.filters", config.privacy.filters, FILTERS)
+    kinds = frame.some("privacy.noise", noises(config))
+    frame.known("privacy.noise", kinds, NOISES)
+    for images in protocol.lengths:
+        if not protocol.batch_size <= images < config.data.images:
+            raise ValueError(
+                "config.protocol.lengths must be at least config.protocol.batch_size and below "
+                f"config.data.images, got {images}. A shorter stream has no batch, and the whole "
+                "one is run anyway."
+            )
+
+
 def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
-    config, task = work.config, work.shared
+    config = work.config
+    task = work.shared
     if cell.part == "tuning":
         return _choose(cell, config, task)
     images = lengths(config)[cell.part]
@@ -405,24 +416,26 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     if cell.method == SOURCE:  # a rate of 0 changes nothing
         unchanged = task.adapter(cell, {"learning_rate": 0.0})
         served = tta.serve(unchanged, stream, account=None)
-        return {"visits": 0, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
-    adapter = task.adapter(cell, work.row(Cell("tuning", cell.method, cell.setting, 0))["chosen"])
+        return {"visits": 0, **_scores(served)}
+    tuning = work.row(Cell("tuning", cell.method, cell.setting, 0))
+    adapter = task.adapter(cell, tuning["chosen"])
     # Every run has its own data set. All runs together would cost much more, as the summary says.
     label = f"{cell.method}, {cell.setting}"
-    part = "" if cell.part == "runs" else f", {cell.part}"
-    with frame.account(
-        work.root / "ledger.sqlite",
-        f"{label}, stream {cell.seed}{part}",
-        label=label,
-        records=images,
-        **_terms(config),
-    ) as account:
+    dataset = f"{label}, stream {cell.seed}"
+    if cell.part != "runs":
+        dataset += f", {cell.part}"
+    ledger = work.root / "ledger.sqlite"
+    terms = _terms(config) | {"label": label, "records": images}
+    with frame.account(ledger, dataset, **terms) as account:
         event = getattr(adapter.method, "event", NonPrivateDpEvent())
         paid = tta.StreamAccount(account, event=event)
         scratch = work.folder(cell) / "scratch"
         served = tta.serve(adapter, stream, account=paid, workdir=scratch)
-    row = {"visits": paid.worst, "accuracy": served.accuracy, "mean": _mean(served.accuracy)}
-    return row | _diagnostics(served)
+    return {"visits": paid.worst, **_scores(served), **_diagnostics(served)}
+
+
+def _scores(served: tta.Served) -> dict[str, Any]:
+    return {"accuracy": served.accuracy, "mean": _mean(served.accuracy)}
 
 
 def _declared(config: Any, method: str, setting: str) -> Any:
@@ -438,7 +451,7 @@ def _declares_all(config: Any) -> bool:
 
 def _terms(config: Any) -> dict[str, Any]:
     """Returns the terms of a stream in the ledger."""
-    return {name: config.privacy[name] for name in ("adjacency", "unit", "delta")}
+    return results.only(config.privacy, "adjacency", "unit", "delta")
 
 
 def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
@@ -446,16 +459,18 @@ def _choose(cell: Cell, config: Any, task: _Task) -> dict[str, Any]:
     declared = _declared(config, cell.method, cell.setting)
     if declared:
         return {"chosen": dict(declared), "tried": []}
-    candidates = _candidates(settings(config)[cell.setting].unit, config.tuning)
-    stream = tta.Stream(
-        task.tuning, seed=0, batch_size=config.protocol.batch_size, reset=config.protocol.reset
-    )
+    setting = settings(config)[cell.setting]
+    candidates = _candidates(setting.unit, config.tuning)
+    protocol = config.protocol
+    stream = tta.Stream(task.tuning, seed=0, batch_size=protocol.batch_size, reset=protocol.reset)
     tried = []
     for candidate in candidates:
-        served = tta.serve(task.adapter(cell, candidate), stream, account=None)
-        tried.append({**candidate, "accuracy": _mean(served.accuracy), **_diagnostics(served)})
+        adapter = task.adapter(cell, candidate)
+        served = tta.serve(adapter, stream, account=None)
+        accuracy = _mean(served.accuracy)
+        tried.append({**candidate, "accuracy": accuracy, **_diagnostics(served)})
     best = results.best(tried)
-    return {"chosen": {name: best[name] for name in candidates[0]}, "tried": tried}
+    return {"chosen": results.only(best, *candidates[0]), "tried": tried}
 
 
 def _candidates(unit: str, tuning: Any) -> list[dict[str, float]]:
@@ -477,7 +492,8 @@ def _diagnostics(served: tta.Served) -> dict[str, float]:
     last reset.
     """
     optimizer: Any = served.state.opt_state
-    row = {"length": float(optimizer["length"] / jnp.maximum(optimizer["steps"], 1))}
+    steps = jnp.maximum(optimizer["steps"], 1)
+    row = {"length": float(optimizer["length"] / steps)}
     if served.state.memory:
         taken, seen = np.asarray(served.state.memory[1])
         row["taken"] = float(taken / max(seen, 1))
@@ -491,20 +507,26 @@ def _mean(accuracy: Mapping[str, float]) -> float:
 
 def _plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     task = opened()
-    pairs, count = compared(config), config.protocol.seeds * len(lengths(config))
+    pairs = compared(config)
+    count = config.protocol.seeds * len(lengths(config))
     stream = task.stream(0)
     for setting in settings(config):
         methods = [method for method, name in pairs if name == setting]
         streams = f"{len(methods)} methods x {count} streams"
         noise = task.noise.get(setting, 0.0)
-        release = GaussianDpEvent(noise) if noise else NonPrivateDpEvent()
-        accumulate = config.protocol.accumulate if noise else 1
-        is_correlated = settings(config)[setting].noise in task.correlations
-        updates = period(config) if is_correlated else 1
+        event = tta.event(NonPrivateDpEvent(), stream)
+        if noise:
+            is_correlated = settings(config)[setting].noise in task.correlations
+            event = tta.event(
+                GaussianDpEvent(noise),
+                stream,
+                accumulate=config.protocol.accumulate,
+                updates=period(config) if is_correlated else 1,
+            )
         yield plans.Item(
             f"{setting}, {streams}",
             "each stream",
-            tta.event(release, stream, accumulate=accumulate, updates=updates),
+            event,
             _terms(config),
             rows=[("noise multiplier", f"{noise:.6g}")],
             runs=len(methods) * count,
@@ -528,8 +550,8 @@ def _programs(
     calls = []
     for name in methods:
         adapter = untrained.adapter(Cell("runs", name, setting, 0), _ANY_CHOICE)
-        program = adapter.programs(adapter.init(), images)["step"]
-        calls.append((*program, len(stream) / len(methods)))
+        programs = adapter.programs(adapter.init(), images)
+        calls.append((*programs["step"], len(stream) / len(methods)))
     return calls
 
 

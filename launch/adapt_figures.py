@@ -1,12 +1,13 @@
 """The figures of test-time adaptation, drawn from the result of `launch.adapt`."""
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxdp.report import plot_curves
 
 from . import frame, results
-from .adapt_settings import INDEPENDENT, SOURCE
+from .adapt_settings import FILTERS, INDEPENDENT, SOURCE
 
 _MEAN_ACCURACY = "mean accuracy over the stream"
 Curves = dict[str, list[tuple[float, float]]]
@@ -22,38 +23,43 @@ def draw_streams(
     model.
     """
     *cells, source = result["cells"]
-    names = list(source["per_corruption"])
+    of_source = source["per_corruption"]
+    names = list(of_source)
     ticks: dict[float, str] = {k: name.replace("_", " ") for k, name in enumerate(names)}
+    draw = functools.partial(plot_curves, subtitle=about, xlabel="", xticks=ticks)
 
     def curves(shown: Sequence[frame.Row], less: Mapping[str, float]) -> Curves:
         points = Curves()
         for cell in shown:
-            gains = [cell["per_corruption"][name] - less.get(name, 0.0) for name in names]
+            accuracy = cell["per_corruption"]
+            gains = [accuracy[name] - less.get(name, 0.0) for name in names]
             points[cell["method"]] = list(enumerate(gains))
         return points
 
     for setting in settings:
         mine = results.select(cells, setting=setting)
         file = f"{frame.file_name(setting)}.png"
-        plot_curves(
+        draw(
             work.root / f"stream_{file}",
             curves([*mine, source], {}),
             title=f"Accuracy over the stream, {setting}",
-            subtitle=about,
-            xlabel="",
-            xticks=ticks,
             ylabel="accuracy on the corruption",
         )
-        plot_curves(
+        draw(
             work.root / f"gain_{file}",
-            curves(mine, source["per_corruption"]),
+            curves(mine, of_source),
             title=f"What adaptation gains over the stream, {setting}",
-            subtitle=about,
-            xlabel="",
-            xticks=ticks,
             ylabel="accuracy on the corruption less that of the source model",
             references={SOURCE: 0.0},
         )
+
+
+def _curves(points: Iterable[tuple[str, float, float]]) -> Curves:
+    """Returns curves from points (name of the curve, x, y). Those of a curve are in order of x."""
+    curves = Curves()
+    for name, x, y in points:
+        curves.setdefault(name, []).append((x, y))
+    return {name: sorted(of_curve) for name, of_curve in curves.items()}
 
 
 def draw_epsilons(result: Mapping[str, Any], work: frame.Work, about: str) -> None:
@@ -62,19 +68,19 @@ def draw_epsilons(result: Mapping[str, Any], work: frame.Work, about: str) -> No
     private = [cell for cell in cells if "visits" in cell]
     if not private:
         return
-    curves, ticks = Curves(), {}
+    points = []
+    ticks = {}
     for cell in private:
         epsilon = cell["epsilon_sample"]
-        filters = ", filters kept" if cell["filters"] == "keep" else ""
         # Results of earlier versions are of independent noise.
         noise = cell.get("noise", INDEPENDENT)
         correlation = "" if noise == INDEPENDENT else f", {noise} noise"
-        curve = f"{cell['method']}{filters}{correlation}"
-        curves.setdefault(curve, []).append((epsilon, cell["mean"]))
+        name = cell["method"] + FILTERS[cell["filters"]] + correlation
+        points.append((name, epsilon, cell["mean"]))
         ticks[epsilon] = f"{cell['target']:g}"
     plot_curves(
         work.root / "by_epsilon.png",
-        {name: sorted(points) for name, points in curves.items()},
+        _curves(points),
         title="Accuracy under corruption against ε of a sample",
         subtitle=f"{about}, δ = {result['delta']:g}",
         xlabel="ε of one visit (log scale)",
@@ -88,13 +94,13 @@ def draw_epsilons(result: Mapping[str, Any], work: frame.Work, about: str) -> No
 def draw_lengths(rows: Sequence[frame.Row], work: frame.Work) -> None:
     """Draws what each setting changes over the photographs of a domain, if that varies."""
     for setting in dict.fromkeys(row["setting"] for row in rows):
-        curves = Curves()
+        points = []
         for row in results.select(rows, setting=setting):
             mean, _ = row["over_original"]
-            curves.setdefault(row["method"], []).append((row["images"], mean))
+            points.append((row["method"], row["images"], mean))
         plot_curves(
             work.root / f"by_length_{frame.file_name(setting)}.png",
-            {method: sorted(points) for method, points in curves.items()},
+            _curves(points),
             title=f"Accuracy by the length of the stream, {setting}",
             subtitle="rates of the longest stream",
             xlabel="photographs of a domain (log scale)",
@@ -108,12 +114,12 @@ def draw_stability(result: Mapping[str, Any], work: frame.Work) -> None:
     """Draws the accuracy of each tried learning rate against the length of its updates."""
     moved = [row for row in result["tried"] if row["length"] > 0]
     for method in dict.fromkeys(row["method"] for row in moved):
-        curves = Curves()
+        points = []
         for row in results.select(moved, method=method):
-            curves.setdefault(row["setting"], []).append((row["length"], row["accuracy"]))
+            points.append((row["setting"], row["length"], row["accuracy"]))
         plot_curves(
             work.root / f"stability_{method}.png",
-            {setting: sorted(points) for setting, points in curves.items()},
+            _curves(points),
             title=f"{method}: accuracy against the length of an update",
             subtitle="held-out corruptions, one point per learning rate",
             xlabel="mean L2 norm of an update (log scale)",

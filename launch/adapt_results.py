@@ -11,8 +11,11 @@ from jaxdp.report import format_table
 from . import frame, results
 from .adapt_settings import ORIGINAL, SOURCE, lengths, settings, usual
 
+Rows = Sequence[frame.Row]
+Lines = list[dict[str, Any]]
 
-def result_of(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
+
+def result_of(rows: Rows, work: frame.Work) -> dict[str, Any]:
     """Returns means and standard deviations over the seeds, per method, setting and corruption."""
     config = work.config
     tuning = results.select(rows, part="tuning")
@@ -35,13 +38,12 @@ def result_of(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     }
 
 
-def _summaries(
-    runs: Sequence[frame.Row], chosen: Mapping[Any, Any], work: frame.Work
-) -> list[dict[str, Any]]:
+def _summaries(runs: Rows, chosen: Mapping[Any, Any], work: frame.Work) -> Lines:
     """Returns the cells of a part: a method and a setting, over the seeds."""
     ways = settings(work.config)
     cells = []
-    for method, setting in dict.fromkeys((row["method"], row["setting"]) for row in runs):
+    names = dict.fromkeys((row["method"], row["setting"]) for row in runs)
+    for method, setting in names:
         mine = results.select(runs, method=method, setting=setting)
         scores = results.over_seeds(mine, "mean")
         cell = {"method": method, "setting": setting}
@@ -60,9 +62,9 @@ def _summaries(
             if all(name in row for row in mine):
                 cell[name] = _mean([row[name] for row in mine])
         accuracies = [row["accuracy"] for row in mine]
-        cell["per_corruption"] = {
-            name: _mean([accuracy[name] for accuracy in accuracies]) for name in accuracies[0]
-        }
+        cell["per_corruption"] = {}
+        for name in accuracies[0]:
+            cell["per_corruption"][name] = _mean([accuracy[name] for accuracy in accuracies])
         if setting in work.shared.noise:
             cell |= _costs(work, setting, mine)
         cells.append(cell)
@@ -73,14 +75,17 @@ def _mean(values: Iterable[float]) -> float:
     return results.moments(values).mean
 
 
-def _over(mine: Sequence[frame.Row], other: Sequence[frame.Row], config: Any) -> list[float]:
+def _over(mine: Rows, other: Rows, config: Any) -> list[float]:
     """Returns mean and standard error of the difference to what was run on the same streams."""
     others = {row["seed"]: row["mean"] for row in other}
-    differences = {row["seed"]: row["mean"] - others[row["seed"]] for row in mine}
+    differences = {}
+    for row in mine:
+        seed = row["seed"]
+        differences[seed] = row["mean"] - others[seed]
     return list(crossed(differences, config.protocol.sources))
 
 
-def _costs(work: frame.Work, setting: str, mine: Sequence[frame.Row]) -> dict[str, Any]:
+def _costs(work: frame.Work, setting: str, mine: Rows) -> dict[str, Any]:
     """Returns what runs of a private setting cost a photograph at most."""
     privacy = work.config.privacy
     way = settings(work.config)[setting]
@@ -127,17 +132,17 @@ def crossed(values: Mapping[int, float], sources: int) -> tuple[float, float]:
     return _mean(values.values()), error
 
 
-def _accuracies(cells: Sequence[frame.Row]) -> list[dict[str, str]]:
+def _accuracies(cells: Rows) -> Lines:
     """Returns a line per method with a column per setting."""
 
-    def accuracy(rows: Sequence[frame.Row]) -> str:
+    def accuracy(rows: Rows) -> str:
         (cell,) = rows
         return results.percent(cell["mean"], cell["std"])
 
     return results.pivot(cells, "method", "setting", accuracy)
 
 
-def _private(cells: Sequence[frame.Row]) -> list[frame.Row]:
+def _private(cells: Rows) -> list[frame.Row]:
     """Returns the cells of the first method that have an epsilon. Other methods have the same
     epsilons.
     """
@@ -149,25 +154,30 @@ def tables(result: Mapping[str, Any], work: frame.Work) -> dict[str, Any]:
     *cells, source = result["cells"]
     changed = [cell for cell in cells if cell["setting"] != ORIGINAL]
     ablated = [cell for cell in cells if "over_usual" in cell]
-    costs = [_cost(cell, result["unit"]) for cell in _private(cells)]
-    tables = {
+    tables: dict[str, Any] = {}
+    tables[
         "Accuracy in percent over all corruptions, mean ± standard deviation of "
-        f"{result['seeds']} streams": _accuracies([source, *cells]),
-        "Difference to no adaptation on the same streams ± standard error": _differences(
-            "over_source", cells
-        ),
-        "Difference to the original method on the same streams ± standard error": _differences(
-            "over_original", changed
-        ),
+        f"{result['seeds']} streams"
+    ] = _accuracies([source, *cells])
+    tables["Difference to no adaptation on the same streams ± standard error"] = _differences(
+        "over_source", cells
+    )
+    tables["Difference to the original method on the same streams ± standard error"] = _differences(
+        "over_original", changed
+    )
+    tables[
         "Difference of kept filters to removed ones, of clipped batches to clipped images, and of "
-        "correlated noise to independent noise": _differences("over_usual", ablated),
-        "Difference to the original method, by photographs of a domain": _by_length(result),
+        "correlated noise to independent noise"
+    ] = _differences("over_usual", ablated)
+    tables["Difference to the original method, by photographs of a domain"] = _by_length(result)
+    tables[
         "Diagnostics, functions of the records: mean length of an update, and percent of images "
-        "that took part": _each(cells, _step_length),
-        f"What it costs at delta = {result['delta']:g}, {result['adjacency']}": costs,
-        "Accuracy in percent per corruption": _each([*cells, source], _per_corruption),
-        "Hyper-parameters": _each(cells, _hyper_parameters),
-    }
+        "that took part"
+    ] = _each(cells, _step_length)
+    costs = [_cost(cell, result["unit"]) for cell in _private(cells)]
+    tables[f"What it costs at delta = {result['delta']:g}, {result['adjacency']}"] = costs
+    tables["Accuracy in percent per corruption"] = _each([*cells, source], _per_corruption)
+    tables["Hyper-parameters"] = _each(cells, _hyper_parameters)
     return {title: table for title, table in tables.items() if table}
 
 
@@ -184,7 +194,7 @@ def by_length(result: Mapping[str, Any]) -> list[frame.Row]:
     return rows
 
 
-def _by_length(result: Mapping[str, Any]) -> list[dict[str, str]]:
+def _by_length(result: Mapping[str, Any]) -> Lines:
     rows = by_length(result)
     difference = _difference("over_original")
     return results.pivot(rows, "run", "images", difference, heading="{} photographs")
@@ -194,21 +204,19 @@ def _name(cell: frame.Row) -> dict[str, Any]:
     return results.only(cell, "method", "setting")
 
 
-def _each(
-    cells: Sequence[frame.Row], columns: Callable[[frame.Row], dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _each(cells: Rows, columns: Callable[[frame.Row], dict[str, Any]]) -> Lines:
     """Returns a line per cell: its name, and the columns that are made of it."""
     return [_name(cell) | columns(cell) for cell in cells]
 
 
-def _differences(over: str, cells: Sequence[frame.Row]) -> list[dict[str, str]]:
+def _differences(over: str, cells: Rows) -> Lines:
     return results.pivot(cells, "method", "setting", _difference(over))
 
 
-def _difference(over: str) -> Callable[[Sequence[frame.Row]], str]:
+def _difference(over: str) -> Callable[[Rows], str]:
     """Returns the entry of the one cell in a place: a difference and its error."""
 
-    def entry(rows: Sequence[frame.Row]) -> str:
+    def entry(rows: Rows) -> str:
         (cell,) = rows
         return results.percent(*cell[over], sign="+")
 

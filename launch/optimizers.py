@@ -32,15 +32,19 @@ def optimizer(
     """
     rate = config.learning_rate
     steps = config.steps if steps is None else steps
+    rise = max(1, steps // 10)
+    falls = {steps // 2: 0.1, 3 * steps // 4: 0.1}
     rates = {
         "constant": optax.constant_schedule(rate),
         "cosine": optax.cosine_decay_schedule(rate, steps),
         "linear": optax.linear_schedule(rate, 0.0, steps),
-        "warmup": optax.warmup_cosine_decay_schedule(0.0, rate, max(1, steps // 10), max(2, steps)),
-        "step": optax.piecewise_constant_schedule(rate, {steps // 2: 0.1, 3 * steps // 4: 0.1}),
+        "warmup": optax.warmup_cosine_decay_schedule(0.0, rate, rise, max(2, steps)),
+        "step": optax.piecewise_constant_schedule(rate, falls),
     }
     frame.known(f"{part}.schedule", [config.schedule], rates)
-    name, decay = config.optimizer, config.weight_decay
+    schedule = rates[config.schedule]
+    name = config.optimizer
+    decay = config.weight_decay
     make = getattr(optax, name, None)
     known = inspect.signature(make).parameters if inspect.isfunction(make) else {}
     if make is None or "learning_rate" not in known:
@@ -55,8 +59,8 @@ def optimizer(
             f"lacks. It has {', '.join(known)}."
         )
     if "weight_decay" in known:
-        return make(rates[config.schedule], weight_decay=decay, **options)
-    method = make(rates[config.schedule], **options)
+        return make(schedule, weight_decay=decay, **options)
+    method = make(schedule, **options)
     if not decay:
         return method
     return optax.chain(optax.add_decayed_weights(decay), method)

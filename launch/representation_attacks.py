@@ -498,7 +498,8 @@ def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
     distance = squares[:, None] + squares[None] - 2 * products
     distance = jnp.maximum(distance, 0)
     width = jax.lax.stop_gradient(distance.mean())
-    kernel = sum(jnp.exp(-distance / (width * 2.0**k)) for k in range(-3, 2))
+    widths = [width * 2.0**k for k in range(-3, 2)]
+    kernel = sum(jnp.exp(-distance / w) for w in widths)
     of_x = jnp.full(len(x), 1 / len(x))
     of_y = jnp.full(len(y), -1 / len(y))
     sign = jnp.concatenate([of_x, of_y])

@@ -53,10 +53,12 @@ class Pool:
         terms: dict[str, Any] = {"epsilon": epsilon, "num_classes": self.num_classes}
         if mechanism == GLOBAL and self.votes is not None:
             return ensembles.laplace_vote(key, self.votes[:, rows], **terms)
-        # A rounded noisy label answers two classes only.
-        global_name = "global_laplace" if self.num_classes == 2 else "global_response"
-        name = {OURS: "randomised_response", SMOOTH: "paper_cauchy", GLOBAL: global_name}[mechanism]
-        return prediction.METHODS[name].answer(key, self.label[rows], self.distance[rows], **terms)
+        names = {OURS: "randomised_response", SMOOTH: "paper_cauchy", GLOBAL: "global_response"}
+        name = names[mechanism]
+        if mechanism == GLOBAL and self.num_classes == 2:
+            name = "global_laplace"  # a rounded noisy label, which answers two classes only
+        method = prediction.METHODS[name]
+        return method.answer(key, self.label[rows], self.distance[rows], **terms)
 
     def expected_accuracy(self, mechanism: str, epsilon: float, truth: np.ndarray) -> float:
         """Returns the mean accuracy of an answer over noise and test inputs. It is not private, for
@@ -68,12 +70,14 @@ class Pool:
             # curve.
             labels = range(self.num_classes)
             counts = np.stack([np.sum(self.votes == label, axis=0) for label in labels], axis=1)
-            standard = np.random.default_rng(0).laplace(size=(50, *counts.shape))
-            answers = (counts + 2 / epsilon * standard).argmax(axis=2)
+            draw = np.random.default_rng(0)
+            noise = 2 / epsilon * draw.laplace(size=(50, *counts.shape))
+            answers = (counts + noise).argmax(axis=2)
             return float(np.mean(answers == truth))
         flip = flip_probability(mechanism, self.distance, epsilon, self.num_classes)
-        right = np.where(self.label == truth, 1 - flip, flip / (self.num_classes - 1))
-        return float(np.mean(right))
+        flipped_right = flip / (self.num_classes - 1)
+        right = np.where(self.label == truth, 1 - flip, flipped_right)
+        return float(right.mean())
 
 
 def flip_probability(
@@ -86,13 +90,15 @@ def flip_probability(
         return mechanisms.flip_probability_cauchy(distance, epsilon=epsilon, calibration="paper")
     if mechanism == GLOBAL and num_classes == 2:
         return mechanisms.flip_probability_global_laplace(distance, epsilon=epsilon)
-    near = np.zeros_like(distance) if mechanism == GLOBAL else distance
-    return mechanisms.flip_probability(near, epsilon=epsilon, num_classes=num_classes)
+    if mechanism == GLOBAL:
+        distance = np.zeros_like(distance)  # as if one record could flip every label
+    return mechanisms.flip_probability(distance, epsilon=epsilon, num_classes=num_classes)
 
 
 def check(config: Any, opened: features.Opened) -> None:
     """Raises ValueError if a config does not fit its data."""
-    queries, records = config.prediction.queries, config.training.records
+    queries = config.prediction.queries
+    records = config.training.records
     batch = config.dp_sgd.batch_size
     if not 1 <= queries < opened.inputs:
         raise ValueError(
@@ -133,13 +139,16 @@ class Bench:
     """
 
     def __init__(self, config: Any, root: pathlib.Path):
-        self.config, self.plan = config, config.prediction
+        self.config = config
+        self.plan = config.prediction
         opened = features.read(config.data)
         check(config, opened)
         self.task = opened.compute(root / "network.safetensors")
-        self.train, self.test = everything(self.task.train), everything(self.task.test)
+        self.train = everything(self.task.train)
+        self.test = everything(self.task.test)
         self.classes = self.task.train.num_classes
-        self.model = models.Dense(self.train["features"].shape[1], self.classes, **config.model)
+        width = self.train["features"].shape[1]
+        self.model = models.Dense(width, self.classes, **config.model)
         self.start = _start(self.model, self.task.start)
         self.epsilon = prediction.query_epsilon(**self.plan)
         print(
@@ -156,8 +165,8 @@ class Bench:
         Distances go up to the largest of the config. `divisor` is public and replaces the number of
         examples, which is private. All examples are one batch.
         """
-        model, records = self.model, len(examples["label"])
-        options = training_options(self.config, records, divisor)
+        model = self.model
+        options = training_options(self.config, len(examples["label"]), divisor)
         bounds = prediction.train_with_bounds(model.loss, self.start, examples, **options)
         certificates = prediction.certify(bounds, model.logits, self.test["features"])
         return bounds, np.asarray(certificates.label), np.asarray(certificates.distance)
@@ -172,27 +181,33 @@ class Bench:
         """The pools by teacher. The ensemble has a model for each of several disjoint parts of the
         records.
         """
-        count, salt = self.config.ensemble.members, self.config.ensemble.salt.encode()
+        count = self.config.ensemble.members
+        salt = self.config.ensemble.salt.encode()
         ids: Sequence[int] | None = None
         if self.config.training.threat == "replace_one":
             ids = range(len(self.train["label"]))  # a replaced record stays in its part
         part = prediction.partition_by_hash(self.train, count, salt=salt, ids=ids)
         divisor = self.config.training.records // count  # public, unlike the size of a part
-        labels, distances_of = [], []
+        labels = []
+        distances = []
         for member in progress_bar(range(count), label="ensemble", unit="model"):
             mine = _take(self.train, np.flatnonzero(part == member))
             _, label, distance = self.certified(mine, divisor)
             labels.append(label)
-            distances_of.append(distance)
-        votes, distances = np.stack(labels), np.stack(distances_of)
-        ensemble = prediction.vote(votes, distances, num_classes=self.classes)
-        single = Pool(*self.single[1:], self.classes)
-        return {SINGLE: single, f"{count} models": Pool(*ensemble, self.classes, votes)}
+            distances.append(distance)
+        votes = np.stack(labels)
+        ensemble = prediction.vote(votes, np.stack(distances), num_classes=self.classes)
+        _, label, distance = self.single
+        return {
+            SINGLE: Pool(label, distance, self.classes),
+            f"{count} models": Pool(*ensemble, self.classes, votes),
+        }
 
     def asked(self, number: int) -> np.ndarray:
         """Returns a public choice of test inputs, sorted int64 [queries]."""
         seed = self.config.query_seed + number
-        return np.sort(choose(len(self.task.test), self.plan.queries, seed=seed))
+        rows = choose(len(self.task.test), self.plan.queries, seed=seed)
+        return np.sort(rows)
 
     def student(self, rows: np.ndarray, answers: np.ndarray) -> tuple[Any, float]:
         """Returns parameters that learn from answers, and their accuracy on the other inputs."""
@@ -207,7 +222,8 @@ class Bench:
             seed=self.config.query_seed.to_bytes(16, "little"),
         )
         others = np.setdiff1d(np.arange(len(self.task.test)), rows)
-        return params, self.model.accuracy(params, _take(self.test, others))
+        accuracy = self.model.accuracy(params, _take(self.test, others))
+        return params, accuracy
 
 
 def _start(model: models.Dense, layers: Mapping[str, Any] | None) -> Any:
@@ -219,7 +235,8 @@ def _start(model: models.Dense, layers: Mapping[str, Any] | None) -> Any:
     fresh = model.init()
     if layers is None:
         return fresh
-    fresh_shapes, shapes = (jax.tree.map(np.shape, tree) for tree in (fresh, dict(layers)))
+    fresh_shapes = jax.tree.map(np.shape, fresh)
+    shapes = jax.tree.map(np.shape, dict(layers))
     if fresh_shapes != shapes:
         raise ValueError(
             "config.data.network.dense needs the layers of the network in config.model, hidden="

@@ -97,25 +97,29 @@ def make(
     sampler = sampler_of(config, private, part)
     if _strategy(config):
         method_options["noise"] = _noise(config, sampler, part)
+    method = finetune.METHODS[config.method]
+    adjacency = getattr(images, "adjacency", "add_remove")
     with (
         settings.named(f"{part}.method_options.{config.method}", method_options),
         settings.named(part, config, method=f"{part}.accountant"),
     ):
-        return finetune.METHODS[config.method](
+        augment = augmentation(images) if config.augmult else None
+        clip_norm = _clip_norm(config, network.params, options.get("trainable"), part)
+        return method(
             models.loss(network),
             optimizer(config, part, steps=steps(config)),
             sampler=sampler,
-            clip_norm=_clip_norm(config, network.params, options.get("trainable"), part),
+            clip_norm=clip_norm,
             clip_rule=config.get("clip_rule", "global"),
             exact=config.get("exact", False),
             physical_batch_size=config.physical_batch_size or None,
-            augment=augmentation(images) if config.augmult else None,
+            augment=augment,
             augmult=config.augmult or 1,
             ema_decay=config.ema_decay or None,
             ascent_radius=config.ascent_radius,
             group=isinstance(private, Groups),
             unit=unit,
-            **_target(config, getattr(images, "adjacency", "add_remove")),
+            **_target(config, adjacency),
             **options,
             **method_options,
         )
@@ -206,11 +210,12 @@ def sampler_of(config: Any, private: Any, part: str) -> Sampler:
     if _strategy(config) and "participation" not in config:
         return FixedOrderSampler(count, config.batch_size)
     if "participation" not in config:
+        records_per_owner = private.max_records if isinstance(private, Owners) else None
         return PoissonSampler(
             count,
             share,
             truncated_batch_size=truncated_batch_size,
-            records_per_owner=private.max_records if isinstance(private, Owners) else None,
+            records_per_owner=records_per_owner,
         )
     pattern = config.participation
     frame.known(f"{part}.participation.kind", [pattern.kind], _PATTERNS)
@@ -234,13 +239,15 @@ def sampler_of(config: Any, private: Any, part: str) -> Sampler:
 
 
 def _cyclic_poisson(count: int, share: float, separation: int, steps: int) -> Sampler:
-    return CyclicPoissonSampler(count, min(1.0, share * separation), cycle_length=separation)
+    in_turn = min(1.0, share * separation)
+    return CyclicPoissonSampler(count, in_turn, cycle_length=separation)
 
 
 def _balls_in_bins(count: int, share: float, separation: int, steps: int) -> Sampler:
-    if round(1 / share) != separation:
+    batches = round(1 / share)
+    if batches != separation:
         raise ValueError(
-            f"separation of balls in bins must be {round(1 / share)}, the batches of an epoch, got "
+            f"separation of balls in bins must be {batches}, the batches of an epoch, got "
             f"{separation}. Every bin is a batch."
         )
     return BallsInBinsSampler(num_examples=count, bins=separation, steps=steps)
@@ -316,10 +323,9 @@ def _anchors(public: Any, count: int, num_classes: int, part: str) -> dict[str, 
             f"public examples, got {count}."
         )
     examples = public.gather(np.arange(count))
-    return {
-        **examples,
-        "label": np.random.default_rng(0).integers(num_classes, size=count, dtype=np.int32),
-    }
+    draw = np.random.default_rng(0)
+    labels = draw.integers(num_classes, size=count, dtype=np.int32)
+    return {**examples, "label": labels}
 
 
 def fit(
@@ -376,8 +382,9 @@ def curves(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
     """Returns (step, value) pairs of the accuracy and epsilon of a run in a folder, for the
     report.
     """
-    rows = read_metrics(folder / "metrics.jsonl")
-    return {
-        name: [(row["step"], row[name]) for row in rows if name in row]
-        for name in ("accuracy", "epsilon")
-    }
+    curves: dict[str, list[tuple[int, float]]] = {"accuracy": [], "epsilon": []}
+    for row in read_metrics(folder / "metrics.jsonl"):
+        for name, points in curves.items():
+            if name in row:
+                points.append((row["step"], row[name]))
+    return curves

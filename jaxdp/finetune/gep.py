@@ -222,7 +222,8 @@ class GradientEmbedding(Query):
             residual_scale = bound(self.residual_clip_norm) / b
             gradient = jax.tree.map(lambda bw, r: bw + residual_scale * r, gradient, mean.residual)
         # A basis of one step is made anew, and need not be in every checkpoint.
-        return gradient, carried if self.refresh_every > 1 else None, {}
+        basis = carried if self.refresh_every > 1 else None
+        return gradient, basis, {}
 
     def _shares(self, rows: list[jax.Array], clip_norm: float) -> jax.Array:
         """Returns factors [B] that clip vectors and divide them by the bound of the clipping rule.
@@ -246,34 +247,43 @@ class GradientEmbedding(Query):
             keys = [self.groups(path) for path in paths]
         else:
             keys = _module_groups(paths, sizes, self.groups)
-        members: dict[Hashable, list[int]] = {}
-        for leaf, key in enumerate(keys):
-            members.setdefault(key, []).append(leaf)
-        entries = [sum(sizes[leaf] for leaf in group) for group in members.values()]
+        numbers: dict[Hashable, int] = {}  # groups in the order of their first leaves
+        entries: list[int] = []
+        paths_of_groups: list[list[str]] = []
+        for key, path, size in zip(keys, paths, sizes, strict=True):
+            if key not in numbers:
+                numbers[key] = len(numbers)
+                entries.append(0)
+                paths_of_groups.append([])
+            group = numbers[key]
+            entries[group] += size
+            paths_of_groups[group].append(path)
         roots = np.sqrt(entries)
         # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)). 1e-9 keeps rounding errors from lowering a
         # whole number.
         widths = self.basis_size * roots / roots.sum() + 1e-9
-        numbers = {key: number for number, key in enumerate(members)}
-        paths_of_groups = [[paths[leaf] for leaf in group] for group in members.values()]
         layout = _Layout(
             structure=structure,
             shapes=[leaf.shape for leaf in leaves],
             owner=[numbers[key] for key in keys],
-            widths=[int(width) for width in widths],
-            names=[_group_name(group) for group in paths_of_groups],
+            widths=widths.astype(int).tolist(),
+            names=list(map(_group_name, paths_of_groups)),
         )
         self._check_widths(layout, entries)
         return layout
 
     def _check_widths(self, layout: _Layout, entries: list[int]) -> None:
         """Raises ValueError if anchors or entries of a group cannot span its basis."""
-        anchors = sum(len(jax.tree.leaves(batch)[0]) for batch in self.public)
+        anchors = 0
+        for batch in self.public:
+            first, *_ = jax.tree.leaves(batch)
+            anchors += len(first)
         for width, total, name in zip(layout.widths, entries, layout.names, strict=True):
-            if not 1 <= width <= min(anchors, total):
+            most = min(anchors, total)
+            if not 1 <= width <= most:
                 raise ValueError(
                     f"basis_size={self.basis_size} over {len(layout.widths)} groups gives {width} "
-                    f"directions to {name}, which needs 1 to {min(anchors, total)}. A gradient "
+                    f"directions to {name}, which needs 1 to {most}. A gradient "
                     f"there has {total} entries, and there are {anchors} anchors. Change "
                     "basis_size, the number of anchors, or groups."
                 )
@@ -315,10 +325,10 @@ class GradientEmbedding(Query):
         layout = self._layout(params)
         a = self._anchor_gradients(params, anchors)
         al = layout.embed(a, basis)
-        return [
-            x + _dot(rows.T, al[group])
-            for x, rows, group in zip(image, a, layout.owner, strict=True)
-        ]
+        total = []
+        for x, rows, group in zip(image, a, layout.owner, strict=True):
+            total.append(x + _dot(rows.T, al[group]))
+        return total
 
     def _orthonormal(self, params: Any, image: list[jax.Array]) -> list[jax.Array]:
         """Makes the columns of every group orthonormal."""
@@ -326,8 +336,9 @@ class GradientEmbedding(Query):
         basis = list(image)
         for group in range(len(layout.widths)):
             members = [leaf for leaf, owner in enumerate(layout.owner) if owner == group]
-            q = _gram_schmidt(jnp.concatenate([image[leaf] for leaf in members]))
-            cuts = np.cumsum([len(image[leaf]) for leaf in members])[:-1]
+            columns = layout.together(image, group)
+            q = _gram_schmidt(jnp.concatenate(columns))
+            *cuts, _ = np.cumsum([len(rows) for rows in columns])
             for leaf, rows in zip(members, jnp.split(q, cuts), strict=True):
                 basis[leaf] = rows
         return basis
@@ -342,11 +353,16 @@ def _module_groups(paths: list[str], sizes: list[int], count: int) -> list[int]:
     modules = [path.rpartition("/")[0] or path for path in paths]
     ends: dict[str, int] = {}  # the entries up to the last leaf of a module
     totals: dict[str, int] = {}
-    for module, size, end in zip(modules, sizes, np.cumsum(sizes), strict=True):
-        ends[module] = end
+    entries = 0
+    for module, size in zip(modules, sizes, strict=True):
+        entries += size
+        ends[module] = entries
         totals[module] = totals.get(module, 0) + size
-    middles = {module: ends[module] - totals[module] / 2 for module in ends}
-    return [int(middles[module] * count / sum(sizes)) for module in modules]
+    groups = {}
+    for module, end in ends.items():
+        middle = end - totals[module] / 2
+        groups[module] = int(middle * count / entries)
+    return [groups[module] for module in modules]
 
 
 def _group_name(paths: list[str]) -> str:
@@ -396,7 +412,9 @@ def _gram_schmidt(columns: jax.Array) -> jax.Array:
         for _ in range(2):
             v = v - _dot(_dot(q, v), q)
         after = jnp.linalg.norm(v)
-        v = jnp.where(after > _LEAST_SHARE * before, v / jnp.where(after > 0, after, 1), 0)
+        is_independent = after > _LEAST_SHARE * before
+        unit = v / jnp.where(after > 0, after, 1)
+        v = jnp.where(is_independent, unit, 0)
         return q.at[j].set(jnp.where(jnp.isfinite(v), v, 0))
 
     return jax.lax.fori_loop(0, len(rows), add, jnp.zeros_like(rows)).T

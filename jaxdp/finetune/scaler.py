@@ -85,8 +85,8 @@ class Scaler:
 
     def apply(self, source: Examples) -> Examples:
         """Returns a source with the column "features" scaled, float32 [d] each."""
-        features = np.asarray(self.normalise(jnp.asarray(source.column("features"), jnp.float32)))
-        arrays = {**source.arrays, "features": features}
+        features = jnp.asarray(source.column("features"), jnp.float32)
+        arrays = {**source.arrays, "features": np.asarray(self.normalise(features))}
         return source.changed(f"scaled {digest(dataclasses.asdict(self))}", arrays=arrays)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -114,6 +114,16 @@ class Columns(NamedTuple):
         """Whether missing cells are known, bool [k]."""
         return np.asarray(self.missing) >= 0
 
+    @property
+    def middle(self) -> np.ndarray:
+        """The middle of each range, float64 [k]."""
+        return (self.low + self.high) / 2
+
+    @property
+    def half(self) -> np.ndarray:
+        """Half the width of each range, float64 [k]."""
+        return (self.high - self.low) / 2
+
 
 def contributions(features: np.ndarray, measured: Columns) -> np.ndarray:
     """Returns the vectors v of rows, float64 [..., 3, k], from features [..., d].
@@ -125,13 +135,14 @@ def contributions(features: np.ndarray, measured: Columns) -> np.ndarray:
     has_count = measured.has_count
     is_missing = (features[..., list(measured.missing)] == 1) & has_count
     is_read = is_number & ~is_missing
-    middle = (measured.low + measured.high) / 2
-    half = (measured.high - measured.low) / 2
-    inside = np.clip(np.where(is_read, cells, middle), measured.low, measured.high)
-    u = np.clip((inside - middle) / half, -1, 1)
+    middle = measured.middle
+    filled = np.where(is_read, cells, middle)
+    inside = np.clip(filled, measured.low, measured.high)
+    u = np.clip((inside - middle) / measured.half, -1, 1)
     first = np.where(is_read, u, 0)
     second = np.where(is_read, u**2 - 1 / 2, 0)
-    third = np.where(has_count, np.where(is_read, 1 / 2, -1 / 2), 0)
+    counted = np.where(is_read, 1 / 2, -1 / 2)
+    third = np.where(has_count, counted, 0)
     return np.stack([first, second, third], axis=-2)
 
 
@@ -139,12 +150,14 @@ def column_sums(source: Source, measured: Columns) -> np.ndarray:
     """Returns the sums S, float64 [3, k]. They are private, and for audits."""
     sums = np.zeros((3, len(measured.columns)))
     for start in range(0, len(source), _ROWS_AT_ONCE):
-        rows = np.arange(start, min(start + _ROWS_AT_ONCE, len(source)))
+        end = min(start + _ROWS_AT_ONCE, len(source))
+        rows = np.arange(start, end)
         batch = source.gather(rows)
         if isinstance(batch, Records):
             of_records = contributions(np.asarray(batch.records["features"]), measured)
             present = batch.present[:, :, None, None]
-            each = (of_records * present).sum(axis=1) / present.sum(axis=1)
+            totals = (of_records * present).sum(axis=1)
+            each = totals / present.sum(axis=1)
         else:
             each = contributions(np.asarray(batch["features"]), measured)
         sums += each.sum(axis=0)
@@ -268,11 +281,12 @@ def columns_of(source: Examples | Groups, ranges: Mapping[str, tuple[float, floa
         if not is_range(limits):
             raise ValueError(f"ranges must have low < high for {name!r}, got {limits!r}.")
     low, high = np.array(list(ranges.values()), np.float64).T
-    missing = []
+    columns, missing = [], []
     for name in ranges:
+        columns.append(names.index(name))
         indicator = indicator_of(name)
         missing.append(names.index(indicator) if indicator in names else -1)
-    return Columns([names.index(name) for name in ranges], missing, low, high)
+    return Columns(columns, missing, low, high)
 
 
 def _fitted(sums: np.ndarray, measured: Columns, total: int, std: float) -> Scaler:
@@ -284,14 +298,14 @@ def _fitted(sums: np.ndarray, measured: Columns, total: int, std: float) -> Scal
     square = np.clip(second / counts + 1 / 2, 0, 1)
     # A variance below the noise of the squares is noise, and its inverse would be huge.
     least = min(1.0, std / total)
-    deviation = np.sqrt(np.maximum(square - mean**2, least))
-    middle = (measured.low + measured.high) / 2
-    half = (measured.high - measured.low) / 2
+    variance = np.maximum(square - mean**2, least)
+    deviation = np.sqrt(variance)
+    half = measured.half
     return Scaler(
         columns=tuple(measured.columns),
         missing=tuple(measured.missing),
         low=measured.low.tolist(),
         high=measured.high.tolist(),
-        mean=(middle + half * mean).tolist(),
+        mean=(measured.middle + half * mean).tolist(),
         std=(half * deviation).tolist(),
     )

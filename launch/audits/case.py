@@ -49,7 +49,8 @@ class Case:
         run: `run(trials, seed) -> Audit` of the honest mechanism. `trials` counts the runs of
             either kind, `seed` is 16 secret bytes.
         twins: For every name in `TWINS` the audit of the broken twin, or a string that says why the
-            twin has no meaning here. A mechanism may have further twins.
+            twin has no meaning here. `standard_twins` makes them. A mechanism may have further
+            twins.
         trials: The runs of either kind with which the honest audit has power and every twin is
             caught.
 

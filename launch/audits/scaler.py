@@ -62,10 +62,8 @@ def releases(
 
 def without_a_clip(features: np.ndarray, measured: scaler.Columns) -> np.ndarray:
     """Computes the vectors of cells that are not cut to their ranges."""
-    middle = (measured.low + measured.high) / 2
-    half = (measured.high - measured.low) / 2
     cells = features[..., list(measured.columns)]
-    u = (cells - middle) / half
+    u = (cells - measured.middle) / measured.half
     return np.stack([u, u**2 - 1 / 2, 0 * u], axis=-2)
 
 

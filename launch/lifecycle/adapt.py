@@ -1,6 +1,5 @@
 """The stage of adaptation: the model follows a private stream under drift."""
 
-import functools
 import math
 from typing import Any
 
@@ -17,7 +16,18 @@ from jaxdp.privacy.events import composition
 from .. import models, results
 from .networks import tuned
 from .parts import Parts
-from .stage import AUDITS, CHANGE, CONFIDENCE, CURVE, Accounts, Charges, Job, Stage, audited, terms
+from .stage import (
+    CHANGE,
+    CONFIDENCE,
+    CURVE,
+    Accounts,
+    Charges,
+    Job,
+    Stage,
+    attack_on,
+    audited,
+    terms,
+)
 
 _ACCOUNT = "stream"
 # The largest attacked batch. The attacker knows its other images, so more of them add time only.
@@ -35,14 +45,18 @@ def adapt(job: Job) -> dict[str, Any]:
     batches = batches_of(job.config, job.data)
     visits = _visits(batches)
     method = _method(options, visits)
-    optimizer = optimizer_of(options)
-    accuracy = functools.partial(finetune.accuracy, model.apply_fn)
+    adapter = tta.Adapter(model.apply_fn, params, method, optimizer_of(options))
+
+    def evaluate(batch: tta.Batch, params: Any) -> dict[str, float]:
+        test = tests[batch.domains[0]]
+        return {"accuracy": finetune.accuracy(model.apply_fn, params, test)}
+
     served = tta.serve(
-        tta.Adapter(model.apply_fn, params, method, optimizer),
+        adapter,
         batches,
         account=tta.StreamAccount(job.account(_ACCOUNT), event=method.event),
         workdir=job.folder,
-        evaluate=lambda batch, params: {"accuracy": accuracy(params, tests[batch.domains[0]])},
+        evaluate=evaluate,
     )
     adapted = served.state.params
     save_params(job.folder / "adapted.safetensors", adapted)
@@ -50,10 +64,12 @@ def adapt(job: Job) -> dict[str, Any]:
     before = {shift: models.right(model, params, test) for shift, test in tests.items()}
     after = {shift: models.right(model, adapted, test) for shift, test in tests.items()}
     curves: dict[str, list[tuple[int, float]]] = {"adapted": [], "not adapted": []}
-    for k, (batch, row) in enumerate(zip(batches, served.evaluated, strict=True), 1):
-        images = k * options.batch_size
+    images = 0
+    for batch, row in zip(batches, served.evaluated, strict=True):
+        images += options.batch_size
+        unadapted = before[batch.domains[0]]
         curves["adapted"].append((images, row["accuracy"]))
-        curves["not adapted"].append((images, float(before[batch.domains[0]].mean())))
+        curves["not adapted"].append((images, float(unadapted.mean())))
     return {
         "images": len(batches) * options.batch_size,
         "epsilon": method.epsilon(visits=visits, delta=options.delta),
@@ -79,7 +95,8 @@ def _charges(config: Any, parts: Parts) -> Charges:
 
 def optimizer_of(options: Any) -> optax.GradientTransformation:
     """Returns the optimizer of a stream. A config from before the field `momentum` has 0.9."""
-    return optax.sgd(options.learning_rate, momentum=options.get("momentum", 0.9) or None)
+    momentum = options.get("momentum", 0.9)
+    return optax.sgd(options.learning_rate, momentum=momentum or None)
 
 
 def batches_of(config: Any, parts: Parts) -> tta.Stream:
@@ -97,7 +114,10 @@ def _visits(batches: tta.Stream) -> int:
     """Returns the visits of the unit that comes most often, as `tta.StreamAccount` counts them."""
     counts = composition(tta.event(GaussianDpEvent(1.0), batches))
     # v visits with noise 1 are one Gaussian with noise 1 / sqrt(v).
-    return round(sum(count / event.noise_multiplier**2 for event, count in counts.items()))
+    visits = 0.0
+    for event, count in counts.items():
+        visits += count / event.noise_multiplier**2
+    return round(visits)
 
 
 def _method(options: Any, visits: int) -> tta.Private:
@@ -120,13 +140,15 @@ def audit(job: Job) -> dict[str, Any]:
     test = next(iter(job.data.stream_test.values()))
     model, params = tuned(job)
     size = min(job.config.adapt.batch_size, _ATTACKED)
-    images = test.gather(np.arange(size) % len(test))["image"]
-    candidates = test.gather(np.arange(size, size + options.candidates) % len(test))["image"]
-    method = _method(job.config.adapt, job.before["adapt"].result["visits"])
+    rows = np.arange(size + options.candidates) % len(test)
+    images = test.gather(rows)["image"]
+    adapted = job.before["adapt"].result
+    method = _method(job.config.adapt, adapted["visits"])
+    adapter = tta.Adapter(model.apply_fn, params, method, optax.sgd(1.0))
     attack = canaries.audit_stream(
-        tta.Adapter(model.apply_fn, params, method, optax.sgd(1.0)),
-        images,
-        candidates,
+        adapter,
+        images[:size],
+        images[size:],
         trials=options.trials,
         delta=job.config.adapt.delta,
         confidence=CONFIDENCE,
@@ -134,33 +156,25 @@ def audit(job: Job) -> dict[str, Any]:
     return audited([(attack, "adaptation")], [_ACCOUNT])
 
 
-STAGES = (
-    Stage(
-        "adapt",
-        adapt,
-        after=("finetune",),
-        data=("stream", "stream_test"),
-        config=("model", "adapt"),
-        charges=_charges,
-        accounts=_accounts,
-        shape={
-            "images": int,
-            "epsilon": float,
-            "delta": float,
-            "tested": {str: int},
-            "accuracy": {str: CHANGE},
-            "stream": {"adapted": CURVE, "not adapted": CURVE},
-        },
-        released={"adapted.safetensors": "adapted model"},
-        title="Adaptation to a private stream",
-        page="life_adapt.html.jinja",
-    ),
-    Stage(
-        "audit_adapt",
-        audit,
-        after=("finetune", "adapt"),
-        data=("stream_test",),
-        config=("model", "adapt", "audit_adapt"),
-        shape=AUDITS,
-    ),
+ADAPT = Stage(
+    "adapt",
+    adapt,
+    after=("finetune",),
+    data=("stream", "stream_test"),
+    config=("model", "adapt"),
+    charges=_charges,
+    accounts=_accounts,
+    shape={
+        "images": int,
+        "epsilon": float,
+        "delta": float,
+        "tested": {str: int},
+        "accuracy": {str: CHANGE},
+        "stream": {"adapted": CURVE, "not adapted": CURVE},
+    },
+    released={"adapted.safetensors": "adapted model"},
+    title="Adaptation to a private stream",
+    page="life_adapt.html.jinja",
 )
+AUDIT = attack_on(ADAPT, audit, data=("stream_test",))
+STAGES = (ADAPT, AUDIT)

@@ -1,6 +1,5 @@
 """The stage of fine-tuning: a model from the private training set, and the attack on one step."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,18 @@ from jaxdp.models import Pretrained, merge_pretrained, save_params
 from .. import data, frame, models, plans, results, trainers
 from .networks import Params, backbone, network, tuned
 from .parts import Parts
-from .stage import AUDITS, CHANGE, CONFIDENCE, CURVE, Accounts, Charges, Job, Stage, audited, terms
+from .stage import (
+    CHANGE,
+    CONFIDENCE,
+    CURVE,
+    Accounts,
+    Charges,
+    Job,
+    Stage,
+    attack_on,
+    audited,
+    terms,
+)
 
 _CONFIG = ("model", "augmentation", "finetune")
 
@@ -26,8 +36,11 @@ def train(job: Job) -> dict[str, Any]:
     model = network(job.config, private.num_classes)
     start = beginning(job, model)
     trainer = _trainer(job.config, model, job.data)
-    accuracy = functools.partial(finetune.accuracy, model.apply_fn)
     account = job.account(private.name)
+
+    def evaluate(params: Params) -> dict[str, float]:
+        return {"accuracy": finetune.accuracy(model.apply_fn, params, test)}
+
     with job.watching() as writers:
         state = finetune.fit(
             trainer,
@@ -37,7 +50,7 @@ def train(job: Job) -> dict[str, Any]:
             account=account,
             workdir=job.folder,
             checkpoint_every=options.checkpoint_every,
-            evaluate=lambda params: {"accuracy": accuracy(params, test)},
+            evaluate=evaluate,
             callbacks=writers,
         )
     params = trainers.released(state)
@@ -45,12 +58,13 @@ def train(job: Job) -> dict[str, Any]:
     before = models.right(model, start, test)
     after = models.right(model, params, test)
     event = trainer.event(0, options.steps)
+    first_step = trainer.privatizer.event_at(0)
     return {
         **results.changes(before, after),
         "tested": len(test),
         "epsilon": privacy.epsilon(event, delta=options.delta, adjacency="add_remove"),
         "delta": options.delta,
-        "noise_multiplier": float(trainer.privatizer.event_at(0).noise_multiplier),
+        "noise_multiplier": float(first_step.noise_multiplier),
         "steps": options.steps,
         "method": options.method,
         "curves": trainers.curves(job.folder),
@@ -62,10 +76,9 @@ def beginning(job: Job, model: Pretrained) -> Params:
     options = job.config.finetune
     public, private = job.data.public, job.data.private
     same_head = public.num_classes == private.num_classes and not options.new_head
+    exclude = () if same_head else ("head",)
     _, pretrained = backbone(job)
-    return merge_pretrained(
-        models.fresh(model, options.seed), pretrained, exclude=() if same_head else ("head",)
-    )
+    return merge_pretrained(models.fresh(model, options.seed), pretrained, exclude=exclude)
 
 
 def private_account(config: Any) -> Accounts:
@@ -77,7 +90,8 @@ def private_account(config: Any) -> Accounts:
 
 
 def _charges(config: Any, parts: Parts) -> Charges:
-    trainer = _trainer(config, network(config, parts.private.num_classes), parts)
+    model = network(config, parts.private.num_classes)
+    trainer = _trainer(config, model, parts)
     return {parts.private.name: trainer.event(0, config.finetune.steps)}
 
 
@@ -112,29 +126,31 @@ def audit(job: Job) -> dict[str, Any]:
     """Attacks a step of the fine-tuning by public images with wrong labels, and the sampling of its
     batches.
     """
-    options = job.config.audit_finetune
-    private = job.data.private
+    trials = job.config.audit_finetune.trials
+    unit = job.data.unit
     model, params = tuned(job)
     trainer = _trainer(job.config, model, job.data)
     step = canaries.audit_step(
         trainer,
         params,
         _mislabelled(job),
-        trials=options.trials,
+        trials=trials,
         delta=job.config.finetune.delta,
         confidence=CONFIDENCE,
     )
-    audits = [(step, f"one step of fine-tuning, if the {job.data.unit} is in its batch")]
+    audits = [(step, f"one step of fine-tuning, if the {unit} is in its batch")]
     if getattr(trainer.sampler, "sampling_probability", 1) < 1:
-        batches = canaries.audit_sampling(trainer, trials=options.trials, confidence=CONFIDENCE)
-        audits.append((batches, f"which {job.data.unit}s are in a batch of fine-tuning"))
-    return audited(audits, [private.name])
+        batches = canaries.audit_sampling(trainer, trials=trials, confidence=CONFIDENCE)
+        audits.append((batches, f"which {unit}s are in a batch of fine-tuning"))
+    return audited(audits, [job.data.private.name])
 
 
 def _mislabelled(job: Job) -> Any:
     """Returns public images with the label after their own, as units of privacy."""
-    public, num_classes = job.data.public, job.data.private.num_classes
-    images = public.gather(np.arange(min(job.config.audit_finetune.candidates, len(public))))
+    public = job.data.public
+    num_classes = job.data.private.num_classes
+    count = min(job.config.audit_finetune.candidates, len(public))
+    images = public.gather(np.arange(count))
     labels = (images["label"] + 1) % num_classes
     examples: Source = from_arrays(image=images["image"], label=labels, num_classes=num_classes)
     if not isinstance(job.data.units, Groups):
@@ -145,34 +161,26 @@ def _mislabelled(job: Job) -> Any:
     return by_group(take(examples, owners), owners, max_records=most)
 
 
-STAGES = (
-    Stage(
-        "finetune",
-        train,
-        after=("pretrain",),
-        data=("public", "private", "test"),
-        config=_CONFIG,
-        charges=_charges,
-        accounts=private_account,
-        plan=_plan,
-        shape={
-            **dict.fromkeys(("noise_multiplier", "epsilon", "delta"), float),
-            **CHANGE,
-            "tested": int,
-            "steps": int,
-            "method": str,
-            "curves": {"accuracy": CURVE, "epsilon": CURVE},
-        },
-        released={"model.safetensors": "fine-tuned model"},
-        title="Fine-tuning on private images",
-        page="life_finetune.html.jinja",
-    ),
-    Stage(
-        "audit_finetune",
-        audit,
-        after=("finetune",),
-        data=("public", "private"),
-        config=(*_CONFIG, "audit_finetune"),
-        shape=AUDITS,
-    ),
+FINETUNE = Stage(
+    "finetune",
+    train,
+    after=("pretrain",),
+    data=("public", "private", "test"),
+    config=_CONFIG,
+    charges=_charges,
+    accounts=private_account,
+    plan=_plan,
+    shape={
+        **dict.fromkeys(("noise_multiplier", "epsilon", "delta"), float),
+        **CHANGE,
+        "tested": int,
+        "steps": int,
+        "method": str,
+        "curves": {"accuracy": CURVE, "epsilon": CURVE},
+    },
+    released={"model.safetensors": "fine-tuned model"},
+    title="Fine-tuning on private images",
+    page="life_finetune.html.jinja",
 )
+AUDIT = attack_on(FINETUNE, audit, data=("public", "private"), after=("finetune",))
+STAGES = (FINETUNE, AUDIT)

@@ -48,24 +48,21 @@ class Parts(NamedTuple):
     def records(self, account: str) -> int:
         """Returns the public number of units behind an account of the ledger."""
         if account == "stream":
-            return sum(len(images) for images in self.stream.values())
-        return {source.name: len(source) for source in (self.units, self.client, *self.sources)}[
-            account
-        ]
+            return sum(map(len, self.stream.values()))
+        of_name = {}
+        for source in (self.units, self.client, *self.sources):
+            of_name[source.name] = len(source)
+        return of_name[account]
 
     def fingerprints(self, name: str) -> list[str]:
         """Returns names and fingerprints of an attribute's records. Fingerprints of private data
         are private.
         """
-        part = self.units if name == "private" else getattr(self, name)
-        if isinstance(part, Source):
-            part = [part]
-        named = (
-            part.items()
-            if isinstance(part, Mapping)
-            else [(source.name, source) for source in part]
-        )
-        return [f"{name} {source.fingerprint}" for name, source in named]
+        part: Any = self.units if name == "private" else getattr(self, name)
+        if isinstance(part, Mapping):
+            return [f"{name} {source.fingerprint}" for name, source in part.items()]
+        sources = [part] if isinstance(part, Source) else part
+        return [f"{source.name} {source.fingerprint}" for source in sources]
 
 
 # A config divides the data into these. The other fields are some of these under a shift.
@@ -93,9 +90,10 @@ def load(config: Any) -> Parts:
     sources["private"] = dataclasses.replace(sources["private"], name=f"{config.name}/private")
     source_shift = data.shift(config, config.get("source_shift", CLEAN))
     shifts = {domain: data.shift(config, name) for domain, name in _stream(config).items()}
-    _check_enough(sources, "sources", "sources", hospitals(config))
+    count = hospitals(config)
+    _check_enough(sources, "sources", "sources", count)
     _check_enough(sources, "stream", "stream_shifts", len(shifts))
-    return _divided(specs["private"], sources, hospitals(config), source_shift, shifts)
+    return _divided(specs["private"], sources, count, source_shift, shifts)
 
 
 def _check_enough(sources: Mapping[str, Examples], role: str, field: str, parties: int) -> None:
@@ -134,20 +132,27 @@ def _divided(
         shown = _shifted(images, shift, name)
         return units(images, spec.group, max_records=spec.max_records, computed=shown)
 
-    training, test = sources["private"], sources["test"]
+    training = sources["private"]
+    test = sources["test"]
     upload = one_each(sources["client"], spec.group)
     side, _, channels = image_shape(training)
-    held = enumerate(several("sources", hospitals))
-    stream = zip(shifts.items(), several("stream", len(shifts)), strict=True)
+    of_hospitals = []
+    for k, images in enumerate(several("sources", hospitals)):
+        of_hospitals.append(by_unit(images, source_shift, f"hospital {k}"))
+    stream, stream_test = {}, {}
+    of_domains = several("stream", len(shifts))
+    for (domain, shift), images in zip(shifts.items(), of_domains, strict=True):
+        stream[domain] = by_unit(images, shift, "stream")
+        stream_test[domain] = _shifted(test, shift, test.name)
     return Parts(
         public=resize_images(sources["public"], side, channels),
         private=training,
-        sources=tuple(by_unit(images, source_shift, f"hospital {k}") for k, images in held),
-        stream={domain: by_unit(images, shift, "stream") for (domain, shift), images in stream},
+        sources=tuple(of_hospitals),
+        stream=stream,
         client=dataclasses.replace(upload, name="clinic"),
         test=test,
         source_test={source_shift.name: _shifted(test, source_shift, test.name)},
-        stream_test={domain: _shifted(test, shift, test.name) for domain, shift in shifts.items()},
+        stream_test=stream_test,
         units=units(training, spec.group, max_records=spec.max_records),
         unit=spec.unit,
     )

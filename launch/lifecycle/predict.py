@@ -24,7 +24,7 @@ from .. import models
 from .finetune import private_account
 from .networks import Params, backbone
 from .parts import Parts
-from .stage import AUDITS, CONFIDENCE, CURVE, Charges, Job, Stage, audited
+from .stage import CONFIDENCE, CURVE, Charges, Job, Stage, attack_on, audited
 
 _Featurise = Callable[[Examples], dict[str, np.ndarray]]
 
@@ -45,9 +45,10 @@ def answer(job: Job) -> dict[str, Any]:
         workdir=job.folder,
     )
     event = prediction.event(options.queries, epsilon=epsilon)
+    spent = privacy.epsilon(event, delta=options.delta, adjacency="add_remove")
     return {
         "queries": options.queries,
-        "epsilon": privacy.epsilon(event, delta=options.delta, adjacency="add_remove"),
+        "epsilon": spent,
         "delta": options.delta,
         "epsilon_per_query": epsilon,
         "answers": answers.tolist(),
@@ -77,12 +78,13 @@ def certify(job: Job) -> dict[str, Any]:
     records = _featurise(job)
     test = records(job.data.test)
     certificates = prediction.certify(_trained(job, records), _linear, test["x"])
+    right = np.asarray(certificates.label) == test["y"]
     distance = np.asarray(certificates.distance)
-    ks = range(job.config.predict.max_distance + 1)
-    return {
-        "without_noise": float(np.mean(np.asarray(certificates.label) == test["y"])),
-        "shares": [(k, float(np.mean(distance >= k))) for k in ks],
-    }
+    shares = []
+    for k in range(job.config.predict.max_distance + 1):
+        unaltered = distance >= k
+        shares.append((k, float(unaltered.mean())))
+    return {"without_noise": float(right.mean()), "shares": shares}
 
 
 def _featurise(job: Job) -> _Featurise:
@@ -98,23 +100,21 @@ def _featurise(job: Job) -> _Featurise:
     )
 
     def records(source: Examples) -> dict[str, np.ndarray]:
-        return {
-            "x": features(models.logits(network, params, source)),
-            "y": read_column(source, "label"),
-        }
+        outputs = models.logits(network, params, source)
+        return {"x": features(outputs), "y": read_column(source, "label")}
 
     return records
 
 
 def _trained(job: Job, featurise: _Featurise) -> prediction.Bounds:
     """Returns the linear model of the private training set, with bounds."""
-    columns = featurise(job.data.private)
+    private = job.data.private
     units = job.data.units
-    records: Any = columns
+    records: Any = featurise(private)
     if isinstance(units, Groups):
-        owned = dataclasses.replace(units, source=from_arrays(x=columns["x"], y=columns["y"]))
+        owned = dataclasses.replace(units, source=from_arrays(**records))
         records = owned.gather(np.arange(len(units)))
-    return _bounds(job.config.predict, len(units), job.data.private.num_classes, records)
+    return _bounds(job.config.predict, len(units), private.num_classes, records)
 
 
 def _bounds(options: Any, units: int, num_classes: int, records: Any) -> prediction.Bounds:
@@ -141,14 +141,16 @@ def _linear(params: Params, x: jax.Array) -> jax.Array:
 
 
 def _linear_loss(params: Params, record: Mapping[str, jax.Array]) -> jax.Array:
-    return losses.softmax_cross_entropy(_linear(params, record["x"]), record["y"])
+    logits = _linear(params, record["x"])
+    return losses.softmax_cross_entropy(logits, record["y"])
 
 
 def audit(job: Job) -> dict[str, Any]:
     """Attacks one answer of a model of a few test images, by the image that changes it most."""
     options = job.config.audit_predict
     test = job.data.test
-    records = _featurise(job)(test.take(np.arange(options.images + options.candidates)))
+    featurise = _featurise(job)
+    records = featurise(test.take(np.arange(options.images + options.candidates)))
     others = {name: column[: options.images] for name, column in records.items()}
     candidates = {name: column[options.images :] for name, column in records.items()}
     epsilon = _query_epsilon(job.config.predict)
@@ -171,37 +173,29 @@ def audit(job: Job) -> dict[str, Any]:
 
 _DATA = ("public", "private", "test")
 
-STAGES = (
-    Stage(
-        "predict",
-        answer,
-        after=("pretrain",),
-        data=_DATA,
-        config=("model", "predict"),
-        charges=_charges,
-        accounts=private_account,
-        shape={
-            "queries": int,
-            **dict.fromkeys(("epsilon", "delta", "epsilon_per_query", "accuracy"), float),
-        },
-        released={"released.safetensors": "certified answers"},
-        title="Certified private answers",
-        page="life_predict.html.jinja",
-    ),
-    Stage(
-        "certificates",
-        certify,
-        after=("pretrain",),
-        data=_DATA,
-        config=("model", "predict", "certificates"),
-        shape={"without_noise": float, "shares": CURVE},
-    ),
-    Stage(
-        "audit_predict",
-        audit,
-        after=("pretrain", "predict"),
-        data=("public", "test"),
-        config=("model", "predict", "audit_predict"),
-        shape=AUDITS,
-    ),
+PREDICT = Stage(
+    "predict",
+    answer,
+    after=("pretrain",),
+    data=_DATA,
+    config=("model", "predict"),
+    charges=_charges,
+    accounts=private_account,
+    shape={
+        "queries": int,
+        **dict.fromkeys(("epsilon", "delta", "epsilon_per_query", "accuracy"), float),
+    },
+    released={"released.safetensors": "certified answers"},
+    title="Certified private answers",
+    page="life_predict.html.jinja",
 )
+CERTIFICATES = Stage(
+    "certificates",
+    certify,
+    after=("pretrain",),
+    data=_DATA,
+    config=("model", "predict", "certificates"),
+    shape={"without_noise": float, "shares": CURVE},
+)
+AUDIT = attack_on(PREDICT, audit, data=("public", "test"))
+STAGES = (PREDICT, CERTIFICATES, AUDIT)

@@ -28,11 +28,9 @@ def train(job: Job) -> dict[str, Any]:
     def batch_loss(params: Params, batch: Any) -> jax.Array:
         return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
 
-    trainer = pretrain.dpadapter(
-        batch_loss,
-        optax.sgd(optax.cosine_decay_schedule(options.learning_rate, options.steps), momentum=0.9),
-        gamma=options.gamma,
-    )
+    schedule = optax.cosine_decay_schedule(options.learning_rate, options.steps)
+    optimizer = optax.sgd(schedule, momentum=0.9)
+    trainer = pretrain.dpadapter(batch_loss, optimizer, gamma=options.gamma)
     with job.watching() as writers:
         state = pretrain.fit(
             trainer,
@@ -52,9 +50,10 @@ def train(job: Job) -> dict[str, Any]:
     # If the test images have other classes, the accuracy is measured on the public images.
     has_same_classes = job.data.test.num_classes == public.num_classes
     judge = job.data.test if has_same_classes else public
-    accuracies = pretrain.robust_accuracy(
+    of_draws = pretrain.robust_accuracy(
         model.apply_fn, state.params, judge, std=_STDS, draws=5, relative=True
-    ).mean(1)
+    )
+    accuracies = of_draws.mean(1)
     return {
         "images": len(public),
         "accuracy": float(accuracies[0]),
@@ -66,10 +65,9 @@ def train(job: Job) -> dict[str, Any]:
 
 def _plan(config: Any, parts: Parts) -> Iterator[plans.Item]:
     model = network(config, parts.public.num_classes)
+    loss = models.loss(model)
     start = models.fresh(model, config.pretrain.seed)
-    yield plans.public_training(
-        "pretrain", models.loss(model), start, parts.public, config.pretrain
-    )
+    yield plans.public_training("pretrain", loss, start, parts.public, config.pretrain)
 
 
 STAGES = (

@@ -18,7 +18,7 @@ from jaxdp.recalibration.methods import Logistic
 from .. import models
 from .networks import tuned
 from .parts import Parts, hospitals
-from .stage import AUDITS, CONFIDENCE, CURVE, PAIR, Accounts, Charges, Job, Stage, audited, terms
+from .stage import CONFIDENCE, CURVE, PAIR, Accounts, Charges, Job, Stage, attack_on, audited, terms
 
 _OTHERS = 20  # images of the attacked source besides the canary
 
@@ -42,15 +42,16 @@ def fit(job: Job) -> dict[str, Any]:
     fitted = recalibration.logistic_binning(sources, epsilon=epsilon, workdir=job.folder)
     save_params(job.folder / "confidence.safetensors", fitted.parameters._asdict())
 
-    ((shift, test),) = job.data.source_test.items()
+    [(shift, test)] = job.data.source_test.items()
     logits = models.logits(model, params, test)
     right = models.judged(logits, read_column(test, "label"))
     confidences = {"before": recalibration.none().apply(logits), "after": fitted.apply(logits)}
     measures: dict[str, dict[str, Any]] = {"reliability": {}, "ece": {}, "brier": {}}
     for name, confidence in confidences.items():
+        squares = (confidence - right) ** 2
         measures["reliability"][name] = _reliability(confidence, right)
         measures["ece"][name] = ece(confidence, right)
-        measures["brier"][name] = float(np.mean((confidence - right) ** 2))
+        measures["brier"][name] = float(squares.mean())
     return {
         "shift": shift,
         "sources": len(sources),
@@ -73,23 +74,21 @@ def _charges(config: Any, parts: Parts) -> Charges:
 
 def restored(parameters: Mapping[str, jax.Array]) -> recalibration.Recalibration:
     """Returns the recalibration of the parameters that the stage has saved."""
-    return recalibration.Recalibration(
-        recalibration.LogisticBinning(), Logistic(**parameters), NoOpDpEvent()
-    )
+    method = recalibration.LogisticBinning()
+    return recalibration.Recalibration(method, Logistic(**parameters), NoOpDpEvent())
 
 
 def _reliability(confidence: np.ndarray, right: np.ndarray) -> list[tuple[float, float]]:
     """Returns the mean confidence and the accuracy of each of ten bins that has images."""
     bins = recalibration.reliability(jnp.asarray(confidence), jnp.asarray(right), bins=10)
-    filled = np.asarray(bins.counts) > 0
-    confidences = np.asarray(bins.confidence)[filled]
-    accuracies = np.asarray(bins.accuracy)[filled]
-    return list(zip(confidences.tolist(), accuracies.tolist(), strict=True))
+    table = np.stack([bins.confidence, bins.accuracy, bins.counts], axis=1)
+    return [(confident, right) for confident, right, count in table.tolist() if count]
 
 
 def ece(confidence: np.ndarray, right: np.ndarray) -> float:
     """Returns the expected calibration error in ten bins of equal width."""
-    return float(recalibration.ece(jnp.asarray(confidence), jnp.asarray(right), bins=10))
+    error = recalibration.ece(jnp.asarray(confidence), jnp.asarray(right), bins=10)
+    return float(error)
 
 
 def audit(job: Job) -> dict[str, Any]:
@@ -99,6 +98,7 @@ def audit(job: Job) -> dict[str, Any]:
     model, params = tuned(job)
     (test,) = job.data.source_test.values()
     others = test.take(np.arange(min(_OTHERS, len(test))))
+    paying = [source.name for source in job.data.sources]
     attack = canaries.audit_source(
         recalibration.LogisticBinning(),
         models.logits(model, params, others),
@@ -107,38 +107,30 @@ def audit(job: Job) -> dict[str, Any]:
         trials=job.config.audit_recalibrate.trials,
         confidence=CONFIDENCE,
     )
-    return audited([(attack, "recalibration")], [source.name for source in job.data.sources])
+    return audited([(attack, "recalibration")], paying)
 
 
-STAGES = (
-    Stage(
-        "recalibrate",
-        fit,
-        after=("finetune",),
-        data=("sources", "source_test"),
-        config=("model", "recalibrate"),
-        charges=_charges,
-        accounts=_accounts,
-        shape={
-            "shift": str,
-            "sources": int,
-            "epsilon": float,
-            "accuracy": float,
-            "tested": int,
-            "ece": PAIR,
-            "brier": PAIR,
-            "reliability": {"before": CURVE, "after": CURVE},
-        },
-        released={"confidence.safetensors": "its confidence"},
-        title="Recalibration by private sources",
-        page="life_recalibrate.html.jinja",
-    ),
-    Stage(
-        "audit_recalibrate",
-        audit,
-        after=("finetune", "recalibrate"),
-        data=("source_test",),
-        config=("model", "recalibrate", "audit_recalibrate"),
-        shape=AUDITS,
-    ),
+RECALIBRATE = Stage(
+    "recalibrate",
+    fit,
+    after=("finetune",),
+    data=("sources", "source_test"),
+    config=("model", "recalibrate"),
+    charges=_charges,
+    accounts=_accounts,
+    shape={
+        "shift": str,
+        "sources": int,
+        "epsilon": float,
+        "accuracy": float,
+        "tested": int,
+        "ece": PAIR,
+        "brier": PAIR,
+        "reliability": {"before": CURVE, "after": CURVE},
+    },
+    released={"confidence.safetensors": "its confidence"},
+    title="Recalibration by private sources",
+    page="life_recalibrate.html.jinja",
 )
+AUDIT = attack_on(RECALIBRATE, audit, data=("source_test",))
+STAGES = (RECALIBRATE, AUDIT)

@@ -14,7 +14,7 @@ from jaxdp.models import save_params
 from .. import models
 from .networks import backbone
 from .parts import Parts
-from .stage import AUDITS, CONFIDENCE, Accounts, Charges, Job, Stage, audited, terms
+from .stage import CONFIDENCE, Accounts, Charges, Job, Stage, attack_on, audited, terms
 
 
 def upload(job: Job) -> dict[str, Any]:
@@ -39,11 +39,12 @@ def upload(job: Job) -> dict[str, Any]:
     )
     save_params(job.folder / "upload.safetensors", released._asdict())
     event = prepared.release.event
+    spent = privacy.epsilon(event, delta=options.delta, adjacency="replace_one")
     return {
         "images": len(client),
         "directions": options.directions,
         "bytes": released.features.nbytes + released.labels.nbytes,
-        "epsilon": privacy.epsilon(event, delta=options.delta, adjacency="replace_one"),
+        "epsilon": spent,
         "delta": options.delta,
     }
 
@@ -86,7 +87,8 @@ def _prepared(job: Job) -> _Prepared:
 
     representations = represent(job.data.public)
     projection = split.public_projection(representations, job.config.split.directions)
-    norms = np.linalg.norm(np.asarray(split.project(projection, representations)), axis=1)
+    projected = split.project(projection, representations)
+    norms = np.linalg.norm(np.asarray(projected), axis=1)
     clip_norm = float(np.median(norms))
     num_classes = job.data.client.num_classes
     release = _release(job.config.split, num_classes, clip_norm=clip_norm)
@@ -97,7 +99,8 @@ def audit(job: Job) -> dict[str, Any]:
     """Attacks features and labels of the client's upload by the public images that differ most."""
     options = job.config.audit_split
     prepared = _prepared(job)
-    public = job.data.public.take(np.arange(min(options.candidates, len(job.data.public))))
+    count = min(options.candidates, len(job.data.public))
+    public = job.data.public.take(np.arange(count))
     attack = functools.partial(
         canaries.audit_upload,
         prepared.release,
@@ -109,35 +112,28 @@ def audit(job: Job) -> dict[str, Any]:
     )
     features = attack(part="features", delta=job.config.split.delta)
     labels = attack(part="labels", delta=0.0)
-    return audited(
-        [(features, "features of the client's upload"), (labels, "labels of the client's upload")],
-        [job.data.client.name],
-    )
+    audits = [
+        (features, "features of the client's upload"),
+        (labels, "labels of the client's upload"),
+    ]
+    return audited(audits, [job.data.client.name])
 
 
-STAGES = (
-    Stage(
-        "split",
-        upload,
-        after=("pretrain",),
-        data=("public", "client"),
-        config=("model", "split"),
-        charges=_charges,
-        accounts=_accounts,
-        shape={
-            **dict.fromkeys(("images", "directions", "bytes"), int),
-            **dict.fromkeys(("epsilon", "delta"), float),
-        },
-        released={"upload.safetensors": "the clinic's upload"},
-        title="A client's upload",
-        page="life_split.html.jinja",
-    ),
-    Stage(
-        "audit_split",
-        audit,
-        after=("pretrain", "split"),
-        data=("public", "client"),
-        config=("model", "split", "audit_split"),
-        shape=AUDITS,
-    ),
+SPLIT = Stage(
+    "split",
+    upload,
+    after=("pretrain",),
+    data=("public", "client"),
+    config=("model", "split"),
+    charges=_charges,
+    accounts=_accounts,
+    shape={
+        **dict.fromkeys(("images", "directions", "bytes"), int),
+        **dict.fromkeys(("epsilon", "delta"), float),
+    },
+    released={"upload.safetensors": "the clinic's upload"},
+    title="A client's upload",
+    page="life_split.html.jinja",
 )
+AUDIT = attack_on(SPLIT, audit, data=("public", "client"))
+STAGES = (SPLIT, AUDIT)

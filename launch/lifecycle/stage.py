@@ -133,7 +133,28 @@ class Stage:
             "before": {name: before[name].content for name in self.after},
             "version": __version__,
         }
-        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+        canonical = json.dumps(facts, sort_keys=True)
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+
+
+def attack_on(
+    stage: Stage,
+    run: Callable[[Job], dict[str, Any]],
+    *,
+    data: tuple[str, ...],
+    after: tuple[str, ...] | None = None,
+) -> Stage:
+    """Returns the stage that audits another one.
+
+    Args:
+      stage: The audited stage. Its options for the audit are the part "audit_" + its name.
+      run, data: As in `Stage`.
+      after: As in `Stage`. By default the audited stage and those that it builds on.
+    """
+    name = f"audit_{stage.name}"
+    if after is None:
+        after = (*stage.after, stage.name)
+    return Stage(name, run, after=after, data=data, config=(*stage.config, name), shape=AUDITS)
 
 
 def terms(config: Any, adjacency: str, budget: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,8 +170,8 @@ def audited(audits: Sequence[tuple[audit.Audit, str]], accounts: Sequence[str]) 
       accounts: The accounts that paid for these releases.
     """
     rows = []
-    for found, release in audits:
-        row = dataclasses.asdict(found)
-        row |= {"verdict": found.verdict, "accounts": list(accounts), "release": release}
+    for one, release in audits:
+        row = dataclasses.asdict(one)
+        row |= {"verdict": one.verdict, "accounts": list(accounts), "release": release}
         rows.append(row)
     return {"audits": rows}

@@ -32,6 +32,13 @@ def finished(tmp_path_factory):
     return root, *program.study("adapt", "configs/tta/digits.py", root, tiny.ADAPT)
 
 
+@pytest.fixture(scope="module")
+def task(finished):
+    """Returns the task of the study, opened once more."""
+    root, _, _ = finished
+    return adapt.STUDY.open(tiny.adapt(), root)
+
+
 def test_what_no_noise_is_in_is_what_it_was(finished):
     _, result, _ = finished
     assert (
@@ -105,9 +112,8 @@ def test_tables_are_means_over_the_runs_that_were_kept(finished):
         assert (root / name).stat().st_size > 10_000
 
 
-def test_without_adaptation_the_source_model_predicts(finished):
-    root, result, _ = finished
-    task = adapt.STUDY.open(tiny.adapt(), root)
+def test_without_adaptation_the_source_model_predicts(finished, task):
+    _, result, _ = finished
     apply_fn = jax.jit(task.apply_fn)
     for name in ("gaussian_noise", "contrast"):
         right = []
@@ -136,13 +142,12 @@ def test_both_epsilons_are_exact_and_in_the_ledger(finished):
             assert ledger.epsilon(f"Tent-COME, {setting}, stream 1") == math.inf
 
 
-def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished):
+def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished, task):
     root, result, _ = finished
     tried = row(root, "tuning", "Tent-COME", "original", "0")["tried"]
     assert [candidate["learning_rate"] for candidate in tried] == [1e-3, 10.0]
     best = max(tried, key=lambda candidate: candidate["accuracy"])
     assert cell(result, "Tent-COME", "original")["learning_rate"] == best["learning_rate"]
-    task = adapt.STUDY.open(tiny.adapt(), root)
     assert tuple(task.tuning) == ("speckle_noise", "gaussian_blur")
     clean = data.bundled("digits").split([0.6, 0.4], seed=0)[1].gather(np.arange(128))["label"]
     seen = [*(task.stream(seed).domains["contrast"] for seed in (0, 1)), *task.tuning.values()]
