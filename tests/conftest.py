@@ -155,18 +155,18 @@ def strict_dtypes(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-# A worker forgets compiled programs at its share of the memory. Forgetting takes two seconds, and the
-# next test traces and compiles again. On a machine of 24 GB with two workers it happened ninety
-# times at a limit of 1.9 GB, which was a tenth of all time.
+# A worker forgets compiled programs at its share of the memory. Forgetting takes two seconds, and
+# the next test traces and compiles again. With two workers on a machine of 24 GB it happened ninety
+# times at a limit of 1.9 GB, and took a tenth of all time.
 def memory_of_a_worker() -> float:
-    """Returns the bytes that a worker may take: an eighth of the machine or of its container, for
-    one of two."""
+    """Returns the bytes that a worker may take. All workers take two fifths of the machine or of
+    its container."""
     total = PAGE * os.sysconf("SC_PHYS_PAGES")
     container = Path("/sys/fs/cgroup/memory.max")
     if container.exists() and (limit := container.read_text().strip()).isdigit():
         total = min(total, int(limit))
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    return min(max(total / (4 * workers), 1.9e9), 4e9)
+    return min(max(0.4 * total / workers, 1.9e9), 4e9)
 
 
 @pytest.fixture(autouse=True)
