@@ -23,7 +23,7 @@ import threading
 from typing import Any
 
 HEARTBEAT_SECONDS = (
-    5  # With "quick". A SuperNode, or a party's program, that is silent for twice as long has gone.
+    3  # With "quick". A SuperNode, or a party's program, that is silent for twice as long has gone.
 )
 # All other requests look for something to do, or tell that the process lives.
 _MESSAGES = (

@@ -15,6 +15,7 @@ from jaxdp.audit import finetune as canaries
 from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.finetune.query import QuerySums
 from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent, SelfComposedDpEvent
+from tests.finetune.own_options import own_options
 
 FEATURES, USERS, K, CLIP, Q = 4, 9, 3, 0.8, 0.5
 _counts = np.array([1, 2, 3, 5, 1, 3, 2, 4, 1])
@@ -38,21 +39,13 @@ ANCHORS = {
     "features": _random.normal(size=(6, FEATURES)).astype(np.float32),
     "target": np.ones(6, np.float32),
 }
-METHODS = {
-    "dp_sgd": (finetune.dp_sgd, {}),
-    "adp_alloc": (finetune.adp_alloc, {"schedule": finetune.exponential_noise(0.1)}),
-    "adp_clip": (finetune.adp_clip, {"count_noise": 1.5}),
-    "sla_clip": (finetune.sla_clip, {"slots": 3}),
-    "gep": (
-        finetune.gep,
-        {"anchors": ANCHORS, "basis_size": 2, "groups": 1, "residual_clip_norm": 0.5},
-    ),
-}
+METHODS = own_options(ANCHORS)
+METHODS["gep"]["basis_size"] = 2
 every_method = pytest.mark.parametrize("name", METHODS)
 
 
 def trainer_of(name="dp_sgd", n=USERS, **options):
-    method, own = METHODS[name]
+    method, own = finetune.METHODS[name], METHODS[name]
     given = {
         "clip_norm": CLIP,
         "noise_multiplier": 1.0,

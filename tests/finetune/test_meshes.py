@@ -7,10 +7,12 @@ import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdp import finetune
 from jaxdp.data import PoissonSampler, from_arrays
-from jaxdp.finetune import adp_alloc, adp_clip, dp_sgd, exponential_noise, fit, gep
+from jaxdp.finetune import dp_sgd, fit
 from jaxdp.privacy import Ledger
 from tests.compilations import compilations, text_of
+from tests.finetune.own_options import own_options
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="fewer than eight devices")
 
@@ -60,27 +62,15 @@ ANCHORS = {
     "x": RNG.normal(size=(12, 16)).astype(np.float32),
     "y": RNG.normal(size=12).astype(np.float32),
 }
-METHODS = {
-    "dp_sgd": (dp_sgd, {"ascent_radius": 0.1, "ema_decay": 0.9}),
-    "adp_alloc": (adp_alloc, {"schedule": exponential_noise(0.1)}),
-    "adp_clip": (adp_clip, {}),
-    "gep": (
-        gep,
-        {
-            "residual_clip_norm": 1.0,
-            "anchors": ANCHORS,
-            "basis_size": 4,
-            "groups": 1,
-            "basis_every": 2,
-        },
-    ),
-}
+METHODS = own_options(ANCHORS)
+METHODS["dp_sgd"] = {"ascent_radius": 0.1, "ema_decay": 0.9}
+METHODS["gep"]["basis_every"] = 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_a_mesh_gives_the_parameters_of_one_device_keeps_their_shardings_and_compiles_once(name):
-    make, options = METHODS[name]
+    make, options = finetune.METHODS[name], METHODS[name]
     one = trained(trainer_of(make, **options), PARAMS, steps=3)
     trainer = trainer_of(make, mesh=mesh_of(), param_sharding=rule, **options)
     many = trained(trainer, PARAMS, steps=2)

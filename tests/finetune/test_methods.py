@@ -18,6 +18,7 @@ from jaxdp.privacy.events import composition
 from jaxdp.release import digest
 from jaxdp.transforms import losses, noise
 from tests.compilations import text_of
+from tests.finetune.own_options import own_options
 
 N, FEATURES, CLASSES, PHYSICAL, Q, Z = 30, 5, 3, 4, 0.25, 0.9
 
@@ -48,32 +49,20 @@ def loss(params, example):
     )
 
 
-EXPONENTIAL = {"schedule": finetune.exponential_noise(0.2)}
-SUBSPACE = {
-    "residual_clip_norm": 0.5,
-    "anchors": {
-        "features": examples(9, 7)["features"],
-        "label": np.arange(9, dtype=np.int32) % CLASSES,
-    },
-    "basis_size": 4,
-    "groups": 1,
+ANCHORS = {
+    "features": examples(9, 7)["features"],
+    "label": np.arange(9, dtype=np.int32) % CLASSES,
 }
-METHODS = {
-    "dp_sgd": (finetune.dp_sgd, {}),
-    "dp_sgd with ascent": (finetune.dp_sgd, {"ascent_radius": 0.1}),
-    "adp_alloc": (finetune.adp_alloc, EXPONENTIAL),
-    "adp_clip": (finetune.adp_clip, {"count_noise": 1.5}),
-    "adp_clip, published": (
-        finetune.adp_clip,
-        {"count_noise": 1.5, "unit_norm": False, "ascent_radius": 0.1},
-    ),
-    "sla_clip": (finetune.sla_clip, {"slots": 3}),
-    "gep, basis kept": (finetune.gep, {**SUBSPACE, "basis_every": 3}),
-    "gep without residual": (
-        finetune.gep,
-        {**SUBSPACE, "residual_share": 0.0, "ascent_radius": 0.1},
-    ),
+OWN = own_options(ANCHORS)
+FURTHER = {
+    "dp_sgd with ascent": ("dp_sgd", {"ascent_radius": 0.1}),
+    "adp_clip, published": ("adp_clip", {"unit_norm": False, "ascent_radius": 0.1}),
+    "gep, basis kept": ("gep", {"basis_every": 3}),
+    "gep without residual": ("gep", {"residual_share": 0.0, "ascent_radius": 0.1}),
 }
+METHODS = {name: (finetune.METHODS[name], OWN[name]) for name in OWN if name != "gep"}
+for name, (method, options) in FURTHER.items():
+    METHODS[name] = finetune.METHODS[method], OWN[method] | options
 every_method = pytest.mark.parametrize("name", METHODS)
 
 

@@ -22,10 +22,12 @@ NAMES = [f"{case.mechanism}, {case.claim}" for case in CASES]
 SAME_NOISE = {
     f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")
 }
+SAME_NOISE |= {"DP-SAT", "DP-SGD of patients", "correlated noise of buffers", "DP-SGD of owners"}
+SAME_NOISE |= {"DP-SGD by parts", "AdpClip by parts", "private EATA, filters kept"}
+SAME_NOISE |= {"amplified correlated noise", "b-min-sep, truncated batches"}
+# The same with exact noise, whose lines the case of DP-SGD has.
 SAME_NOISE |= {f"{name}, exact noise" for name in ("AdpAlloc", "AdpClip", "SlaClip", "GEP")}
-SAME_NOISE |= {"DP-SAT", "DP-SGD of patients", "correlated noise of buffers"}
-SAME_NOISE |= {"amplified correlated noise"}
-SAME_NOISE |= {"b-min-sep, truncated batches"}
+SAME_NOISE |= {"private Tent, exact noise"}
 OF_THE_NOISE = {
     "half the noise",
     "a reused key",

@@ -625,15 +625,20 @@ def test_matrix_units_multiply_settled_values_without_rounding(
             if not settled:
                 patch.setattr(sites, "settled_at", lambda rule, record, g: (record, g))
             site, record, g, truth = contracted(kind, dtype)
-            found = {
-                "sum": site.contract(record, g, factors),
-                "per_example": site.per_example(record, g),
-                "squares": sites.squared_norms([site.factors(record, g)]),
-            }
+
+            def results(record: Any, g: Any) -> dict[str, Any]:
+                return {
+                    "sum": site.contract(record, g, factors),
+                    "per_example": site.per_example(record, g),
+                    "squares": sites.squared_norms([site.factors(record, g)]),
+                }
+
+            found = jax.jit(results)(record, g)
         rows = np.asarray(factors, np.float64).reshape(-1, *(1,) * (truth.ndim - 1))
         wanted = {"sum": (rows * truth).sum(0), "per_example": truth}
         wanted["squares"] = np.square(truth).reshape(N, -1).sum(1)
-        return found, wanted, np.asarray(site.contract(jnp.abs(record), jnp.abs(g), factors))
+        terms = jax.jit(site.contract)(jnp.abs(record), jnp.abs(g), factors)
+        return found, wanted, np.asarray(terms)
 
     found, wanted, terms = computed()
     # The parts of a factor times a cotangent have 22 bits in TF32, and 16 in bfloat16.
