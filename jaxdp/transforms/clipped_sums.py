@@ -305,7 +305,7 @@ def _engine_result(
     if options.engine == "vmap":
         return engines.by_vmap(*arguments)
     if inputs.grid is not None:  # each gradient is rounded by itself
-        return engines.by_bookkeeping(*arguments, engines.keep_all)
+        return engines.by_bookkeeping(*arguments, engines.outer_or_keep)
     may_keep = options.engine == "auto"
 
     def choose(

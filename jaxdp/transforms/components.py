@@ -20,9 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdp.transforms import channel_weights, forms, jaxprs, rounding, sites, walker
+from jaxdp.transforms.grids import Outer
 
 # (sites of a component, number of entries of its leaves, whether a kernel forms its gradients) ->
 # "factors", "keep" or "drop".
@@ -301,6 +303,23 @@ class Component:
             return Rows(read, (left_out, self._low_rank))
         return Rows(read, left_out)
 
+    @property
+    def outer(self) -> dict[int, Outer] | None:
+        """The gradients by leaf as outer products, or None where they are none."""
+        if not is_outer([one.site for one in self._tapped], self.size):
+            return None
+        (one,) = self._tapped
+        rule, source = one.site.rule, one.site.source
+        assert isinstance(rule, sites.Dot) and source is not None
+        (u,), w = one.factors()
+        axes = np.argsort(source)  # from the axes of the weight to those of the leaf
+
+        def place(grad: jax.Array) -> jax.Array:
+            return rule.as_weight(grad[None]).transpose(axes)
+
+        rows = [x.reshape(len(x), -1) for x in (u, w)]
+        return {self._members[0]: Outer(*rows, place)}
+
     def weighted_sum(
         self,
         rows: Rows,
@@ -462,6 +481,18 @@ def can_factor(component: list[sites.Site]) -> bool:
     # Gram matrices of two sites need factors that cover the same axes of the leaf, swapped or not.
     first_axes = _axes(component[0])
     return all(_axes(site) in (first_axes, first_axes[::-1]) for site in component)
+
+
+def is_outer(component: Sequence[sites.Site], size: int) -> bool:
+    """Returns whether the gradient of each example is one outer product, for a whole leaf."""
+    if len(component) != 1 or not can_factor(list(component)):
+        return False
+    (site,) = component
+    rule, source = site.rule, site.source
+    is_whole = sorted(source or ()) == list(range(len(rule.weight_shape)))
+    is_dense = isinstance(rule, sites.Dot) and rule.groups == 1
+    is_once = not site.lengths and rule.positions == 1
+    return is_whole and is_dense and is_once and math.prod(rule.weight_shape) == size
 
 
 def _is_moved_leaf(site: sites.Site) -> bool:

@@ -6,7 +6,7 @@ that computes the sum.
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -20,10 +20,12 @@ from jaxdp.transforms.components import (
     TappedSite,
     connected,
     contract_rows,
+    is_outer,
     spans_parts,
     sum_of_squares,
     total,
 )
+from jaxdp.transforms.grids import Outer
 from jaxdp.transforms.loss_programs import Program, batched_gradient
 
 Engine = Literal["auto", "bookkeeping", "vmap"]
@@ -42,7 +44,8 @@ class EngineResult(NamedTuple):
       rows: The arrays [B, ...] that `weighted_sum` reads.
       weighted_sum: (rows, factors [B] of each part) -> the sum of gradients times factors, for each
         leaf.
-      grads: The per-example gradients [B, ...] for each leaf, or None if not all were formed.
+      grads: The per-example gradients [B, ...] for each leaf, or their factors where each is an
+        outer product. None if not all are known.
     """
 
     losses: jax.Array
@@ -50,7 +53,7 @@ class EngineResult(NamedTuple):
     squared_norms: list[jax.Array]
     rows: Rows
     weighted_sum: Callable[[Rows, list[jax.Array]], list[jax.Array]]
-    grads: list[jax.Array] | None
+    grads: list[Any] | None
 
     @property
     def finite(self) -> jax.Array:
@@ -171,26 +174,34 @@ def keep_all(component: list[sites.Site], size: int, has_kernel: bool) -> str:
     return "keep"
 
 
+def outer_or_keep(component: list[sites.Site], size: int, has_kernel: bool) -> str:
+    """Returns the choice under which `EngineResult.grads` are known, the large ones as factors."""
+    if size > _SMALL and is_outer(component, size):
+        return "factors"
+    return "keep"
+
+
 def _kept(
     sums: list["_ComponentSums"],
     leaves: list[jax.Array],
     n_examples: int,
-) -> list[jax.Array] | None:
-    """Returns the per-example gradients of each leaf, or None if some are not kept."""
-    grads: dict[int, jax.Array] = {}
+) -> list[Any] | None:
+    """Returns the per-example gradients of each leaf, or None if some are not known."""
+    grads: dict[int, jax.Array | Outer] = {}
     for part in sums:
         for component in part.components:
-            if component.kept is None:
+            known = component.kept or component.outer
+            if known is None:
                 return None
-            grads |= component.kept
+            grads |= known
     return _for_each_leaf(grads, leaves, (n_examples,))
 
 
 def _for_each_leaf(
-    values: dict[int, jax.Array],
+    values: Mapping[int, Any],
     leaves: list[jax.Array],
     lead: tuple[int, ...] = (),
-) -> list[jax.Array]:
+) -> list[Any]:
     """Returns the values in the order of leaves. A leaf that meets no data has zeros."""
     result = []
     for number, leaf in enumerate(leaves):

@@ -25,6 +25,16 @@ overflow if almost all of its gradients lie along one coordinate. Its sum is the
 multiple of 2^32. That is a function of the right sum, hence post-processing: an overflow costs
 accuracy and no privacy.
 
+**Dense layers.** Where a weight meets one row of data of an example, its gradient is u w^T, and is
+not formed. The factors are rounded instead, to integers a and b:
+
+    1. a <- U u / ||u|| to the nearest integers, with U near the root of 2^bits / sigma
+    2. b <- w times what makes ||a|| ||b|| the length of the gradient in steps, towards 0
+    3. the gradient is a b^T, whose squares have the sum ||a||^2 ||b||^2, by integers
+    4. the sum is one product of integers
+
+So the proof is that of other gradients. The gradient changes by about one part in U.
+
 **Schedules.** Where sigma depends on the step, so does the grid (`GridSchedule`). The bits are the
 same in all steps, and the schedule is public, so each step has a public grid.
 
@@ -36,7 +46,7 @@ move by more than C if the other rows of a batch decided the last bits of a row.
 import dataclasses
 import fractions
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -55,6 +65,9 @@ _ROOM = 1 - 2.0**-16
 # 256 squares of numbers below 2^12 have a sum below 2^32.
 _BLOCK = 256
 _HALF = 12
+# Larger sums of squares of a factor count as too long, and the product of smaller ones has words.
+_MOST_SQUARES = 2**26
+_MOST_UNIT = 12
 # Larger upper words of a sum of squares are cut to this one, which exceeds every `longest`.
 _ENDLESS = 2**30
 
@@ -66,30 +79,56 @@ class GridAt(NamedTuple):
       scale: float32, the steps of a unit of the gradient, a little fewer.
       step: float32, the distance of two points of the grid.
       high, low: uint32, the words of `longest`.
+      unit: float32, U, a power of two.
     """
 
     scale: Any
     step: Any
     high: Any
     low: Any
+    unit: Any
 
     def total(
         self,
-        grads: Sequence[jax.Array],
+        grads: "Sequence[jax.Array | Outer]",
         factors: Sequence[jax.Array],
     ) -> list[jax.Array]:
         """Sums the rounded gradients of a batch.
 
         Args:
-          grads: The gradients [B, ...] of each leaf.
+          grads: The gradients [B, ...] of each leaf, or their factors.
           factors: The clip factors [B] of each leaf, 0 for an example that contributes nothing.
 
         Returns:
           The sum for each leaf, int32.
         """
-        steps = [self._steps(g, factor) for g, factor in zip(grads, factors, strict=True)]
-        rows = self.short_rows(steps)
-        return [jnp.sum(x, axis=0, dtype=jnp.int32) for x in rows]
+        steps: list[Any] = []
+        for g, factor in zip(grads, factors, strict=True):
+            if isinstance(g, Outer):
+                steps.append(self._factor_steps(g, factor))
+            else:
+                steps.append(self._steps(g, factor))
+        is_short = self._is_short(steps)
+        return [_summed(x, is_short) for x in steps]
+
+    def _factor_steps(
+        self,
+        outer: "Outer",
+        factors: jax.Array,
+    ) -> "Outer":
+        """Returns the integer factors of clipped gradients in steps."""
+        u = outer.u.astype(jnp.float32)
+        w = outer.w.astype(jnp.float32)
+        length = jnp.sqrt(jnp.square(u).sum(1))
+        is_finite = jnp.isfinite(length) & jnp.isfinite(w).all(1)
+        # A gradient that is not finite has the factor 0, and 0 * NaN is NaN.
+        is_number = is_finite & (length > 0) & (factors > 0)
+        along_unit = u * (self.unit / jnp.where(is_number, length, 1))[:, None]
+        a = _integers(jnp.round(along_unit), self.unit, is_number)
+        own_length = jnp.sqrt(jnp.square(a.astype(jnp.float32)).sum(1))
+        per_entry = factors * self.scale * length / jnp.maximum(own_length, 1)
+        b = _integers(w * per_entry[:, None], _MOST_COORDINATE, is_number)
+        return Outer(a, b, outer.place)
 
     def _steps(
         self,
@@ -112,16 +151,19 @@ class GridAt(NamedTuple):
         steps: Sequence[jax.Array],
     ) -> list[jax.Array]:
         """Returns int32 [B, ...] of each leaf with zeros for examples longer than `longest`."""
+        is_short = self._is_short(steps)
+        return [_kept(x, is_short) for x in steps]
+
+    def _is_short(
+        self,
+        steps: "Sequence[jax.Array | Outer]",
+    ) -> jax.Array:
+        """Returns whether the contribution of each example is not longer than `longest`, [B]."""
         high, low = squared_norms(steps)
         is_below = high < self.high
         is_equal = high == self.high
         fits = low <= self.low
-        is_short = is_below | (is_equal & fits)
-        rows = []
-        for x in steps:
-            of_row = is_short.reshape(-1, *(1,) * (x.ndim - 1))
-            rows.append(jnp.where(of_row, x, 0))
-        return rows
+        return is_below | (is_equal & fits)
 
     def read(
         self,
@@ -130,6 +172,27 @@ class GridAt(NamedTuple):
         """Returns a noisy sum of steps in the units of the gradient, float32."""
         values: jax.Array = total.astype(jnp.float32) * self.step
         return values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Outer:
+    """The gradients u_i w_i^T of examples with respect to a leaf, by their factors.
+
+    Attributes:
+      u: [B, p].
+      w: [B, q].
+      place: The map from [p, q] to the leaf, which moves entries.
+    """
+
+    u: jax.Array
+    w: jax.Array
+    place: Callable[[jax.Array], jax.Array]
+
+    def summed(self) -> jax.Array:
+        """Returns the sum of all u_i w_i^T like the leaf."""
+        rows_with_rows = (((0,), (0,)), ((), ()))
+        total = lax.dot_general(self.u, self.w, rows_with_rows, preferred_element_type=jnp.int32)
+        return self.place(total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +265,9 @@ class Grid:
         """Returns the numbers of the grid, which are those of every step."""
         high, low = divmod(self.longest, 2**32)
         scale = np.float32(_ROOM / self.step)
-        return GridAt(scale, np.float32(self.step), np.uint32(high), np.uint32(low))
+        root = math.log2(max(1, self.longest)) / 4  # of the longest contribution
+        unit = np.float32(2.0 ** min(_MOST_UNIT, round(root)))
+        return GridAt(scale, np.float32(self.step), np.uint32(high), np.uint32(low), unit)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -251,7 +316,8 @@ class GridSchedule:
         is_planned = (step >= 0) & (step < planned)
         place = jnp.asarray(self.places)[jnp.where(is_planned, step, 0)]
         place = jnp.where(is_planned, place, len(self.grids))
-        nothing = GridAt(np.float32(0), np.float32(math.nan), np.uint32(0), np.uint32(0))
+        nan = np.float32(math.nan)
+        nothing = GridAt(np.float32(0), nan, np.uint32(0), np.uint32(0), np.float32(1))
         numbers = [*(grid.at() for grid in self.grids), nothing]
         tables = [np.stack(column) for column in zip(*numbers, strict=True)]
         return GridAt(*[jnp.asarray(table)[place] for table in tables])
@@ -265,23 +331,62 @@ class GridSchedule:
             )
 
 
+def _integers(x: jax.Array, most: Any, is_number: jax.Array) -> jax.Array:
+    """Returns rows [B, n] rounded towards 0 and cut to +- `most`, 0 where they are no numbers."""
+    x = jnp.where(is_number[:, None], x, 0)
+    return jnp.clip(x, -most, most).astype(jnp.int32)
+
+
+def _kept(x: jax.Array, is_short: jax.Array) -> jax.Array:
+    of_row = is_short.reshape(-1, *(1,) * (x.ndim - 1))
+    return jnp.where(of_row, x, 0)
+
+
+def _summed(x: jax.Array | Outer, is_short: jax.Array) -> jax.Array:
+    """Returns the sum of the short rows, int32."""
+    if isinstance(x, Outer):
+        return dataclasses.replace(x, w=_kept(x.w, is_short)).summed()
+    return jnp.sum(_kept(x, is_short), axis=0, dtype=jnp.int32)
+
+
 def squared_norms(
-    steps: Sequence[jax.Array],
+    steps: Sequence[jax.Array | Outer],
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the exact squared norms of rows, as an upper and a lower word.
 
     Args:
-      steps: int32 [B, ...] of each leaf, from -(2^24 - 1) to 2^24 - 1.
+      steps: int32 [B, ...] of each leaf, from -(2^24 - 1) to 2^24 - 1, or factors of such integers.
 
     Returns:
       uint32 [B] each. An upper word of 2^30 stands for itself and all larger ones.
     """
-    words = [_square_words(x) for x in steps]
+    words = [_product_words(x) if isinstance(x, Outer) else _square_words(x) for x in steps]
     high = jnp.concatenate([high for high, _ in words], axis=1)
     low = jnp.concatenate([low for _, low in words], axis=1)
     zero = jnp.uint32(0)
     sums: tuple[jax.Array, jax.Array] = lax.reduce((high, low), (zero, zero), _add_words, (1,))
     return sums
+
+
+def _product_words(
+    outer: Outer,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns ||u||^2 ||w||^2 of rows, uint32 [B, 1], in two words."""
+    of_u, of_w = (squared_norms([x]) for x in (outer.u, outer.w))
+    is_long = jnp.zeros(len(outer.u), bool)
+    halves = []
+    for high, low in (of_u, of_w):
+        is_long = is_long | (high > 0) | (low >= _MOST_SQUARES)
+        halves.append((low >> 13, low & 0x1FFF))
+    (upper_u, lower_u), (upper_w, lower_w) = halves
+    of_upper = upper_u * upper_w
+    of_both = upper_u * lower_w + lower_u * upper_w
+    first = (of_upper >> 6, of_upper << 26)
+    second = (of_both >> 19, of_both << 13)
+    third = (jnp.zeros_like(of_both), lower_u * lower_w)
+    high, low = _add_words(_add_words(first, second), third)
+    high = jnp.where(is_long, jnp.uint32(_ENDLESS), high)
+    return high[:, None], low[:, None]
 
 
 def _square_words(

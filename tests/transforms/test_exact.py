@@ -321,6 +321,68 @@ def test_integers_have_one_sum_in_every_order_and_floats_do_not():
     )
 
 
+@pytest.mark.slow
+def test_products_of_factors_have_exact_squared_norms():
+    rng = np.random.default_rng(8)
+    u = rng.integers(-4096, 4097, size=(6, 300))
+    w = rng.integers(-4000, 4001, size=(6, 2))
+    u[0], w[0] = 0, 1
+    u[1, 1:] = 0
+    u[2], w[2] = 1, 8191  # a factor whose squares have too large a sum
+    outer = grids.Outer(jnp.asarray(u, jnp.int32), jnp.asarray(w, jnp.int32), jnp.asarray)
+    computed = number_of(jnp.stack(grids.squared_norms([outer])))
+    squares = [(x.astype(object) ** 2).sum(1) for x in (u, w)]
+    is_long = (squares[0] >= 2**26) | (squares[1] >= 2**26)
+    assert is_long[2] and not is_long[:2].any()
+    assert (computed[~is_long] == (squares[0] * squares[1])[~is_long]).all()
+    assert (computed[is_long] > 2**61).all()
+
+
+@pytest.mark.slow
+def test_dense_layers_are_summed_by_rounded_factors():
+    """The gradients of the first layer are not formed. Its leaf is the transposed weight."""
+    rng = np.random.default_rng(9)
+    params = {
+        "first": jnp.asarray(rng.normal(size=(64, 100)), jnp.float32),
+        "second": jnp.asarray(rng.normal(size=(64, 3)), jnp.float32),
+    }
+    rows = rng.normal(size=(40, 100)) * np.geomspace(1e-3, 10, 40)[:, None]
+    rows[7] = np.nan
+    rows = jnp.asarray(rows, jnp.float32)
+
+    def dense(params, row):
+        return (jnp.tanh(params["first"] @ row) @ params["second"]).sum()
+
+    privatizer = jaxdp.privatize(0.5, noise_multiplier=1.3, divisor=32, exact=True)
+    in_floats = jaxdp.clipped_grad(dense, clip_norm=0.5)
+    by_factors = in_floats.on_grid(privatizer.grid)
+    formed = jaxdp.clipped_grad(dense, clip_norm=0.5, engine="vmap").on_grid(privatizer.grid)
+    grid = privatizer.grid
+    unit = float(grid.at().unit)
+    total, of_formed = by_factors(params, rows).grads, formed(params, rows).grads
+    for name, leaf in in_floats(params, rows).grads.items():
+        assert total[name].dtype == jnp.int32
+        assert total[name].shape == leaf.shape
+        lengths = 0.5 * 40 * (1 / unit if name == "first" else 2.0**-16)
+        for sums in (total, of_formed):
+            bound = lengths + 40 * grid.step
+            np.testing.assert_allclose(np.asarray(sums[name]) * grid.step, leaf, atol=bound)
+    # Nearer than the bound, as roundings do not add up, but not equal to formed gradients.
+    error = np.asarray(total["first"] - of_formed["first"]) * grid.step
+    assert 0 < np.linalg.norm(error) < 0.5 * 40 / unit
+    longest = grid.longest
+    for row in (0, 7, 39):
+        one = np.arange(40) == row
+        alone = by_factors(params, rows, jnp.asarray(one)).grads
+        without = by_factors(params, rows, jnp.asarray(~one)).grads
+        squares = 0
+        for name, leaf in alone.items():
+            assert (leaf + without[name] == total[name]).all()
+            squares += int((np.asarray(leaf).astype(object) ** 2).sum())
+        assert squares <= longest
+    assert squares > 0.97 * longest  # the last gradient is clipped
+
+
 def test_settings_without_a_grid_are_refused():
     with pytest.raises(ValueError, match="noise_multiplier must be positive and finite"):
         jaxdp.privatize(1.0, noise_multiplier=0.0, divisor=8, exact=True)
