@@ -97,7 +97,9 @@ def make(
         method_options["noise"] = _noise(config, sampler, part)
     with (
         settings.named(f"{part}.method_options.{config.method}", method_options),
-        settings.named(part, config, method=f"{part}.accountant"),
+        settings.named(
+            part, config, method=f"{part}.accountant", strategy=f"{part}.noise.strategy"
+        ),
     ):
         return finetune.METHODS[config.method](
             models.loss(network),
