@@ -193,7 +193,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument(
         "--correlated",
         action="store_true",
-        help="choose bands of correlated noise, and say what they gain over DP-SGD",
+        help="choose groups and bands of correlated noise, and say what they gain over DP-SGD",
     )
     plan.add_argument("--ledger", help="a ledger, to say what the run would leave of it")
     plan.add_argument("--dataset", help="the dataset in the ledger, if it has several")

@@ -101,7 +101,9 @@ def make(
     adjacency = getattr(images, "adjacency", "add_remove")
     with (
         settings.named(f"{part}.method_options.{config.method}", method_options),
-        settings.named(part, config, method=f"{part}.accountant"),
+        settings.named(
+            part, config, method=f"{part}.accountant", strategy=f"{part}.noise.strategy"
+        ),
     ):
         augment = augmentation(images) if config.augmult else None
         clip_norm = _clip_norm(config, network.params, options.get("trainable"), part)

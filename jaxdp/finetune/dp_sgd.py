@@ -103,7 +103,8 @@ def dp_sgd(
         (`PrivateTrainer.drawn`). With `truncated_batch_size`, the event is that of truncated
         Poisson sampling, which needs more noise and has no rule in RDP. A sampler of
         `jaxdp.data.by_owners` has the event of all records of one owner, with the adjacency
-        "zero_out". A `jaxdp.data.FixedOrderSampler` needs `noise`.
+        "zero_out". A `jaxdp.data.FixedOrderSampler` needs `noise`. Other patterns with `noise` are
+        amplified by the secret of who takes part (`jaxdp.data.participation`).
       noise: `jaxdp.correlated(strategy, steps=...)`, noise whose rows cancel over the steps of a
         run. The whole run is one event, `trainer.event(0, steps)`, which is paid before the first
         step. `noise_multiplier` is then the standard deviation of its independent rows over C. The
@@ -160,8 +161,10 @@ def dp_sgd(
       divisor is public. Steps compose adaptively. The whole state except `noise` and `key` is
       post-processing of the released gradients. With `group`, an example is a user with all of its
       records. With `sampler.records_per_owner` the event is `OwnedGaussianDpEvent`, for one owner.
-      With `noise`, all steps together satisfy `trainer.event(0, steps)`, the Gaussian mechanism of
-      `jaxdp.correlated`, and no step has an event of its own.
+      With `noise`, all steps together satisfy `trainer.event(0, steps)`, and no step has an event
+      of its own. In a fixed order that is the Gaussian mechanism of `jaxdp.correlated`. With cyclic
+      Poisson, b-min-sep and balls-in-bins sampling it is an event of
+      `jaxdp.privacy.participation`.
     """
     return make_trainer(
         lambda gradient: GradientSum(gradient=gradient),

@@ -255,6 +255,7 @@ def plan_correlated(
     multiplier = calibrate_noise(GaussianDpEvent, **target)
     independent = optimal_noise(order, steps=steps, bands=1)
     in_order = optimal_noise(order, steps=steps)
+    plans: list[tuple[Any, CorrelatedNoise, float]]
     plans = [(order, in_order, multiplier * in_order.sensitivity)]
     plans += amplified_plans(order, steps=steps, **target)
     errors = [_error(noise, sigma) for _, noise, sigma in plans]

@@ -184,8 +184,8 @@ def check_fork(run: WholeRun, first: int) -> None:
     """Raises ValueError if a chunk that is not the first cannot be released a second time."""
     if run.is_amplified:
         raise ValueError(
-            f"workdir holds a run whose step {first} was begun before with another program, secret "
-            "seed or environment, or it has lost the notes of its charges. Its steps share a "
-            "secret draw of who takes part, so they cannot be released twice. Nothing is spent. "
-            "Restore what changed, or begin a new run in a new workdir."
+            f"workdir holds a run whose step {first} was begun before with another program, "
+            "checkpoint_every, secret seed or environment, or it has lost the notes of its "
+            "charges. Its steps share a secret draw of who takes part, so they cannot be released "
+            "twice. Nothing is spent. Restore what changed, or begin a new run in a new workdir."
         )

@@ -122,7 +122,7 @@ STEEP = np.array([1.0, 0.95, 0.9, 0.85])
 def _amplified(share: float = 1.0, sampler: CyclicPoissonSampler = CYCLIC) -> PrivateTrainer:
     """Returns a trainer with a share of the noise that its claim needs."""
     participations, separation = CYCLIC.participation(CYCLIC_STEPS)
-    pattern = {"participations": participations, "min_separation": separation}
+    pattern: dict[str, Any] = {"participations": participations, "min_separation": separation}
     noise = jaxdp.correlated(STEEP, steps=CYCLIC_STEPS, **pattern)
     return finetune.dp_sgd(
         loss,

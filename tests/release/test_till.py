@@ -344,6 +344,18 @@ def test_the_secret_is_deleted_after_the_release_and_kept_while_it_is_unfinished
     assert kept and not any(seed.encode() in text or bytes.fromhex(seed) in text for text in kept)
 
 
+def test_a_process_that_is_refused_keeps_the_secret_of_an_unfinished_release(tmp_path):
+    path = tmp_path / "secret_seed"
+    crash(new_ledger(), tmp_path)
+    seed = path.read_text()
+    with pytest.raises(ValueError, match="refused"), Till(tmp_path):
+        raise ValueError("refused before it paid")
+    assert path.read_text() == seed
+    with Till(tmp_path):
+        pass
+    assert not path.exists()
+
+
 def test_releases_of_a_run_may_share_a_secret_until_it_ends(tmp_path):
     ledger, path = new_ledger(), tmp_path / "secret_seed"
 

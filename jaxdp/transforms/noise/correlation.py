@@ -341,9 +341,10 @@ def correlated(
       A run whose units take part in at most `participations` steps, `min_separation` or more apart,
       satisfies `event(noise_multiplier)` as a whole, for "zero_out". It holds for "add_remove" if
       the steps of a unit do not depend on the other units. Under "replace_one" the accountant
-      doubles the norm. A single step has no event of its own. Sensitivities are those of
-      `jax_privacy`: exact for non-increasing non-negative coefficients (theorem 2 of McMahan et al.
-      2024, "A hassle-free algorithm"), and otherwise the upper bound of algorithm 4 of
+      doubles the norm. A trainer whose sampler draws the steps of a unit in secret has a smaller
+      event (`jaxdp.finetune.event`). A single step has no event of its own. Sensitivities are those
+      of `jax_privacy`: exact for non-increasing non-negative coefficients (theorem 2 of McMahan et
+      al. 2024, "A hassle-free algorithm"), and otherwise the upper bound of algorithm 4 of
       Choquette-Choo et al. 2023.
     """
     _check_count("steps", steps)
