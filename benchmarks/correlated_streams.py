@@ -69,7 +69,7 @@ class Task:
 
         def mean_loss(params: Any, rows: np.ndarray) -> jax.Array:
             logits = self.apply_fn(params, images[rows])
-            return losses.softmax_cross_entropy(logits, labels[rows]).mean()
+            return jax.vmap(losses.softmax_cross_entropy)(logits, labels[rows]).mean()
 
         @jax.jit
         def step(params: Any, state: Any, rows: jax.Array) -> Any:

@@ -86,10 +86,14 @@ def _shifts(sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: byte
     sampled = of_all.reshape(count, records, steps)
     # Record 0 is the canary, which adds 1 and may take the place of a record that adds -1.
     shifts = sampled[:, 0].copy()
-    for run, step in np.argwhere((sampled.sum(axis=1) > most) & (shifts > 0)):
-        of_run = sampler.of_run(derive(seed, f"run {run}"))
-        batch = of_run.truncated(np.flatnonzero(sampled[run, :, step]), int(step))
-        shifts[run, step] = 2.0 if batch[0] == 0 else 0.0
+    sizes = sampled.sum(axis=1)
+    is_cut = (sizes > most) & (shifts > 0)
+    for run, step in np.argwhere(is_cut):
+        secret = derive(seed, f"run {run}")
+        of_run = sampler.of_run(secret)
+        batch = np.flatnonzero(sampled[run, :, step])
+        first, *_ = of_run.truncated(batch, int(step))
+        shifts[run, step] = 2.0 if first == 0 else 0.0
     return shifts
 
 

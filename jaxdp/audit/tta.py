@@ -121,8 +121,10 @@ def audit_stream(
     if updates > 1:
         draws = ends(neighbour.data, "what the noise is like", runs.trials)
         covariance = np.cov(draws, rowvar=False)
-        least = _LEAST_VARIANCE * np.trace(covariance) / len(covariance)
-        direction = np.linalg.solve(covariance + least * np.eye(len(covariance)), direction)
+        values = len(covariance)
+        least = _LEAST_VARIANCE * np.trace(covariance) / values
+        covariance += least * np.eye(values)
+        direction = np.linalg.solve(covariance, direction)
 
     def scores(image: Any, purpose: str) -> np.ndarray:
         params = ends(image, purpose, runs.trials)
@@ -154,9 +156,12 @@ def _updated(
         images = batch
         mask = np.ones(len(batch), bool)
 
+    paths = frozenset(adapter.adapted_paths)
+
     def adapted(params: Any) -> jax.Array:
-        part = trainable_part(params, frozenset(adapter.adapted_paths))
-        return jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(part)])
+        part = trainable_part(params, paths)
+        leaves = jax.tree.leaves(part)
+        return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
 
     assert isinstance(adapter.method, Private)
     nobody = jnp.zeros(len(batch), bool)

@@ -510,16 +510,21 @@ def test_correlated_noise_is_compared_with_independent_noise_at_its_price(finish
     result = frame.run(tiny.undrawn(adapt.STUDY), config, tmp_path)
     banded = cell(result, "Tent", "epsilon 5, banded noise")
     independent = cell(result, "Tent", "epsilon 5")
-    # Rows of C^-1 Z are longer at the same epsilon.
-    assert banded["noise"] == "banded" and banded["length"] > 1.1 * independent["length"]
+    assert banded["noise"] == "banded" and banded["noise_multiplier"] == pytest.approx(
+        independent["noise_multiplier"]
+    )
     assert "over_usual" in banded and "over_usual" not in independent
     # A photograph is in two domains, which are two periods, or two updates.
     assert banded["visits"] == independent["visits"] == 2
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
         spent = ledger.epsilon("Tent, epsilon 5, stream 0")
         assert ledger.epsilon("Tent, epsilon 5, banded noise, stream 0") == pytest.approx(spent)
-    texts = " ".join(adapt._descriptions(config, adapt.STUDY.open(config, tmp_path)))
+    task = adapt.STUDY.open(config, tmp_path)
+    texts = " ".join(adapt._descriptions(config, task))
     assert texts.count("correlated over periods of 4 updates") == 1
+    noisy = task.adapter(adapt.Cell("runs", "Tent", "epsilon 5, banded noise", 0), rates).method
+    rows = noisy.noise_multiplier / independent["noise_multiplier"]
+    assert rows == pytest.approx(noisy.noise.sensitivity) and rows > 1.1
     config.privacy.noise = ("pink",)
     with pytest.raises(ValueError, match="noise has 'pink', which is not one of independent"):
         list(adapt.STUDY.cells(config))
