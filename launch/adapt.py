@@ -580,6 +580,11 @@ def _descriptions(config: Any, task: _Task) -> Iterator[str]:
             yield f"{name}: {method.describe()}\n"
 
 
+def _noise(config: Mapping[str, Any]) -> list[str]:
+    """Returns what a report says of the noise of private adaptation."""
+    return noise_of(config.get("privacy", {}).get("exact", False), "private adaptation")
+
+
 STUDY = frame.Study(
     name="adapt",
     life=".lifecycle.adapt",
@@ -597,7 +602,7 @@ STUDY = frame.Study(
     ),
     report=frame.Report(
         title="test-time adaptation, compared",
-        noise=lambda config: noise_of(config["privacy"].get("exact", False), "private adaptation"),
+        noise=_noise,
     ),
 )
 

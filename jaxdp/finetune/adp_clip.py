@@ -152,10 +152,10 @@ class QuantileClipping(Query):
         is_below = [n <= limit for n, limit in zip(norms, clipped.clip_norms, strict=True)]
         # A gradient that is not finite is not below C_t.
         below = jnp.stack(is_below, 1) & of_examples.contributes[:, None]
-        count = 2 * self.count_weight * (below - 0.5)
-        present = is_example(mask)
+        count = 2 * self.count_weight * (below.astype(jnp.float32) - 0.5)
+        present = is_example(mask).astype(jnp.float32)
         rows = _Contribution(grads, count if self.gradient.patterns else count[:, 0])
-        total = self.rounded(rows, _Contribution([factors[part] for part in parts], 1.0 * present))
+        total = self.rounded(rows, _Contribution([factors[part] for part in parts], present))
         grads = jax.tree.unflatten(structure, total.grads)
         return QuerySums(total._replace(grads=grads), of_examples.nonfinite)
 

@@ -127,7 +127,7 @@ class SlackClipping(Query):
         counts = of_examples.contributes
         rows = _Contribution(grads, self.filled(norms, carried))
         of_leaves = [jnp.where(counts, factors, 0)] * len(grads)
-        total = self.rounded(rows, _Contribution(of_leaves, 1.0 * counts))
+        total = self.rounded(rows, _Contribution(of_leaves, counts.astype(jnp.float32)))
         grads = jax.tree.unflatten(structure, total.grads)
         return QuerySums(total._replace(grads=grads), of_examples.nonfinite)
 

@@ -286,6 +286,7 @@ def test_the_grid_of_imagenet_is_the_paper_s():
 def test_the_private_form_of_each_method_is_described(finished):
     text = (finished[0] / "methods.txt").read_text()
     assert "Tent-COME: private Tent" in text and "COME's entropy of the opinion" in text
+    assert "exact: in integers on a grid" in text  # by config.privacy.exact
 
 
 def test_given_hyper_parameters_are_not_tuned():

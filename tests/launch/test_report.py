@@ -12,7 +12,7 @@ import pytest
 from jaxdp.files import write_json
 from jaxdp.privacy import GaussianDpEvent, Ledger, unproven
 from jaxdp.report import guess_rate, intervals, round_down, verdicts
-from launch import document, report
+from launch import document, report, studies
 
 FORGED = """"'><script>alert(1)</script>"""
 CURVE = [[2, 0.5], [4, 0.75]]
@@ -181,6 +181,29 @@ def test_the_page_of_a_launcher_is_verified(tmp_path):
     (root / "params.safetensors").write_bytes(b"another model")
     answer = report.verify(page)
     assert not answer.is_true and "below 'Released files'" in answer.text
+
+
+def test_the_page_says_whose_noise_was_exact(tmp_path):
+    """By the field of each study. Recalibration has none, because its noise always is."""
+    exact = "The noise of {} is exact. Sums and noise are integers"
+    rounded = "The noise of {} is rounded: it is added in floating point"
+    training = "private training in this run"
+    root = workdir(tmp_path, "finetune")
+    bound = json.loads((root / "config.json").read_text())
+    bound["config"]["private"] = {"exact": False}
+    write_json(root / "config.json", bound)
+    assert rounded.format(training) in report.write(root).read_text()
+    sentences = studies.named("finetune").report.noise
+    (told,) = sentences({"private": {"exact": True}})
+    assert told.startswith(exact.format(training))
+    assert len(sentences({"private": {"exact": True, "scaler_noise_multiplier": 2.0}})) == 2
+    assert sentences({}) == []
+    for name, releases in (("adapt", "private adaptation"), ("recalibrate", "recalibration")):
+        sentences = studies.named(name).report.noise
+        (told,) = sentences({"privacy": {"exact": True}})
+        assert told.startswith(exact.format(releases))
+    (told,) = studies.named("adapt").report.noise({})
+    assert told.startswith(rounded.format("private adaptation"))
 
 
 def test_a_twin_that_rounds_down_is_caught(tmp_path, monkeypatch):

@@ -99,6 +99,7 @@ ADAPT = {
     "protocol.seeds": 2,
     "methods": ("Tent-COME",),
     "privacy.budgets": (5.0,),
+    "privacy.exact": True,
     "tuning.images": 64,
     "tuning.learning_rates": (1e-3, 10.0),
     "tuning.clipped_steps": (1e-3,),

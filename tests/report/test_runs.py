@@ -129,3 +129,16 @@ def test_plurals_are_english():
         "example": "examples",
     }
     assert unit_words("image").a == "An image" and unit_words("user").a == "A user"
+
+
+def test_the_page_says_whether_noise_was_exact(tmp_path):
+    run, _ = workdir(tmp_path)
+    notes = json.loads((run / "run.json").read_text())
+    words = {True: "noise of the releases of this run is exact.", False: "is rounded: it is added"}
+    # Notes of earlier versions do not say it.
+    assert not any(text in plain(jaxdp.report.write(run)) for text in words.values())
+    for exact, text in words.items():
+        jaxdp.files.write_json(run / "run.json", notes | {"exact": exact})
+        page = plain(jaxdp.report.write(run))
+        assert text in page
+        assert words[not exact] not in page

@@ -324,7 +324,7 @@ def test_integers_have_one_sum_in_every_order_and_floats_do_not():
 @pytest.mark.slow
 def test_products_of_factors_have_exact_squared_norms():
     rng = np.random.default_rng(8)
-    u = rng.integers(-4096, 4097, size=(6, 300))
+    u = rng.integers(-400, 401, size=(6, 300))
     w = rng.integers(-4000, 4001, size=(6, 2))
     u[0], w[0] = 0, 1
     u[1, 1:] = 0
@@ -639,15 +639,13 @@ def test_a_mesh_of_eight_has_the_sums_of_one_device(trainer, digits):
     one = dataclasses.replace(trainer, physical_batch_size=8)
     eight = dataclasses.replace(trainer, physical_batch_size=64, mesh=mesh)
     rows = np.arange(0, 300, 5)
-    states = [one.init(PARAMS), eight.init(PARAMS)]
-    totals = [t.sums(state, digits, rows) for t, state in zip((one, eight), states, strict=True)]
+    totals = [t.sums(t.init(PARAMS), digits, rows) for t in (one, eight)]
     for x, y in zip(*map(jax.tree.leaves, totals), strict=True):
         assert (np.asarray(x) == np.asarray(y)).all()
-    # The same noise, and so the same parameters.
-    noise_state = states[0].noise
-    means = []
-    for t, total in zip((one, eight), totals, strict=True):
-        mean, _ = t.privatizer.update(jax.device_get(total), noise_state)
-        means.append(mean)
-    for x, y in zip(*map(jax.tree.leaves, means), strict=True):
+    # With the noise of one seed, the parameters are equal too, bit for bit.
+    ends = [
+        finetune.fit(t, PARAMS, digits, steps=2, account=None, seed=bytes(16)).params
+        for t in (one, eight)
+    ]
+    for x, y in zip(*map(jax.tree.leaves, ends), strict=True):
         assert (np.asarray(x) == np.asarray(y)).all()

@@ -66,8 +66,9 @@ class _Lanes(NamedTuple):
 
 def upward(scale: float | fractions.Fraction) -> float:
     """Returns a scale that is a float32 and not below the given one, by less than its last bit."""
-    narrow = np.float32(float(scale))
-    if fractions.Fraction(float(narrow)) < scale:
+    exact = scale if isinstance(scale, fractions.Fraction) else fractions.Fraction(float(scale))
+    narrow = np.float32(float(exact))
+    if fractions.Fraction(float(narrow)) < exact:
         narrow = np.nextafter(narrow, np.float32(math.inf))
     return float(narrow)
 
@@ -130,7 +131,9 @@ def _drawn(
     def settle(state: tuple[jax.Array, _Lanes]) -> tuple[jax.Array, _Lanes]:
         turn, lanes = state
         (places,) = jnp.nonzero(lanes.is_open, size=room, fill_value=size)
-        own = jax.tree.map(lambda x: x.at[places].get(mode="fill", fill_value=0), lanes)
+        inside = jnp.minimum(places, size - 1)
+        own = jax.tree.map(lambda x: x[inside], lanes)
+        own = own._replace(is_open=own.is_open & (places < size))
 
         def again(state: tuple[jax.Array, _Lanes]) -> tuple[jax.Array, _Lanes]:
             turn, own = state
@@ -165,7 +168,7 @@ def after_word(t: jax.Array, lanes: _Lanes, word: jax.Array) -> _Lanes:
     limit = t * jnp.maximum(k, 1)
     quotient = word // limit
     uniform = word - quotient * limit
-    is_fair = quotient < _TOP // limit
+    is_fair = quotient < jnp.uint32(_TOP) // limit
     draws = is_fair & (k == 0)
     compares = is_fair & (k > 0)
     n = jnp.where(lanes.is_counting, t, u)
