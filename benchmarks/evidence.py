@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks import (
+    accountant,
     agt_claims,
     bench_certificates,
     bench_certified_steps,
@@ -111,6 +112,7 @@ EVIDENCE = [
         ("finetune_methods.json",),
         lambda found: {"methods": finetune_methods.table(found["rows"])},
     ),
+    Evidence("results/accountant.md", ("accountant.json",), accountant.tables),
     Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
     Evidence("results/correlated.md", ("correlated.json",), correlated.tables),
     Evidence("results/participation.md", ("participation.json",), participation.tables),

@@ -74,6 +74,12 @@ BENCHMARKS = {
         "secure_aggregation", "DP-SGD across silos under SecAgg+", "secure_aggregation"
     ),
     # Tables of pages.
+    "accountant": _page(
+        "accountant",
+        "epsilon of random histories beside a second accountant",
+        "accountant",
+        "7 CPU minutes",
+    ),
     "clip_parts": _page(
         "clip_parts", "clipping per part beside flat clipping: time and accuracy", "clip_parts"
     ),

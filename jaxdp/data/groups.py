@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxdp.data.finite import floats
 from jaxdp.data.ids import owners_of
-from jaxdp.data.protocol import Source
+from jaxdp.data.protocol import OfRecords, Source
 from jaxdp.data.sources import read_ids
 from jaxdp.data.storage import immutable
 
@@ -38,7 +38,7 @@ class Records(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Groups:
+class Groups(OfRecords):
     """A `Source` whose examples are users. `by_group` makes it.
 
     Attributes:
@@ -61,16 +61,6 @@ class Groups:
     def __getitem__(self, index: int) -> Records:
         """Returns the records of one user: leaves [k, ...], and `present` [k]."""
         return jax.tree.map(lambda x: x[0], self.gather(np.array([index])))
-
-    @property
-    def name(self) -> str:
-        """The name of the records."""
-        return getattr(self.source, "name", "records")
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes that the records declare, or 0."""
-        return getattr(self.source, "num_classes", 0)
 
     def gather(self, indices: np.ndarray) -> Records:
         """Returns the records of the users at `indices`, integers [B] in [0, users)."""

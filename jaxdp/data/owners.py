@@ -21,7 +21,7 @@ from scipy.sparse import csgraph
 from jaxdp.data.finite import floats
 from jaxdp.data.ids import Identifier, identifier, owners_of
 from jaxdp.data.order import shuffled
-from jaxdp.data.protocol import Source
+from jaxdp.data.protocol import OfRecords, Source
 from jaxdp.data.sampling import PoissonSampler
 from jaxdp.data.sources import Examples, read_ids
 from jaxdp.data.storage import immutable
@@ -31,7 +31,7 @@ _SEVERAL = (list, tuple, set, frozenset, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Owners:
+class Owners(OfRecords):
     """A `Source` of records, of which each owner has at most `max_records`. `by_owners` makes it.
 
     Attributes:
@@ -59,16 +59,6 @@ class Owners:
     def owners(self) -> int:
         """The number of owners, also of those none of whose records counts."""
         return len(self.records_of)
-
-    @property
-    def name(self) -> str:
-        """The name of the records."""
-        return getattr(self.source, "name", "records")
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes that the records declare, or 0."""
-        return getattr(self.source, "num_classes", 0)
 
     def sampler(self, sampling_probability: float, *, seed: bytes | None = None) -> PoissonSampler:
         """Returns a sampler of these records, whose event is for one owner.

@@ -156,6 +156,22 @@ def _check_leaf(leaf: Any, count: int, what: str) -> None:
         raise ValueError(f"{what} the shape {leaf.shape}. The first axis must be {count}.")
 
 
+class OfRecords:
+    """What a source of units has from its records, in its field `source`."""
+
+    source: Source
+
+    @property
+    def name(self) -> str:
+        """The name of the records."""
+        return getattr(self.source, "name", "records")
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes that the records declare, or 0."""
+        return getattr(self.source, "num_classes", 0)
+
+
 def inputs_of(batch: Mapping[str, Any]) -> Any:
     """Returns the input of a model: "image", else "features", else all columns but "label"."""
     others = {name: column for name, column in batch.items() if name != "label"}

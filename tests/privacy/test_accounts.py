@@ -49,17 +49,6 @@ def times(count, event=TENTH):
 
 
 @pytest.fixture
-def ledger():
-    with Ledger.in_memory() as ledger:
-        yield ledger
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ledger.sqlite"
-
-
-@pytest.fixture
 def clock(monkeypatch):
     """A clock that only moves when it is told to."""
     now = [1e9]

@@ -24,12 +24,6 @@ DELTA = 1e-5
 STEP = PoissonSampledDpEvent(0.05, GaussianDpEvent(1.0))
 
 
-@pytest.fixture
-def ledger():
-    with Ledger.in_memory() as ledger:
-        yield ledger
-
-
 def register(ledger, name="data", **terms):
     defaults = {"adjacency": "add_remove", "unit": "example", "epsilon": 8.0, "delta": DELTA}
     ledger.register(name, **defaults | terms)

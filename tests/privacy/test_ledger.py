@@ -37,17 +37,6 @@ DELTA = 1e-5
 STEP = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
 
 
-@pytest.fixture
-def ledger():
-    with Ledger.in_memory() as ledger:
-        yield ledger
-
-
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ledger.sqlite"
-
-
 def register(ledger, name="data", **terms):
     ledger.register(name, **{"adjacency": "add_remove", "unit": "example"} | terms)
 

@@ -40,11 +40,6 @@ GOLDEN = ROOT / "tests" / "golden" / "ledger_v1.sqlite"
 TENTH = PureDpEvent(0.1)
 
 
-@pytest.fixture
-def path(tmp_path):
-    return tmp_path / "ledger.sqlite"
-
-
 def execute(path, statement, *values):
     with contextlib.closing(sqlite3.connect(path)) as db:
         db.execute(statement, values)

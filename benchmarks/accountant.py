@@ -1,0 +1,96 @@
+"""The epsilon of random histories beside a second accountant's.
+
+    python -m benchmarks run accountant --update
+
+A long history has 1,000 releases of up to 20 kinds under one of three adjacencies, at a delta from
+1e-15 to 1e-2. The second accountant inverts characteristic functions on a line
+(`tests.privacy.second_accountant`). It shares no code and no method with ours. Short histories have
+a few releases, whose exact epsilon follows from direct convolution. The histories are those of
+tests/privacy/test_histories.py. `python -m benchmarks.evidence results/accountant.md` writes the
+table of the page."""
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks import timing
+from jaxdp import privacy
+from jaxdp.privacy.events import compose
+from tests.privacy import test_histories
+
+LONG = "1,000 releases"
+SHORT = "a few releases"
+
+
+class Compared(NamedTuple):
+    """A history, and its epsilon by both accountants."""
+
+    kind: str
+    adjacency: str
+    ours: float
+    exact: float
+
+    @property
+    def excess(self) -> float:
+        """The share by which ours is above the exact epsilon."""
+        return self.ours / self.exact - 1 if self.exact > 0 else 0.0
+
+
+def long_history(seed: int) -> Compared:
+    """Returns the comparison of the long history of a seed."""
+    leaves, adjacency, delta, unit = test_histories.history(seed)
+    ours = privacy.epsilon(compose(leaves), delta=delta, adjacency=adjacency)
+    exact = test_histories.exact(leaves, adjacency, delta, unit, ours)
+    return Compared(LONG, adjacency, ours, exact)
+
+
+def short_histories(count: int) -> Iterable[Compared]:
+    """Yields the comparisons of short histories, all of one seed."""
+    rng = np.random.default_rng(49)
+    for _ in range(count):
+        leaves, delta, unit = test_histories.short_history(rng)
+        ours = privacy.epsilon(compose(leaves), delta=delta, adjacency="replace_one")
+        exact = test_histories.exact(leaves, "replace_one", delta, unit, None)
+        yield Compared(SHORT, "replace_one", ours, exact)
+
+
+def summary(compared: Iterable[Compared]) -> list[dict[str, Any]]:
+    """Returns a row for each kind of history and adjacency."""
+    groups: dict[tuple[str, str], list[float]] = {}
+    for history in compared:
+        groups.setdefault((history.kind, history.adjacency), []).append(history.excess)
+    rows = []
+    for (kind, adjacency), excesses in sorted(groups.items()):
+        rows.append(
+            {
+                "kind": kind,
+                "adjacency": adjacency,
+                "histories": len(excesses),
+                "least": float(np.min(excesses)),
+                "median": float(np.median(excesses)),
+                "most": float(np.max(excesses)),
+            }
+        )
+    return rows
+
+
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the table of a report."""
+    lines = []
+    for row in report["rows"]:
+        shares = [f"{100 * row[name]:.4f} %" for name in ("least", "median", "most")]
+        lines.append([row["kind"], row["adjacency"], str(row["histories"]), *shares])
+    header = ["histories of", "adjacency", "number", "least", "median", "most"]
+    return {"accountant": timing.page_table(header, lines)}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--long", type=int, default=1000, help="histories of 1,000 releases")
+    parser.add_argument("--short", type=int, default=1000, help="histories of a few releases")
+
+
+def measure(flags: argparse.Namespace) -> dict[str, Any]:
+    compared = [*map(long_history, range(flags.long)), *short_histories(flags.short)]
+    return {"rows": summary(compared)}
