@@ -147,10 +147,9 @@ def _cells(config: Any) -> Iterator[Cell]:
     for seed, grid in itertools.product(config.seeds, config.grids.values()):
         if seed not in _seeds(grid, config):
             continue
-        epsilons = map(float, grid.epsilons)
-        axes = grid.sets, grid.methods, epsilons, grid.upstreams
-        for coordinates in itertools.product(*axes):
-            yield Cell(*coordinates, int(seed))
+        axes = grid.sets, grid.methods, grid.epsilons, grid.upstreams
+        for dataset, method, epsilon, upstream in itertools.product(*axes):
+            yield Cell(dataset, method, float(epsilon), upstream, int(seed))
 
 
 def _check(config: Any) -> None:
@@ -203,9 +202,8 @@ def _run(cell: Cell, work: frame.Work) -> Fields:
     terms = bench.terms(cell.dataset, private)
     ledger = frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms)
     with ledger as account, frame.watching(work.config, folder) as writers:
-        params, cost = trainers.fit(
-            trainer, start, source, private, account, folder / "scratch", writers
-        )
+        scratch = folder / "scratch"
+        params, cost = trainers.fit(trainer, start, source, private, account, scratch, writers)
     predict = network.apply_fn
     noise = {"std": robust.std, "relative": robust.relative, "draws": robust.draws}
     under_noise = robust_accuracy(predict, params, test, **noise)
@@ -220,8 +218,10 @@ def _run(cell: Cell, work: frame.Work) -> Fields:
 
 def _result(rows: Rows, work: frame.Work) -> Fields:
     config = work.config
-    models_by_seed = dict.fromkeys((row["upstream"], row["seed"]) for row in rows)
-    upstreams = [_upstream(work, name, seed) for name, seed in models_by_seed if name != SCRATCH]
+    upstreams = []
+    for name, seed in dict.fromkeys((row["upstream"], row["seed"]) for row in rows):
+        if name != SCRATCH:
+            upstreams.append(_upstream(work, name, seed))
     means = []
     for name in dict.fromkeys(row["upstream"] for row in upstreams):
         of_upstream = results.select(upstreams, upstream=name)
@@ -230,7 +230,9 @@ def _result(rows: Rows, work: frame.Work) -> Fields:
             moments = results.over_seeds(of_upstream, key)
             mean[key] = moments.mean
         means.append(mean)
-    grids = {name: _grid_result(rows, grid, config) for name, grid in config.grids.items()}
+    grids = {}
+    for name, grid in config.grids.items():
+        grids[name] = _grid_result(rows, grid, config)
     return {
         "seeds": len(config.seeds),
         "grids": grids,
@@ -249,17 +251,14 @@ def _upstream(work: frame.Work, name: str, seed: int) -> Fields:
     family = result["method"]
     config = result["provenance"]["config"]
     options = config["method"][family]
-    return {
-        "upstream": name,
-        "seed": seed,
-        "family": family,
-        "gamma": options.get("gamma", 0.0),
-        "batch size": config["train"]["batch_size"],
-        "accuracy": result["accuracy"],
-        "robust_accuracy": float(np.mean(draws)),
-        "rho": result["rho"]["local"],
-        "perturbation_norm": result["perturbation_norm"]["last"],
-    }
+    row = {"upstream": name, "seed": seed, "family": family}
+    row["gamma"] = options.get("gamma", 0.0)
+    row["batch size"] = config["train"]["batch_size"]
+    row["accuracy"] = result["accuracy"]
+    row["robust_accuracy"] = float(np.mean(draws))
+    row["rho"] = result["rho"]["local"]
+    row["perturbation_norm"] = result["perturbation_norm"]["last"]
+    return row
 
 
 def _grid_result(rows: Rows, grid: Any, config: Any) -> Fields:
@@ -375,15 +374,9 @@ def _drawn(config: Any, stem: pathlib.Path, grid: Any, rows: Rows, upstreams: Ro
     numbers = ", ".join(map(str, seeds))
     text = f"{method}, ε = {epsilon:g}; robust: under noise of {noise}; seed{'s' * several} "
     of_grid = _of_grid(rows, grid, config)
-    return _Drawn(
-        stem=stem,
-        grid=grid,
-        rows=results.select(of_grid, method=method, epsilon=epsilon),
-        known=of_seeds,
-        families=families,
-        text=text + numbers,
-        spread=", bars: standard error" * several,
-    )
+    drawn_rows = results.select(of_grid, method=method, epsilon=epsilon)
+    spread = ", bars: standard error" * several
+    return _Drawn(stem, grid, drawn_rows, of_seeds, families, text + numbers, spread)
 
 
 class _Drawn(NamedTuple):
@@ -466,8 +459,8 @@ def _draw_magnitude(drawn: _Drawn) -> None:
     xlabel = "γ (0 is standard pre-training)" if is_gamma else field
 
     def panel(family: str) -> tuple[str, dict[str, Points]]:
-        start = "standard" if is_gamma else family  # gamma 0 is standard pre-training
-        mine = [name for name, other in drawn.families.items() if other in (start, family)]
+        shown = {family, "standard"} if is_gamma else {family}  # gamma 0 is standard pre-training
+        mine = [name for name, other in drawn.families.items() if other in shown]
         ascending = sorted(mine, key=magnitude.__getitem__)
         curves = {}
         for label, (rows, key) in sources.items():
@@ -494,7 +487,9 @@ def _draw_magnitude(drawn: _Drawn) -> None:
 def _plan(config: Any, opened: Callable[[], _Bench]) -> Iterator[plans.Item]:
     bench = opened()
     cells = frame.distinct(_cells(config))
-    for name in dict.fromkeys(cell.upstream for cell in cells if cell.upstream != SCRATCH):
+    upstreams = dict.fromkeys(cell.upstream for cell in cells)
+    upstreams.pop(SCRATCH, None)
+    for name in upstreams:
         upstream = bench.upstream_config(name, 0)
         open_upstream = functools.partial(pretrain.STUDY.open, upstream, bench.root)
         for item in pretrain.plan(upstream, open_upstream):

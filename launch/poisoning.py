@@ -86,20 +86,20 @@ class Opened:
         changes = self.config.changes
         free = np.flatnonzero(~self.public)
         rng = np.random.default_rng([changes.seed, number])
-        changed = rng.permutation(free)[: changes.most]
+        rows = rng.permutation(free)[: changes.most]
         if kind == "remove":
-            return {name: np.delete(array, changed, axis=0) for name, array in self.train.items()}
+            return {name: np.delete(array, rows, axis=0) for name, array in self.train.items()}
         vectors = self.train["features"].copy()
         labels = self.train["label"].copy()
         if kind in _MOVES_FEATURES:
-            signs = rng.choice([-1, 1], size=vectors[changed].shape)
-            vectors[changed] += np.float32(changes.radius) * signs
+            signs = rng.choice([-1, 1], size=vectors[rows].shape)
+            vectors[rows] += np.float32(changes.radius) * signs
         if kind == "replace":
-            others = rng.permutation(len(vectors))[: len(changed)]
-            vectors[changed] = vectors[others]
+            others = rng.permutation(len(vectors))[: len(rows)]
+            vectors[rows] = vectors[others]
         if kind != "features":
-            next_labels = labels[changed] + 1
-            labels[changed] = next_labels % self.model.num_classes
+            next_labels = labels[rows] + 1
+            labels[rows] = next_labels % self.model.num_classes
         return {"features": vectors, "label": labels}
 
 

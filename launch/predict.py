@@ -168,13 +168,9 @@ def _answers(cell: Cell, work: frame.Work, account: Account) -> Fields:
     # The answers depend on these facts and on the code of this library only.
     pools = [dataclasses.astuple(pool) for pool in bench.pools.values()]
     facts = [config.to_json(), bench.train, bench.test, pools]
-    whole = SelfComposedDpEvent(event, config.repetitions)
-    what = Release(
-        label=f"{cell.teacher}, {cell.answers}",
-        charges=[(account, whole)],
-        facts=lambda: facts,
-        compute=compute,
-    )
+    label = f"{cell.teacher}, {cell.answers}"
+    charge = account, SelfComposedDpEvent(event, config.repetitions)
+    what = Release(label=label, charges=[charge], facts=lambda: facts, compute=compute)
     with Till(work.folder(cell) / "scratch") as till:
         answers = till.once(what)["answers"]
     truth = bench.test["label"]
@@ -233,14 +229,11 @@ def _event(cell: Cell, config: Any) -> DpEvent:
 
 
 def _pate(config: Any) -> prediction.ConfidentGNMax:
-    options = dict(config.pate)
+    options = {**config.pate, **config.prediction}
     options["threshold"] *= config.ensemble.members  # the config has a share
-    return prediction.ConfidentGNMax.calibrated(
-        **options,
-        max_answers=config.prediction.queries,
-        adjacency=config.training.threat,
-        **config.prediction,
-    )
+    options["max_answers"] = options["queries"]
+    options["adjacency"] = config.training.threat
+    return prediction.ConfidentGNMax.calibrated(**options)
 
 
 def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
@@ -255,7 +248,7 @@ def _plan(config: Any, opened: Callable[[], Bench]) -> Iterator[plans.Item]:
             continue
         event = _event(cell, config)
         programs = functools.partial(_programs, cell, config, opened_data)
-        computation = {"programs": programs, "steps": _steps(cell, config)}
+        computation: Fields = {"programs": programs, "steps": _steps(cell, config)}
         if cell == RELEASED:
             own = terms | {"epsilon": budget.epsilon}
             yield plans.Item("answers", event=event, terms=own, **computation)
@@ -295,11 +288,14 @@ def _programs(
     if cell.teacher == DP_SGD:
         source = from_arrays(**zeros, num_classes=opened.classes, name="zeros")
         trainer = dp_sgd(config, model, records)
-        programs = plans.programs_of(trainer, source, start, _steps(cell, config))
-        return programs(memory)
+        of_memory = plans.programs_of(trainer, source, start, _steps(cell, config))
+        return of_memory(memory)
     options = training_options(config, records, records)
     functions = prediction.training_programs(model.loss, start, zeros, **options)
-    return [(function, inputs, members * count) for function, inputs, count in functions.values()]
+    programs = []
+    for function, inputs, count in functions.values():
+        programs.append((function, inputs, members * count))
+    return programs
 
 
 def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTrainer:
@@ -309,7 +305,8 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
     training = config.dp_sgd
     budget = config.prediction
     batch_size = training.batch_size
-    sampler = PoissonSampler(records, batch_size / config.training.records)
+    rate = batch_size / config.training.records
+    sampler = PoissonSampler(records, rate)
     # A trainer divides by the expected batch size, which depends on the private number of records.
     # The declared number is public.
     declared = optax.scale(sampler.expected_batch_size / batch_size)
@@ -331,7 +328,8 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
 def _dp_sgd(cell: Cell, work: frame.Work, account: Account) -> Fields:
     """Trains the same model by DP-SGD, several times."""
     bench, training = work.shared, work.config.dp_sgd
-    train, steps = bench.task.train, training.steps
+    train = bench.task.train
+    steps = training.steps
     scratch = work.folder(cell) / "scratch"
     trainer = dp_sgd(work.config, bench.model, len(train))
     accuracies = []
@@ -372,11 +370,12 @@ def _result(rows: Rows, work: frame.Work) -> Fields:
     released, *references = rows
     queries, delta = bench.plan.queries, bench.plan.delta
     scores = {name: released[name] for name in ("per_query", "student")}
+    tested = len(bench.test["label"])
     result = {
         "dataset": bench.task.train.name,
         "private_records": training.records,
         "queries": queries,
-        "tested": len(bench.test["label"]),
+        "tested": tested,
         "epsilon": released["epsilon"],
         "delta": delta,
         "changes": CHANGES[training.threat],
@@ -436,9 +435,10 @@ def _draw_accuracies(result: Result, work: frame.Work) -> None:
     numbers = np.logspace(0, 4, 13).round().astype(int)
     queries = sorted({*numbers.tolist(), plan.queries})
     epsilons = [prediction.query_epsilon(plan.epsilon, plan.delta, number) for number in queries]
+    curves = _expected(bench, queries, epsilons)
     draw(
         work.root / "accuracy_by_queries.png",
-        _expected(bench, queries, epsilons),
+        curves,
         title=f"{result['dataset']}: accuracy over the number of queries",
         subtitle=f"All answers together {_total(plan)}-DP. Evaluation only, not private.",
         xlabel="number of queries",
@@ -451,10 +451,10 @@ def _expected(bench: Bench, axis: Sequence[float], epsilons: Sequence[float]) ->
     epsilon.
     """
     truth = bench.test["label"]
+    names = reversed(bench.config.mechanisms)
     curves = Curves()
-    for (teacher, pool), name in itertools.product(
-        bench.pools.items(), reversed(bench.config.mechanisms)
-    ):
+    for teacher, name in itertools.product(bench.pools, names):
+        pool = bench.pools[teacher]
         mechanism = MECHANISMS[name]
         accuracies = [pool.expected_accuracy(mechanism, epsilon, truth) for epsilon in epsilons]
         label = f"{teacher}, {_SHORT[mechanism]}"
@@ -504,14 +504,12 @@ def _line(row: Row, queries: int) -> dict[str, str]:
         mean = np.mean(row["answered"])
         answered = f"{mean:.0f}/{queries}"
     expected = [row["expected"]] if "expected" in row else []
-    return {
-        "teacher": row["teacher"],
-        "mechanism": row["answers"],
-        "per query": _percent(row["per_query"]),
-        "all inputs": _percent(expected),
-        "student": _percent(row["student"]),
-        "answered": answered,
-    }
+    line = {"teacher": row["teacher"], "mechanism": row["answers"]}
+    line["per query"] = _percent(row["per_query"])
+    line["all inputs"] = _percent(expected)
+    line["student"] = _percent(row["student"])
+    line["answered"] = answered
+    return line
 
 
 def _summary(result: Result) -> str:
@@ -519,8 +517,9 @@ def _summary(result: Result) -> str:
     right = results.percent(released["per_query"])
     student = results.percent(released["student"])
     delta = _power(result["delta"])
+    answers = f"{result['queries']} answers about {result['dataset']}"
     text = (
-        f"{result['queries']} answers about {result['dataset']}, pure epsilon {each:.4f} each: "
+        f"{answers}, pure epsilon {each:.4f} each: "
         f"{right} % right. Their student: {student} %.\n"
         f"The ledger recomputes epsilon = {result['epsilon']:.3f} at delta = {delta} for all "
         f"answers together (one example {result['changes']})."
@@ -528,10 +527,10 @@ def _summary(result: Result) -> str:
     if "rows" not in result:
         return text
     table = format_table(_table(result))
+    another = result["references_epsilon"]
     return (
         f"{table}\n\n{_EXPLAINED}\n\n{text}\n"
-        "Publishing the references too would cost another epsilon = "
-        f"{result['references_epsilon']:.4g}. "
+        f"Publishing the references too would cost another epsilon = {another:.4g}. "
         "--config.references=False leaves them out."
     )
 

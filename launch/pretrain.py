@@ -25,7 +25,7 @@ from jaxdp.models import Pretrained, save_params
 from jaxdp.report import format_table, plot_panels, read_metrics
 
 from . import data, frame, models, plans, settings
-from .study import Fields, Lines, Result, Rows
+from .study import Fields, Lines, Result, Row, Rows
 
 _CHANGES = ("rho", "beta", "loss", "loss_bound", "gradient", "gradient_bound")
 _JUDGED = 2000  # the most training images that judge the warm-up
@@ -58,146 +58,168 @@ def _open(config: Any, root: pathlib.Path) -> _Task:
         "update_batch_size": "train.batch_size",
     }
     with settings.named("ascent", config.ascent, **sizes):
-        trainer, batches = _trainer(config, network), _batches(config, train)
+        trainer = _trainer(config, network)
+        batches = _batches(config, train)
         batches.check_microbatches(trainer)
+    public = f"{len(train)} public examples ({train.name})"
+    tested = f"{len(test)} test ({test.name})"
     shape = "x".join(map(str, image_shape(train)))
-    print(
-        f"{config.method.name}: {len(train)} public examples ({train.name}), {len(test)} test "
-        f"({test.name}), images {shape}, {train.num_classes} classes.",
-        flush=True,
-    )
+    images = f"images {shape}, {train.num_classes} classes"
+    print(f"{config.method.name}: {public}, {tested}, {images}.", flush=True)
     return _Task(specs["public"], train, test, network, trainer, batches)
 
 
 def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
     name = config.method.name
-    train = config.train
+    ascent = config.ascent
     loss = models.loss(network)
     frame.known("method.name", [name], pretrain.METHODS)
-    drops = {int(share * train.steps): 0.1 for share in train.drops}
-    schedules = {
-        "cosine": optax.cosine_decay_schedule(train.learning_rate, max(train.steps, 1)),
-        "steps": optax.piecewise_constant_schedule(train.learning_rate, drops),
-    }
-    frame.known("train.schedule", [train.schedule], schedules)
-    weight_decay = optax.add_decayed_weights(train.weight_decay)
-    sgd = optax.sgd(schedules[train.schedule], momentum=train.momentum or None)
-    devices = np.array(jax.devices()[: config.ascent.devices])
+    optimizer = _optimizer(config.train)
+    devices = np.array(jax.devices()[: ascent.devices])
     mesh = None
     if len(devices) > 1:
         mesh = jax.sharding.Mesh(devices, ("data",))
 
     def batch_loss(params: Any, batch: Any) -> jax.Array:
-        return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
+        losses = jax.vmap(loss, in_axes=(None, 0))(params, batch)
+        return losses.mean()
 
+    microbatch_size = ascent.microbatch_size or None
+    options = dict(config.method[name])
     return pretrain.METHODS[name](
-        batch_loss,
-        optax.chain(weight_decay, sgd),
-        microbatch_size=config.ascent.microbatch_size or None,
-        mesh=mesh,
-        **dict(config.method[name]),
+        batch_loss, optimizer, microbatch_size=microbatch_size, mesh=mesh, **options
     )
 
 
+def _optimizer(train: Any) -> optax.GradientTransformation:
+    """Returns SGD with the schedule of `config.train`."""
+    rate = train.learning_rate
+    drops = {int(share * train.steps): 0.1 for share in train.drops}
+    schedules = {
+        "cosine": optax.cosine_decay_schedule(rate, max(train.steps, 1)),
+        "steps": optax.piecewise_constant_schedule(rate, drops),
+    }
+    frame.known("train.schedule", [train.schedule], schedules)
+    schedule = schedules[train.schedule]
+    sgd = optax.sgd(schedule, momentum=train.momentum or None)
+    weight_decay = optax.add_decayed_weights(train.weight_decay)
+    return optax.chain(weight_decay, sgd)
+
+
 def _batches(config: Any, train: Examples) -> pretrain.Batches:
+    ascent = config.ascent
+    batch_size = config.train.batch_size
     shared = config.method.name != "dpadapter"
+    perturbation_batch_size = batch_size if shared else ascent.batch_size
+    seed = config.seed.to_bytes(16, "little")
     return pretrain.Batches(
         num_examples=len(train),
         steps=config.train.steps,
-        perturbation_batch_size=config.train.batch_size if shared else config.ascent.batch_size,
-        update_batch_size=config.train.batch_size,
+        perturbation_batch_size=perturbation_batch_size,
+        update_batch_size=batch_size,
         shared_batch=shared,
-        warmup_steps=config.ascent.warmup_steps,
-        ascent_every=config.ascent.every,
-        seed=config.seed.to_bytes(16, "little"),
+        warmup_steps=ascent.warmup_steps,
+        ascent_every=ascent.every,
+        seed=seed,
     )
 
 
 def _run(cell: Model, work: frame.Work) -> Fields:
     config, task = work.config, work.shared
-    predict, batches = task.network.apply_fn, task.batches
-    judge = functools.partial(pretrain.robust_accuracy, predict)
     folder = work.folder(cell)
-    schedule = dict(vars(batches))
+    start = models.fresh(task.network, config.seed)
+    schedule = dict(vars(task.batches))
     del schedule["num_examples"]  # `fit` counts the examples itself
     evaluate, rules = _rules(config, task)
+    options = schedule | rules
+    options["workdir"] = folder
+    options["checkpoint_every"] = config.train.checkpoint_every
+    options["evaluate_every"] = config.train.get("evaluate_every") or None
+    options["augment"] = augmentation(task.spec)
+    options["evaluate"] = evaluate
     with frame.watching(config, folder) as writers:
         state = pretrain.fit(
-            task.trainer,
-            models.fresh(task.network, config.seed),
-            task.train,
-            **schedule,
-            augment=augmentation(task.spec),
-            evaluate=evaluate,
-            **rules,
-            workdir=folder,
-            checkpoint_every=config.train.checkpoint_every,
-            evaluate_every=config.train.get("evaluate_every") or None,
-            callbacks=writers,
-            label=cell.method,
+            task.trainer, start, task.train, callbacks=writers, label=cell.method, **options
         )
-    save_params(work.root / "params.safetensors", state.params)
-    options, params = config.robustness, state.params
-    robust = {}
-    for kind, stds in (("absolute", options.std), ("relative", options.relative_std)):
-        draws = judge(
-            params,
-            task.test,
-            std=stds,
-            relative=kind == "relative",
-            draws=options.draws,
-            seed=config.seed,
-        )
-        robust[kind] = {"std": list(stds), "draws": draws.tolist()}
-    images = task.test.gather(np.arange(min(options.inputs, len(task.test))))["image"]
-    rho = pretrain.parameter_robustness(
-        predict, params, images, draws=options.draws, seed=config.seed
-    )
+    params = state.params
+    save_params(work.root / "params.safetensors", params)
+    images = _tested(config, task)["image"]
+    draws = {"draws": config.robustness.draws, "seed": config.seed}
+    rho = pretrain.parameter_robustness(task.network.apply_fn, params, images, **draws)
+    course = _course(read_metrics(folder / "metrics.jsonl"))
     return {
         "accuracy": _accuracy(task, params, task.test),
-        "robust_accuracy": robust,
+        "robust_accuracy": _robust(config, task, params),
         "rho": rho._asdict(),
         "changes": _changes(config, task, params),
-        **_course(read_metrics(folder / "metrics.jsonl")),
+        **course,
     }
+
+
+def _robust(config: Any, task: _Task, params: Any) -> Fields:
+    """Returns the accuracies under noise on the parameters, for each kind of standard deviation."""
+    options = config.robustness
+    robust = {}
+    for kind, stds in (("absolute", options.std), ("relative", options.relative_std)):
+        noise = {"std": stds, "relative": kind == "relative", "draws": options.draws}
+        accuracies = pretrain.robust_accuracy(
+            task.network.apply_fn, params, task.test, seed=config.seed, **noise
+        )
+        robust[kind] = {"std": list(stds), "draws": accuracies.tolist()}
+    return robust
+
+
+def _tested(config: Any, task: _Task) -> Row:
+    """Returns the test images, with labels, on which rho and Lemma A.1 are measured."""
+    count = min(config.robustness.inputs, len(task.test))
+    return task.test.gather(np.arange(count))
 
 
 def _changes(config: Any, task: _Task, params: Any) -> Lines:
     """Returns what Lemma A.1 allows beside the change along the gradient of the public loss and
     along noise, for each length.
     """
-    options = config.robustness
-    if not options.lengths:
+    lengths = config.robustness.lengths
+    if not lengths:
         return []
-    examples = task.test.gather(np.arange(min(options.inputs, len(task.test))))
+    examples = _tested(config, task)
+    images, labels = examples["image"], examples["label"]
     # One compiled call, so no more than fits in memory.
-    public = task.train.gather(np.arange(min(task.batches.perturbation_batch_size, 500)))
+    count = min(task.batches.perturbation_batch_size, 500)
+    public = task.train.gather(np.arange(count))
     zeros = task.trainer.zeros(params)
-    _, gradient, _ = task.trainer.gradient(params, zeros, None, public, np.int32(0), parts=1)
-    noise = np.random.default_rng(config.seed)
-    directions = {
-        "gradient": gradient,
-        "noise": jax.tree.map(lambda p: noise.normal(size=p.shape).astype(p.dtype), params),
-    }
+    arguments = params, zeros, None, public, np.int32(0)
+    _, gradient, _ = task.trainer.gradient(*arguments, parts=1)
+    generator = np.random.default_rng(config.seed)
+
+    def normal(leaf: jax.Array) -> np.ndarray:
+        noise = generator.normal(size=leaf.shape)
+        return noise.astype(leaf.dtype)
+
+    directions = {"gradient": gradient, "noise": jax.tree.map(normal, params)}
     rows = []
-    for (name, direction), length in itertools.product(directions.items(), options.lengths):
+    for (name, direction), length in itertools.product(directions.items(), lengths):
         scale = length / float(optax.tree.norm(direction))
         moved = optax.tree.add_scale(params, scale, direction)
-        change = pretrain.parameter_change(
-            task.network.apply_fn, params, moved, examples["image"], examples["label"]
-        )
-        rows.append({"direction": name, **change._asdict()})
+        change = pretrain.parameter_change(task.network.apply_fn, params, moved, images, labels)
+        row = {"direction": name}
+        rows.append(row | change._asdict())
     return rows
 
 
-def _rules(config: Any, task: _Task) -> tuple[Callable[[Any], dict[str, float]], Fields]:
+Evaluate = Callable[[Any], dict[str, float]]
+
+
+def _rules(config: Any, task: _Task) -> tuple[Evaluate, Fields]:
     """Returns `evaluate` of a run, and the rules by which its warm-up ends and it stops."""
     # The test images choose nothing, so the target is one of the accuracy on training images.
     sources = {"accuracy": task.test}
     rules: Fields = {}
-    stable, target = config.train.stable, config.ascent.warmup_accuracy
+    stable = config.train.stable
+    target = config.ascent.warmup_accuracy
     if target:
-        sources["train_accuracy"] = task.train.take(np.arange(min(len(task.train), _JUDGED)))
+        count = min(len(task.train), _JUDGED)
+        sources["train_accuracy"] = task.train.take(np.arange(count))
         rules["warmup_until"] = pretrain.Target("train_accuracy", target)
     if stable.steps:
         rules["stop_when"] = pretrain.Stable(stable.steps, stable.tolerance)
@@ -219,7 +241,9 @@ def _course(rows: Rows) -> Fields:
 
     The lengths show whether the ball of radius gamma was reached.
     """
-    warm = next((i for i, row in enumerate(rows) if "ascent_gradient_norm" in row), len(rows))
+    warm = 0
+    while warm < len(rows) and "ascent_gradient_norm" not in rows[warm]:
+        warm += 1
     lengths = [row["perturbation_norm"] for row in rows[warm:]] or [0.0]
     tenth = max(len(lengths) // 10, 1)
     first = float(np.mean(lengths[:tenth]))
@@ -232,13 +256,13 @@ def _course(rows: Rows) -> Fields:
 
 
 def _result(rows: Rows, work: frame.Work) -> Fields:
-    provenance = {
-        "train": _origin(work.shared.train),
-        "test": _origin(work.shared.test),
-        "config": json.loads(work.config.to_json()),
-        "versions": frame.versions(),
-    }
-    return {**rows[0], "provenance": provenance}
+    task = work.shared
+    config = json.loads(work.config.to_json())
+    provenance = {"train": _origin(task.train), "test": _origin(task.test)}
+    provenance["config"] = config
+    provenance["versions"] = frame.versions()
+    (row,) = rows
+    return {**row, "provenance": provenance}
 
 
 def _origin(source: Examples) -> Fields:
@@ -248,30 +272,40 @@ def _origin(source: Examples) -> Fields:
 def _figures(result: Result, work: frame.Work) -> None:
     if result["changes"]:
         _draw_changes(result, work.root / "lemma_a1.png")
+    accuracy = result["accuracy"]
     panels = {}
-    for kind, title, xlabel in (
-        ("absolute", "Noise on every parameter", "standard deviation"),
-        ("relative", "Noise relative to each tensor", "standard deviation / root mean square"),
-    ):
+    for kind, title, xlabel in _NOISES:
         sweep = result["robust_accuracy"][kind]
         draws = np.array(sweep["draws"])
         curves = {}
         for name, values in (("mean", draws.mean(1)), ("worst draw", draws.min(1))):
             points = zip(sweep["std"], values.tolist(), strict=True)
-            curves[name] = [(0.0, result["accuracy"]), *points]
+            curves[name] = [(0.0, accuracy), *points]
         panels[title] = (xlabel, curves)
-    train_name = result["provenance"]["train"]["name"]
-    test_name = result["provenance"]["test"]["name"]
-    percent = 100 * result["accuracy"]
+    test = result["provenance"]["test"]
+    _, count = draws.shape
+    noise = f"Gaussian noise on the parameters, {count} draws"
     plot_panels(
         work.root / "robustness.png",
         panels,
-        title=f"{result['method']} on {train_name}: {percent:.1f}% accuracy",
-        subtitle=f"Accuracy on {test_name} after Gaussian noise on the parameters, "
-        f"{draws.shape[1]} draws",
+        title=f"{_trained(result)}: {100 * accuracy:.1f}% accuracy",
+        subtitle=f"Accuracy on {test['name']} after {noise}",
         ylabel="robust accuracy",
         percent=True,
     )
+
+
+# The kinds of noise in figures, with titles and axes.
+_NOISES = (
+    ("absolute", "Noise on every parameter", "standard deviation"),
+    ("relative", "Noise relative to each tensor", "standard deviation / root mean square"),
+)
+
+
+def _trained(result: Result) -> str:
+    """Returns "dpadapter on digits", the method and the training images."""
+    train = result["provenance"]["train"]
+    return f"{result['method']} on {train['name']}"
 
 
 def _draw_changes(result: Result, path: pathlib.Path) -> None:
@@ -281,12 +315,13 @@ def _draw_changes(result: Result, path: pathlib.Path) -> None:
         for row in result["changes"]:
             for kind, key in (("measured", of), ("bound", f"{of}_bound")):
                 name = f"{kind}, along {row['direction']}"
-                curves.setdefault(name, []).append((row["length"], row[key]))
+                points = curves.setdefault(name, [])
+                points.append((row["length"], row[key]))
         panels[title] = ("length of the change of the parameters", curves)
     plot_panels(
         path,
         panels,
-        title=f"Lemma A.1 for {result['method']} on {result['provenance']['train']['name']}",
+        title=f"Lemma A.1 for {_trained(result)}",
         subtitle="The largest change over the inputs, and the bound with the constants of the pair",
         ylabel="largest change",
         yscale="log",
@@ -294,41 +329,50 @@ def _draw_changes(result: Result, path: pathlib.Path) -> None:
 
 
 def _summary(result: Result) -> str:
-    rows = [{"noise": "none", "accuracy": result["accuracy"]}]
+    rows: Lines = [{"noise": "none", "accuracy": result["accuracy"]}]
     for kind, sweep in result["robust_accuracy"].items():
         of = " of each tensor" if kind == "relative" else ""
         for std, draws in zip(sweep["std"], sweep["draws"], strict=True):
-            mean, deviation = float(np.mean(draws)), float(np.std(draws))
-            rows.append({"noise": f"std {std:g}{of}", "accuracy": mean, "sd over draws": deviation})
-    rho, length = result["rho"], result["perturbation_norm"]
+            row: Fields = {"noise": f"std {std:g}{of}"}
+            row["accuracy"] = float(np.mean(draws))
+            row["sd over draws"] = float(np.std(draws))
+            rows.append(row)
+    table = format_table(rows)
+    trained = _trained(result)
+    rho = result["rho"]
+    local, random = f"{rho['local']:.4g}", f"{rho['random']:.4g}"
+    length = result["perturbation_norm"]
+    first, last = f"{length['first']:.4g}", f"{length['last']:.4g}"
+    steps, before = result["steps"], result["warmup_steps"]
+    lemma = _lemma(result["changes"])
     return (
-        f"{result['method']} on {result['provenance']['train']['name']}\n\n{format_table(rows)}\n\n"
-        f"rho: at least {rho['local']:.4g} (worst direction), {rho['random']:.4g} (random "
-        f"directions). {result['steps']} steps, of which {result['warmup_steps']} before the "
-        f"first ascent. ||Delta||: {length['first']:.4g} in the first steps with one, "
-        f"{length['last']:.4g} in the last."
-        f"{_lemma(result['changes'])}"
+        f"{trained}\n\n{table}\n\n"
+        f"rho: at least {local} (worst direction), {random} (random directions). "
+        f"{steps} steps, of which {before} before the first ascent. "
+        f"||Delta||: {first} in the first steps with one, {last} in the last.{lemma}"
     )
 
 
 def _lemma(changes: Rows) -> str:
     """Returns the table of the changes, if there are any."""
-    rows = []
-    for change in changes:
-        row = {"direction": change["direction"], "length": change["length"]}
-        rows.append(row | {key: change[key] for key in _CHANGES})
-    return f"\n\nLemma A.1:\n\n{format_table(rows)}" if rows else ""
+    if not changes:
+        return ""
+    headings = "direction", "length", *_CHANGES
+    rows = [{heading: change[heading] for heading in headings} for change in changes]
+    table = format_table(rows)
+    return f"\n\nLemma A.1:\n\n{table}"
 
 
 def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     """Returns the computation. All data is public, so nothing is charged."""
     task = opened()
     trainer, batches = task.trainer, task.batches
-    state = trainer.init(models.fresh(task.network, config.seed))
+    start = models.fresh(task.network, config.seed)
+    state = trainer.init(start)
+    perturbation = "perturbation_batch", batches.perturbation_batch_size, _ascents(batches)
+    update = "update_batch", batches.update_batch_size, batches.steps
     programs = []
-    for name, rows, calls in zip(
-        ("perturbation_batch", "update_batch"), _sizes(batches), _calls(batches), strict=True
-    ):
+    for name, rows, calls in (perturbation, update):
         microbatches = trainer.microbatches(name, rows)
         images = task.train.gather(np.zeros(rows, np.int64))
         gradient = jax.jit(functools.partial(trainer.gradient, parts=microbatches))
@@ -337,17 +381,28 @@ def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     yield plans.Item(f"pre-training by {config.method.name}", programs=lambda memory: programs)
 
 
-def _sizes(batches: pretrain.Batches) -> tuple[int, int]:
-    return batches.perturbation_batch_size, batches.update_batch_size
-
-
-def _calls(batches: pretrain.Batches) -> tuple[int, int]:
-    """Returns the number of gradients at perturbation and at update batches."""
-    ascents = sum(batches.batches(step)[0] is not None for step in range(batches.steps))
-    return ascents, batches.steps
+def _ascents(batches: pretrain.Batches) -> int:
+    """Returns the number of gradients at perturbation batches."""
+    count = 0
+    for step in range(batches.steps):
+        perturbation, _ = batches.batches(step)
+        count += perturbation is not None
+    return count
 
 
 _SOURCE_SHAPE = {"name": str, "fingerprint": str, "examples": int}
+
+_REPORT = frame.Report(
+    title="public pre-training",
+    page="pretrain.html.jinja",
+    shape={
+        "accuracy": float,
+        "method": str,
+        "provenance": {"train": _SOURCE_SHAPE, "test": _SOURCE_SHAPE},
+    },
+    released={"params.safetensors": "public backbone"},
+    no_account="No private record was read, so there is nothing to protect.",
+)
 
 STUDY = frame.Study(
     name="pretrain",
@@ -359,17 +414,7 @@ STUDY = frame.Study(
     summary=_summary,
     figures=_figures,
     plan=plan,
-    report=frame.Report(
-        title="public pre-training",
-        page="pretrain.html.jinja",
-        shape={
-            "accuracy": float,
-            "method": str,
-            "provenance": {"train": _SOURCE_SHAPE, "test": _SOURCE_SHAPE},
-        },
-        released={"params.safetensors": "public backbone"},
-        no_account="No private record was read, so there is nothing to protect.",
-    ),
+    report=_REPORT,
 )
 
 if __name__ == "__main__":

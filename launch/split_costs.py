@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -39,7 +38,6 @@ from jaxdp.split.quantization import describe_frontend
 _BODIES: Any = (jex.Jaxpr, jex.ClosedJaxpr)
 _FLOAT = 4  # bytes, as of the int32 labels
 Shapes = Mapping[str, Any]  # of parameters, by their paths
-_RATE = np.float32(1e-3)  # no cost depends on the learning rate
 
 
 class Program(NamedTuple):
@@ -234,7 +232,7 @@ def _whole_model(method: str, backbone: Backbone, job: Job) -> _Client:
             return losses.mean()
 
         gradient = jax.grad(mean_loss)(trained)
-        return adam_step(trained, state, gradient, _RATE)
+        return _adam_step(trained, state, gradient)
 
     state = jax.eval_shape(optax.scale_by_adam().init, trained)
     batch = (jax.eval_shape(features, held, images), labels)
@@ -250,6 +248,11 @@ def _whole_model(method: str, backbone: Backbone, job: Job) -> _Client:
         upload = _FLOAT * _size(trained)
     download = _FLOAT * _size(_without_head(held))
     return _Client(held, programs, upload, download)
+
+
+def _adam_step(params: Any, state: Any, gradient: Any) -> Any:
+    """Returns what `adam_step` does. No cost depends on the learning rate."""
+    return adam_step(params, state, gradient, jnp.float32(1e-3))
 
 
 def _split_learning(method: str, backbone: Backbone, job: Job) -> _Client:
@@ -281,7 +284,7 @@ def _split_learning(method: str, backbone: Backbone, job: Job) -> _Client:
 
         gradient = jax.grad(surrogate, argnums=(0, 1), has_aux=True)
         (held_gradient, token_gradient), sent = gradient(held, tokens)
-        update = adam_step(held, state, held_gradient, _RATE)
+        update = _adam_step(held, state, held_gradient)
         return update, sent, token_gradient
 
     state = jax.eval_shape(optax.scale_by_adam().init, held)

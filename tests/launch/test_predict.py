@@ -166,8 +166,13 @@ def test_the_table_has_a_row_for_every_teacher_and_mechanism(finished):
     assert "figures are not private" in predict.STUDY.summary(result)
 
 
-def test_an_interrupted_run_keeps_the_answers_that_it_paid_for(tmp_path, monkeypatch):
-    config = tiny.predict(references=False)
+def test_an_interrupted_run_keeps_the_answers_that_it_paid_for(tmp_path, monkeypatch, capsys):
+    """Also tests that the declared number of records is used, not the private number."""
+    config = tiny.predict(training__records=1000, references=False)
+    divisors, certified = [], teachers.Bench.certified
+    monkeypatch.setattr(
+        teachers.Bench, "certified", lambda *args: (divisors.append(args[-1]), certified(*args))[1]
+    )
     student = teachers.Bench.student
 
     def interrupted(*_):
@@ -183,6 +188,8 @@ def test_an_interrupted_run_keeps_the_answers_that_it_paid_for(tmp_path, monkeyp
     np.testing.assert_array_equal(np.load(tmp_path / "answers.npz")["answers"], answers)
     monkeypatch.setattr(teachers.Bench, "student", student)
     result = run(config, tmp_path)
+    assert set(divisors) == {result["private_records"]} == {1000}
+    assert "1000 private records (digits/train)" in capsys.readouterr().out
     assert files(tmp_path) == RELEASE and "rows" not in result
     assert not (tmp_path / ANSWERS / "scratch").exists()
     for name in ("result.json", ANSWERS / "row.json"):
@@ -555,16 +562,6 @@ def test_one_record_less_changes_no_setting(monkeypatch):
         assert len(bench.pools) == 2
         settings[-1].append(predict.dp_sgd(config, bench.model, count).event(0, 3))
     assert len(settings[0]) == 4 and settings[0] == settings[1]
-
-
-def test_the_number_of_records_is_the_declared_one(tmp_path, monkeypatch, capsys):
-    divisors, certified = [], teachers.Bench.certified
-    monkeypatch.setattr(
-        teachers.Bench, "certified", lambda *args: (divisors.append(args[-1]), certified(*args))[1]
-    )
-    result = run(tiny.predict(training__records=1000, references=False), tmp_path)
-    assert divisors == [result["private_records"]] == [1000]
-    assert "1000 private records (digits/train)" in capsys.readouterr().out
 
 
 def test_which_inputs_are_asked_about_is_a_public_choice_without_repeats():
