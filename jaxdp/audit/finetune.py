@@ -99,14 +99,17 @@ def audit_step(
         # All records of the owner are in the batch, which is the worst one.
         event = GaussianDpEvent(event.noise_multiplier / trainer.records_per_owner)
     runs = Trials(charge=event, allowed=("add_remove", "replace_one"), **terms)
-    rows = np.arange(len(source)) if rows is None else np.asarray(rows)
+    if rows is None:
+        rows = np.arange(len(source))
+    rows = np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "examples")
 
     state = _started(trainer, params, runs.seed, "steps before", "views")
     others = np.asarray(others, np.int64)
     for _ in range(step):
         state = trainer.refreshed(state)
-        state, _ = trainer.update(state, trainer.sums(state, source, others))
+        sums = trainer.sums(state, source, others)
+        state, _ = trainer.update(state, sums)
     # The sums of the audited step, without and with each candidate.
     state = trainer.refreshed(state)
     base = trainer.sums(state, source, others)
@@ -209,7 +212,9 @@ def audit_sampling(
     if trials < 2:
         raise ValueError(f"trials must be at least 2, got {trials}.")
     bounds.Terms(delta, confidence).check(0.0)
-    key = stream(new_seed() if seed is None else seed, "batches")
+    if seed is None:
+        seed = new_seed()
+    key = stream(seed, "batches")
     everybody = np.arange(trainer.sampler.num_examples)
     per_step = max(1, int(trainer.sampler.expected_batch_size))
     before = everybody[:0]
@@ -219,7 +224,8 @@ def audit_sampling(
         # Examples of the batch before come first, so that a batch that is used twice shows.
         rest = np.setdiff1d(everybody, before)
         canaries = np.append(before, rest)[:per_step]
-        scores = np.append(scores, np.isin(canaries, batch))
+        is_drawn = np.isin(canaries, batch)
+        scores = np.append(scores, is_drawn)
         if len(scores) >= trials:
             break
         before = batch
@@ -232,7 +238,8 @@ def audit_sampling(
 def _state_at(step: int, key: jax.Array) -> TrainState:
     """Returns a state that suffices to draw the batch of a step."""
     at = jnp.int32(step)
-    return TrainState(at, None, None, None, None, None, PrivatizeState(key, at), key)
+    noise = PrivatizeState(key, at)
+    return TrainState(at, None, None, None, None, None, noise, key)
 
 
 def loss(params: Any, example: Any) -> jax.Array:
@@ -301,12 +308,15 @@ def audit_run(
         )
     upper = claimed(event, adjacency="add_remove", delta=bound.delta)
     bound.check(upper)
-    seed = new_seed() if seed is None else seed
+    if seed is None:
+        seed = new_seed()
     everything = np.arange(len(source))
     rows = everything if rows is None else np.asarray(rows)
-    generator = np.random.default_rng(int.from_bytes(seed, "little"))
+    number = int.from_bytes(seed, "little")
+    generator = np.random.default_rng(number)
     coins = generator.random(len(rows)) < 0.5
-    members = take(source, np.setdiff1d(everything, rows[~coins]))
+    left_out = rows[~coins]
+    members = take(source, np.setdiff1d(everything, left_out))
     canaries = source.gather(rows)
     # Batches are drawn from the members. The divisor stays the trainer's.
     sampler = dataclasses.replace(trainer.sampler, num_examples=len(members))
@@ -346,7 +356,8 @@ def _started(
     """Returns the state before the first step, with keys from the seed."""
     state = trainer.init(params)
     noise_state = state.noise._replace(key=stream(seed, noise))
-    return state._replace(noise=noise_state, key=stream(seed, views, impl="threefry2x32"))
+    key_of_views = stream(seed, views, impl="threefry2x32")
+    return state._replace(noise=noise_state, key=key_of_views)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -399,7 +410,8 @@ def _runs(
     scores = []
     moments = []
     for i in progress_bar(range(0, runs, _RUNS), label="audited step", unit=f"{_RUNS} runs"):
-        keys = jax.random.split(jax.random.fold_in(key, i), _RUNS)
+        own_key = jax.random.fold_in(key, i)
+        keys = jax.random.split(own_key, _RUNS)
         some_scores, some_moments = observe(sums, weights, predicted, keys)
         scores.append(jax.device_get(some_scores))
         moments.append(jax.device_get(some_moments))

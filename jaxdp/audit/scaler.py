@@ -52,12 +52,15 @@ def audit_scaler(
       ValueError: An argument is out of range, or no candidate moves the sums.
     """
     runs = Trials(charge=GaussianDpEvent(noise_multiplier), **terms)
-    rows = np.arange(len(source)) if rows is None else np.asarray(rows)
+    everything = np.arange(len(source))
+    rows = everything if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "rows")
     measured = columns_of(source, ranges)
     std = noise_multiplier * sensitivity(measured)
-    everything = np.arange(len(source))
-    without = [column_sums(take(source, np.delete(everything, row)), measured) for row in rows]
+    without = []
+    for row in rows:
+        others = take(source, np.delete(everything, row))
+        without.append(column_sums(others, measured))
     whole = [column_sums(source, measured)]
     # With two candidates, the data without one of them contain the other.
     canaries = without if runs.adjacency == "replace_one" else whole
@@ -72,8 +75,9 @@ def audit_scaler(
 
     def scores(sums: np.ndarray, purpose: str) -> np.ndarray:
         keys = runs.keys(purpose, runs.trials)
-        drawn = jax.vmap(lambda key: draw(key, sums.shape, std))(keys)
-        noisy = sums + np.asarray(drawn, np.float64)
+        draw_sums = jax.vmap(lambda key: draw(key, sums.shape, std))
+        noise = np.asarray(draw_sums(keys), np.float64)
+        noisy = sums + noise
         return (noisy * change).sum(axis=(1, 2))
 
     return runs.judge(scores, canary, neighbour)
