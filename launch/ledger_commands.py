@@ -70,6 +70,30 @@ def add(parser: argparse.ArgumentParser) -> None:
             "show | explain | curve | renyi | group | history | describe | verify | backup | accept"
         ),
     )
+    show = _add_show(commands)
+    _add_explain(commands)
+    _add_curves(commands)
+    history = _add_history(commands)
+    for command in (show, history):
+        command.add_argument(
+            "--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin"
+        )
+
+    describe = _command(commands, "describe", _describe)
+    describe.add_argument("dataset", help="the dataset")
+    for field in FIELDS:
+        describe.add_argument(f"--{field}", help="a text, or '' if it is not known")
+    _command(commands, "verify", _verify)
+    backup = _command(commands, "backup", _backup)
+    backup.add_argument("copy", help="the new file")
+    backup.add_argument(
+        "--registry", metavar="FILE", help="copy the registry of JAXDP_HOME too, with mode 0600"
+    )
+    _command(commands, "accept", _accept)
+
+
+def _add_show(commands: Any) -> argparse.ArgumentParser:
+    """Adds `jaxdp ledger show`, and returns its parser."""
     show = _command(commands, "show", _show)
     show.add_argument(
         "--delta", type=float, default=1e-5, help="for datasets that have none registered"
@@ -85,7 +109,6 @@ def add(parser: argparse.ArgumentParser) -> None:
     form = show.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON instead of text")
     form.add_argument("--html", metavar="PAGE", help="write a page for a browser instead of text")
-
     form.add_argument(
         "--metrics", metavar="FILE", help="write an OpenMetrics file for a monitor instead of text"
     )
@@ -95,7 +118,11 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="exit with 3 if a dataset has spent this share of its budget, for cron",
     )
+    return show
 
+
+def _add_explain(commands: Any) -> None:
+    """Adds `jaxdp ledger explain`."""
     explain = _command(commands, "explain", _explain)
     explain.add_argument("dataset", nargs="?", help="the dataset, by default all")
     explain.add_argument(
@@ -104,6 +131,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     explain.add_argument("--delta", type=float, help="by default the registered one, or 1e-5")
     explain.add_argument("--json", action="store_true", help="print JSON instead of text")
 
+
+def _add_curves(commands: Any) -> None:
+    """Adds the commands that print a curve or a table of one data set."""
     curve = _command(commands, "curve", _curve)
     curve.add_argument(
         "--slack", type=float, help="the probability that mu may leave out, by default delta"
@@ -124,6 +154,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         form.add_argument("--json", action="store_true", help="print JSON instead of text")
         form.add_argument("--csv", action="store_true", help="print CSV instead of text")
 
+
+def _add_history(commands: Any) -> argparse.ArgumentParser:
+    """Adds `jaxdp ledger history`, and returns its parser."""
     history = _command(commands, "history", _history)
     history.add_argument("--dataset", help="the dataset to list, by default all")
     history.add_argument(
@@ -131,22 +164,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     history.add_argument("--csv", action="store_true", help="print CSV instead of text")
     history.add_argument("--delta", type=float, help="for --by-day, by default the registered one")
-    for command in (show, history):
-        command.add_argument(
-            "--timezone", type=_timezone, default=datetime.UTC, help="for example Europe/Berlin"
-        )
-
-    describe = _command(commands, "describe", _describe)
-    describe.add_argument("dataset", help="the dataset")
-    for field in FIELDS:
-        describe.add_argument(f"--{field}", help="a text, or '' if it is not known")
-    _command(commands, "verify", _verify)
-    backup = _command(commands, "backup", _backup)
-    backup.add_argument("copy", help="the new file")
-    backup.add_argument(
-        "--registry", metavar="FILE", help="copy the registry of JAXDP_HOME too, with mode 0600"
-    )
-    _command(commands, "accept", _accept)
+    return history
 
 
 def _command(commands: Any, name: str, run: Any) -> argparse.ArgumentParser:

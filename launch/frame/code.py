@@ -21,6 +21,7 @@ import functools
 import hashlib
 import importlib.util
 import inspect
+import itertools
 import json
 import pathlib
 import re
@@ -67,7 +68,8 @@ class Code(NamedTuple):
 def of(study: Study, config: Any, cells: Sequence[Any]) -> dict[Any, Code]:
     """Returns the code that this process would run for each cell."""
     fields = json.loads(config.to_json())
-    labels = {name for cell in cells for name in cell if isinstance(name, str)}
+    coordinates = itertools.chain.from_iterable(cells)
+    labels = {name for name in coordinates if isinstance(name, str)}
     rows = _rows()
     common = _closure(filter(callable, vars(study).values()), rooted=False)
     codes = {}
@@ -164,12 +166,14 @@ def told(root: pathlib.Path, now: Mapping[Any, Code]) -> str:
     before = {cell: code for cell, code in stored.items() if code is not None}
     modules = [code.modules for code in before.values()]
     differ = set[str]()
-    for name in {name for one in modules for name in one}:
+    for name in set[str]().union(*modules):
         if len({one[name] for one in modules if name in one}) > 1:
             differ.add(name)
     if differ:
         return f"The rows are of different code: {', '.join(sorted(differ))} changed between them."
-    edited = {name for cell, code in before.items() for name in _edited(code, now[cell])}
+    edited = set[str]()
+    for cell, code in before.items():
+        edited.update(_edited(code, now[cell]))
     if edited:
         return f"The rows are of earlier code: {', '.join(sorted(edited))} changed after them."
     return ""

@@ -41,22 +41,7 @@ def main(
     command = usage.define()
 
     def program(argv: Sequence[str]) -> None:
-        if len(argv) > 1:
-            raise ValueError(
-                f"unexpected arguments {argv[1:]}. Set config fields with --config.x.y=value."
-            )
-        if command.config.value is None:
-            raise ValueError("--config must be given. --help lists the configs.")
-        if command.workdir.value is None and not command.dry_run.value:
-            raise ValueError(
-                "--workdir must be given: the directory of the run. Or give --dry_run."
-            )
-        guide.check_launcher(command.config.value)
-        if command.devices.value != "one" and not divides:
-            raise ValueError(
-                f"--devices must be one, got {command.devices.value!r}. Only launch.finetune "
-                "divides its work."
-            )
+        _check_flags(command, argv, divides=divides)
         config = command.config.value
         if command.tune.value:
             if tunes is None:
@@ -89,6 +74,24 @@ def main(
         run(config, command.workdir.value, dry_run=command.dry_run.value, **options)
 
     start(program)
+
+
+def _check_flags(command: Any, argv: Sequence[str], *, divides: bool) -> None:
+    """Refuses flags of which nothing could be run."""
+    if len(argv) > 1:
+        raise ValueError(
+            f"unexpected arguments {argv[1:]}. Set config fields with --config.x.y=value."
+        )
+    if command.config.value is None:
+        raise ValueError("--config must be given. --help lists the configs.")
+    if command.workdir.value is None and not command.dry_run.value:
+        raise ValueError("--workdir must be given: the directory of the run. Or give --dry_run.")
+    guide.check_launcher(command.config.value)
+    if command.devices.value != "one" and not divides:
+        raise ValueError(
+            f"--devices must be one, got {command.devices.value!r}. Only launch.finetune "
+            "divides its work."
+        )
 
 
 def _check_target(target: str, *, dry_run: bool, trains: bool) -> None:
