@@ -23,7 +23,7 @@ from jaxdp.finetune.strategies import amplified_plans
 
 # Simulated accounts of a few seconds. More draws would need a little less noise.
 _DRAWS_OF_BINS = 2**14
-_DRAWS_OF_RENEWALS = 2**14
+_DRAWS_OF_RENEWALS = 2**13
 # Of b-min-sep. The bound of its simulation is loose where a record can be in many steps.
 _SEPARATION = 16
 Choice = tuple[Any, Any]  # a sampler, and its correlated noise or None
