@@ -30,14 +30,10 @@ CLIP = 0.3
 NOISES = ("independent", "banded", "blt")
 
 
-def pixels(images: np.ndarray) -> np.ndarray:
-    return ((images - 0.3) / 0.4).astype(np.float32)
-
-
 def faded(images: np.ndarray) -> np.ndarray:
     """Returns images of less contrast with noise."""
     noise = np.random.default_rng(1).normal(size=images.shape)
-    return 0.4 * images + 0.3 + 0.08 * noise
+    return np.clip(0.4 * images + 0.3 + 0.08 * noise, 0, 1).astype(np.float32)
 
 
 class Task:
@@ -54,11 +50,15 @@ class Task:
             num_heads=4,
             mlp_width=64,
         )
-        self.apply_fn = lambda params, images: model.apply({"params": params}, images)
+
+        def apply_fn(params: Any, images: jax.Array) -> Any:
+            return model.apply({"params": params}, (images - 0.3) / 0.4)
+
+        self.apply_fn = apply_fn
         batch = public.gather(np.arange(len(public)))
-        self.params = self._trained(model, pixels(batch["image"]), batch["label"])
+        self.params = self._trained(model, batch["image"], batch["label"])
         batch = private.gather(np.arange(len(private)))
-        image = pixels(faded(batch["image"]))
+        image = faded(batch["image"])
         self.stream = data.from_arrays(image=image, label=batch["label"], num_classes=10)
         guesses = self.apply_fn(self.params, image).argmax(axis=1)
         self.before = float((guesses == batch["label"]).mean())

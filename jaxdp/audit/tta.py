@@ -167,7 +167,7 @@ def _updated(
     nobody = jnp.zeros(len(batch), bool)
     first = adapted(state.params)
 
-    def later(state: Any, _: None) -> tuple[Any, jax.Array]:
+    def later(state: Any, nothing: None) -> tuple[Any, jax.Array]:
         for _ in range(adapter.accumulate):
             state, _ = adapter.step(state, jnp.asarray(batch), mask=nobody)
         return state, adapted(state.params)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +112,7 @@ def pattern(
     )
 
 
-_FEW = {"num_examples": 8, "separation": 4, "steps": 4, "draws": 2**14}
+_FEW: dict[str, Any] = {"num_examples": 8, "separation": 4, "steps": 4, "draws": 2**14}
 UNPRICED = Unpriced(sampling_probability=0.3, truncated_batch_size=1, **_FEW)
 
 CASES = (

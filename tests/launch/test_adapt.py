@@ -17,7 +17,7 @@ from configs.tta import cifar10, cifar10_batch_one, imagenet_c, imagenet_r, usps
 from jaxdp import data
 from jaxdp.data import shifts
 from jaxdp.data.shifts import STRENGTHS, Shift, shifted
-from jaxdp.privacy import Ledger
+from jaxdp.privacy import GaussianDpEvent, Ledger
 from jaxdp.tta.adapter import Adapter
 from launch import adapt, adapt_figures, adapt_results, adapt_settings, frame, settings
 from tests.launch import golden, program, tiny
@@ -502,30 +502,26 @@ def test_correlated_noise_is_compared_with_independent_noise_at_its_price(finish
         "clipping": (),
         "privacy.noise": ("independent", "banded"),
         "protocol.batch_size": 8,
-        "protocol.seeds": 1,
     }
     config = tiny.adapt(**changes)
-    rates = {"learning_rate": 1e-3, "clip_norm": 1.0}
-    config.hyper_parameters = {"Tent": dict.fromkeys(adapt_settings.settings(config), rates)}
     assert adapt_settings.period(config) == 4
-    result = frame.run(tiny.undrawn(adapt.STUDY), config, tmp_path)
-    banded = cell(result, "Tent", "epsilon 5, banded noise")
-    independent = cell(result, "Tent", "epsilon 5")
-    assert banded["noise"] == "banded" and banded["noise_multiplier"] == pytest.approx(
-        independent["noise_multiplier"]
-    )
-    assert "over_usual" in banded and "over_usual" not in independent
-    # A photograph is in two domains, which are two periods, or two updates.
-    assert banded["visits"] == independent["visits"] == 2
-    with Ledger(tmp_path / "ledger.sqlite") as ledger:
-        spent = ledger.epsilon("Tent, epsilon 5, stream 0")
-        assert ledger.epsilon("Tent, epsilon 5, banded noise, stream 0") == pytest.approx(spent)
+    ways = adapt_settings.settings(config)
+    assert list(ways) == ["original", "epsilon 5", "epsilon 5, banded noise"]
+    assert adapt_settings.usual(ways, "epsilon 5, banded noise") == "epsilon 5"
+    assert not adapt_settings.usual(ways, "epsilon 5")
+    # Shorter streams compare the paper's private form only.
+    shorter = adapt_settings.compared(config, "first 8")
+    assert shorter == [("Tent", "original"), ("Tent", "epsilon 5")]
     task = adapt.STUDY.open(config, tmp_path)
+    rates = {"learning_rate": 1e-3, "clip_norm": 1.0}
+    banded = task.adapter(adapt.Cell("runs", "Tent", "epsilon 5, banded noise", 0), rates).method
+    assert banded.noise.steps == 4 and banded.noise.buffers > 0
+    costs = [item.event for item in adapt.STUDY.plan(config, lambda: task)]
+    # A photograph is in two domains, which are two periods of four updates.
+    assert costs[1] == costs[2] == GaussianDpEvent(task.noise["epsilon 5"] / math.sqrt(2))
+    assert banded.event.noise_multiplier == pytest.approx(task.noise["epsilon 5"])
     texts = " ".join(adapt._descriptions(config, task))
     assert texts.count("correlated over periods of 4 updates") == 1
-    noisy = task.adapter(adapt.Cell("runs", "Tent", "epsilon 5, banded noise", 0), rates).method
-    rows = noisy.noise_multiplier / independent["noise_multiplier"]
-    assert rows == pytest.approx(noisy.noise.sensitivity) and rows > 1.1
     config.privacy.noise = ("pink",)
     with pytest.raises(ValueError, match="noise has 'pink', which is not one of independent"):
         list(adapt.STUDY.cells(config))
