@@ -87,7 +87,7 @@ class Subject:
       trainer: `trainer(private)` returns the trainer of a `private` part of the config.
       terms: `terms(private)` returns the terms of the records in a ledger.
       start: `start(work)` returns the first parameters.
-      scores: The scores by the names in `SCORES`. A name that is missing has none.
+      scores: Functions that make the scores, by the names in `SCORES`. Data may lack one.
       judge: `judge(params)` returns `measure` of the test examples.
       measure: What is measured, for people.
       serving: `serving(params)` returns the parameters that are released.
@@ -102,7 +102,7 @@ class Subject:
     trainer: Callable[[Any], finetune.PrivateTrainer]
     terms: Callable[[Any], dict[str, Any]]
     start: Callable[[frame.Work], Params]
-    scores: Mapping[str, Score]
+    scores: Mapping[str, Callable[[], Score]]
     judge: Callable[[Params], float]
     measure: str
     serving: Callable[[Params], Params]
@@ -143,10 +143,10 @@ def with_grid(config: Any, text: str) -> Any:
                 "--tune must name fields of config.private with their values, such as "
                 f"'learning_rate=0.1,0.3 clip_norm=0.5,1', got {text!r}."
             )
-        *parts, name = field.split(".")
+        *groups, name = field.split(".")
         inner = grid
-        for part in parts:
-            inner = inner.setdefault(part, {})
+        for group in groups:
+            inner = inner.setdefault(group, {})
         inner[name] = tuple(map(_value, values.split(",")))
     searched = config.copy_and_resolve_references()
     with searched.unlocked():
@@ -191,13 +191,15 @@ def _fields(part: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 def _set(private: Any, field: str, value: Any) -> None:
     """Sets a field whose name has dots. Raises ValueError for a value of another type."""
-    *parts, name = field.split(".")
-    part = functools.reduce(lambda inner, outer: inner[outer], parts, private)
+    *groups, name = field.split(".")
+    inner = private
+    for group in groups:
+        inner = inner[group]
     try:
-        part[name] = value
+        inner[name] = value
     except TypeError as error:
         raise ValueError(
-            f"config.tune.grid.{field} must have values such as {part[name]!r}, got {value!r}."
+            f"config.tune.grid.{field} must have values such as {inner[name]!r}, got {value!r}."
         ) from error
 
 
@@ -209,17 +211,20 @@ def subject_of_task(config: Any, root: pathlib.Path) -> Subject:
     task = tasks.open_task(config, root)
     predict = task.network.apply_fn
     judge = functools.partial(finetune.accuracy, predict)
-    scores: dict[str, Score] = {}
-    if task.public is not None:
-        public = task.public
+
+    def public() -> Score:
+        records: Any = task.public
         if task.head:
-            public = task.head.source("public", public)
-        scores["public"] = finetune.PublicScore(lambda params: judge(params, public))
-    if not isinstance(task.units, Groups):
+            records = task.head.source("public", records)
+        return finetune.PublicScore(lambda params: judge(params, records))
+
+    def charged() -> Score:
         noise = config.tune.score_noise_multiplier
-        scores["charged"] = finetune.ChargedScore(
-            predict=predict, source=task.private, noise_multiplier=noise
-        )
+        return finetune.ChargedScore(predict=predict, source=task.private, noise_multiplier=noise)
+
+    scores = {} if task.public is None else {"public": public}
+    if not isinstance(task.units, Groups):
+        scores["charged"] = charged
 
     def blank() -> tuple[Source, Params]:
         return task.blank()[1], models.fresh(task.network, config.init_seed)
@@ -368,7 +373,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             subject.private,
             steps={name: trainers.steps(each) for name, each in work.shared.privates.items()},
             runs=work.shared.runs,
-            score=subject.scores[config.tune.score],
+            score=subject.scores[config.tune.score](),
             workdir=work.folder(cell) / "search",
             checkpoint_every=private.checkpoint_every,
             allow_nonfinite=private.get("allow_nonfinite", False),
