@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import jaxdp
 from jaxdp import finetune
-from jaxdp.data import Groups, Owners, PoissonSampler, Source
+from jaxdp.data import Groups, Owners, PoissonSampler
 from jaxdp.finetune.scores import Score
 from jaxdp.models import save_params
 from jaxdp.privacy import (
@@ -107,7 +107,7 @@ class Subject:
     measure: str
     serving: Callable[[Params], Params]
     tested: int
-    blank: Callable[[], tuple[Source, Params]]
+    blank: Callable[[], tuple[Any, Params]]
     before: Callable[[], Iterator[plans.Item]]
 
 
@@ -226,7 +226,7 @@ def subject_of_task(config: Any, root: pathlib.Path) -> Subject:
     if not isinstance(task.units, Groups):
         scores["charged"] = charged
 
-    def blank() -> tuple[Source, Params]:
+    def blank() -> tuple[Any, Params]:
         return task.blank()[1], models.fresh(task.network, config.init_seed)
 
     def before() -> Iterator[plans.Item]:
@@ -268,12 +268,13 @@ def _open(subject_of: Callable[[Any, pathlib.Path], Subject], config: Any, root:
     with settings.named("tune", config.tune, mean="tune.runs"):
         runs = finetune.RandomRuns(config.tune.runs, SHAPES[config.tune.distribution])
     privates = _privates(config)
-    samplers = {}
+    trainings = []
     for name, private in privates.items():
         frame.known("private.method", [private.method], finetune.METHODS)
-        samplers[name] = trainers.sampler_of(private, subject.private, "private")
-        _check_rule(name, private, subject, samplers[name])
-    event = functools.partial(_event, config, runs, privates, samplers)
+        sampler = trainers.sampler_of(private, subject.private, "private")
+        _check_rule(name, private, subject, sampler)
+        trainings.append(trainers.event_of(private, sampler, "private"))
+    event = functools.partial(_event, config, runs, trainings)
     noise = _noise(config, subject, event)
     for private in privates.values():
         with private.unlocked():
@@ -339,18 +340,14 @@ def _noise(config: Any, subject: Subject, event: Callable[[float], DpEvent]) -> 
 def _event(
     config: Any,
     runs: finetune.RandomRuns,
-    privates: Mapping[str, Any],
-    samplers: Mapping[str, Any],
+    trainings: Sequence[Callable[[float], DpEvent]],
     noise_multiplier: float,
 ) -> DpEvent:
     """Returns the event of the search at a noise multiplier."""
     score = []
     if config.tune.score == "charged":
         score.append(GaussianDpEvent(float(config.tune.score_noise_multiplier)))
-    candidates = []
-    for name, private in privates.items():
-        training = trainers.event_of(private, samplers[name], noise_multiplier, "private")
-        candidates.append(ComposedDpEvent([training, *score]))
+    candidates = [ComposedDpEvent([training(noise_multiplier), *score]) for training in trainings]
     return runs.event(OneOfDpEvent(tuple(candidates)))
 
 
