@@ -439,37 +439,45 @@ def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
 def middle_tokens(texts: Examples) -> Examples:
     """Returns texts with their middle token as label, for a score that counts one per record.
 
-    A text without two tokens has the label -1, which no answer meets.
+    A text without two tokens has the label 0, and never a right answer (`_logits_of_middle`).
     """
     tokens = texts.gather(np.arange(len(texts)))["tokens"]
     known = (tokens >= 0).sum(1)
     middle = np.take_along_axis(tokens, known[:, None] // 2, 1)[:, 0]
-    label = np.where(known > 1, middle, -1)
+    label = np.where(known > 1, middle, 0)
     return from_arrays(tokens=tokens, label=label, num_classes=texts.num_classes, name=texts.name)
 
 
 def _logits_of_middle(network: Pretrained, params: Params, batch: Any) -> jax.Array:
-    """Returns the logits of the middle token of each text, [B, vocabulary]."""
+    """Returns the logits of the middle token of each text, [B, vocabulary].
+
+    Those of a text without two tokens are NaN, which is no answer.
+    """
     tokens = batch["tokens"]
-    middle = (tokens >= 0).sum(1) // 2
+    known = (tokens >= 0).sum(1)
     logits = network.apply_fn(params, tokens[:, :-1])
-    place = jnp.maximum(middle - 1, 0)[:, None, None]
-    return jnp.take_along_axis(logits, place, 1)[:, 0]
+    place = jnp.maximum(known // 2 - 1, 0)[:, None, None]
+    of_middle = jnp.take_along_axis(logits, place, 1)[:, 0]
+    return jnp.where(known[:, None] > 1, of_middle, jnp.nan)
 
 
 def _subject(config: Any, root: pathlib.Path) -> tune.Subject:
     opened = _read(config)
     network, private = opened.network, opened.private
     start = models.fresh(network, config.init_seed)
-    charged = finetune.ChargedScore(
-        predict=functools.partial(_logits_of_middle, network),
-        source=middle_tokens(private),
-        noise_multiplier=config.tune.score_noise_multiplier,
-    )
-    scores: dict[str, Score] = {"charged": charged}
-    if opened.public is not None:
-        public = opened.public
-        scores["public"] = finetune.PublicScore(lambda params: -bits(network, params, public))
+
+    def public() -> Score:
+        texts: Any = opened.public
+        return finetune.PublicScore(lambda params: -bits(network, params, texts))
+
+    def charged() -> Score:
+        return finetune.ChargedScore(
+            predict=functools.partial(_logits_of_middle, network),
+            source=middle_tokens(private),
+            noise_multiplier=config.tune.score_noise_multiplier,
+        )
+
+    scores = {"charged": charged} if opened.public is None else dict(charged=charged, public=public)
     return tune.Subject(
         private=private,
         adjacency=opened.spec.adjacency,

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -178,20 +178,20 @@ def _noise(config: Any, sampler: Any, part: str) -> Any:
     return finetune.optimal_noise(sampler, steps=steps(config), strategy=strategy, bands=bands)
 
 
-def event_of(config: Any, sampler: Sampler, noise_multiplier: float, part: str) -> DpEvent:
-    """Returns the event of all steps at a noise multiplier, before there is a trainer.
+def event_of(config: Any, sampler: Any, part: str) -> Callable[[float], DpEvent]:
+    """Returns the event of all steps as a function of the noise multiplier, before there is a
+    trainer.
 
     Args:
-      config, part: As in `make`.
+      config, part: As in `make`. The multiplier of a schedule is its first one.
       sampler: Of `sampler_of`.
-      noise_multiplier: That of every step, or the first one of a schedule.
     """
     if _strategy(config):
-        return _noise(config, sampler, part).event(noise_multiplier)
+        return _noise(config, sampler, part).event  # type: ignore[no-any-return]
     if config.method == "adp_alloc":
         schedule = _schedule(config, part)
-        return schedule_event(schedule, noise_multiplier, sampler, steps(config))
-    return finetune.event(noise_multiplier, sampler, steps(config))
+        return lambda noise: schedule_event(schedule, noise, sampler, steps(config))
+    return lambda noise: finetune.event(noise, sampler, steps(config))
 
 
 def sampler_of(config: Any, private: Any, part: str) -> Sampler:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import jaxdp
 from jaxdp import finetune
-from jaxdp.data import Groups, Owners, PoissonSampler, Source
+from jaxdp.data import Groups, Owners, PoissonSampler
 from jaxdp.finetune.scores import Score
 from jaxdp.models import save_params
 from jaxdp.privacy import (
@@ -87,7 +87,7 @@ class Subject:
       trainer: `trainer(private)` returns the trainer of a `private` part of the config.
       terms: `terms(private)` returns the terms of the records in a ledger.
       start: `start(work)` returns the first parameters.
-      scores: The scores by the names in `SCORES`. A name that is missing has none.
+      scores: Functions that make the scores, by the names in `SCORES`. Data may lack one.
       judge: `judge(params)` returns `measure` of the test examples.
       measure: What is measured, for people.
       serving: `serving(params)` returns the parameters that are released.
@@ -102,12 +102,12 @@ class Subject:
     trainer: Callable[[Any], finetune.PrivateTrainer]
     terms: Callable[[Any], dict[str, Any]]
     start: Callable[[frame.Work], Params]
-    scores: Mapping[str, Score]
+    scores: Mapping[str, Callable[[], Score]]
     judge: Callable[[Params], float]
     measure: str
     serving: Callable[[Params], Params]
     tested: int
-    blank: Callable[[], tuple[Source, Params]]
+    blank: Callable[[], tuple[Any, Params]]
     before: Callable[[], Iterator[plans.Item]]
 
 
@@ -143,10 +143,10 @@ def with_grid(config: Any, text: str) -> Any:
                 "--tune must name fields of config.private with their values, such as "
                 f"'learning_rate=0.1,0.3 clip_norm=0.5,1', got {text!r}."
             )
-        *parts, name = field.split(".")
+        *groups, name = field.split(".")
         inner = grid
-        for part in parts:
-            inner = inner.setdefault(part, {})
+        for group in groups:
+            inner = inner.setdefault(group, {})
         inner[name] = tuple(map(_value, values.split(",")))
     searched = config.copy_and_resolve_references()
     with searched.unlocked():
@@ -191,13 +191,15 @@ def _fields(part: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 def _set(private: Any, field: str, value: Any) -> None:
     """Sets a field whose name has dots. Raises ValueError for a value of another type."""
-    *parts, name = field.split(".")
-    part = functools.reduce(lambda inner, outer: inner[outer], parts, private)
+    *groups, name = field.split(".")
+    inner = private
+    for group in groups:
+        inner = inner[group]
     try:
-        part[name] = value
+        inner[name] = value
     except TypeError as error:
         raise ValueError(
-            f"config.tune.grid.{field} must have values such as {part[name]!r}, got {value!r}."
+            f"config.tune.grid.{field} must have values such as {inner[name]!r}, got {value!r}."
         ) from error
 
 
@@ -209,19 +211,22 @@ def subject_of_task(config: Any, root: pathlib.Path) -> Subject:
     task = tasks.open_task(config, root)
     predict = task.network.apply_fn
     judge = functools.partial(finetune.accuracy, predict)
-    scores: dict[str, Score] = {}
-    if task.public is not None:
-        public = task.public
-        if task.head:
-            public = task.head.source("public", public)
-        scores["public"] = finetune.PublicScore(lambda params: judge(params, public))
-    if not isinstance(task.units, Groups):
-        noise = config.tune.score_noise_multiplier
-        scores["charged"] = finetune.ChargedScore(
-            predict=predict, source=task.private, noise_multiplier=noise
-        )
 
-    def blank() -> tuple[Source, Params]:
+    def public() -> Score:
+        records: Any = task.public
+        if task.head:
+            records = task.head.source("public", records)
+        return finetune.PublicScore(lambda params: judge(params, records))
+
+    def charged() -> Score:
+        noise = config.tune.score_noise_multiplier
+        return finetune.ChargedScore(predict=predict, source=task.private, noise_multiplier=noise)
+
+    scores = {} if task.public is None else {"public": public}
+    if not isinstance(task.units, Groups):
+        scores["charged"] = charged
+
+    def blank() -> tuple[Any, Params]:
         return task.blank()[1], models.fresh(task.network, config.init_seed)
 
     def before() -> Iterator[plans.Item]:
@@ -263,12 +268,13 @@ def _open(subject_of: Callable[[Any, pathlib.Path], Subject], config: Any, root:
     with settings.named("tune", config.tune, mean="tune.runs"):
         runs = finetune.RandomRuns(config.tune.runs, SHAPES[config.tune.distribution])
     privates = _privates(config)
-    samplers = {}
+    trainings = []
     for name, private in privates.items():
         frame.known("private.method", [private.method], finetune.METHODS)
-        samplers[name] = trainers.sampler_of(private, subject.private, "private")
-        _check_rule(name, private, subject, samplers[name])
-    event = functools.partial(_event, config, runs, privates, samplers)
+        sampler = trainers.sampler_of(private, subject.private, "private")
+        _check_rule(name, private, subject, sampler)
+        trainings.append(trainers.event_of(private, sampler, "private"))
+    event = functools.partial(_event, config, runs, trainings)
     noise = _noise(config, subject, event)
     for private in privates.values():
         with private.unlocked():
@@ -334,18 +340,14 @@ def _noise(config: Any, subject: Subject, event: Callable[[float], DpEvent]) -> 
 def _event(
     config: Any,
     runs: finetune.RandomRuns,
-    privates: Mapping[str, Any],
-    samplers: Mapping[str, Any],
+    trainings: Sequence[Callable[[float], DpEvent]],
     noise_multiplier: float,
 ) -> DpEvent:
     """Returns the event of the search at a noise multiplier."""
     score = []
     if config.tune.score == "charged":
         score.append(GaussianDpEvent(float(config.tune.score_noise_multiplier)))
-    candidates = []
-    for name, private in privates.items():
-        training = trainers.event_of(private, samplers[name], noise_multiplier, "private")
-        candidates.append(ComposedDpEvent([training, *score]))
+    candidates = [ComposedDpEvent([training(noise_multiplier), *score]) for training in trainings]
     return runs.event(OneOfDpEvent(tuple(candidates)))
 
 
@@ -368,7 +370,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
             subject.private,
             steps={name: trainers.steps(each) for name, each in work.shared.privates.items()},
             runs=work.shared.runs,
-            score=subject.scores[config.tune.score],
+            score=subject.scores[config.tune.score](),
             workdir=work.folder(cell) / "search",
             checkpoint_every=private.checkpoint_every,
             allow_nonfinite=private.get("allow_nonfinite", False),

@@ -142,7 +142,7 @@ def test_a_folder_without_owners_is_refused(folder, tmp_path):
     moved = first.partition("/")[2]
     (flat / "labels.csv").write_text("\n".join([header, moved, *others]))
     wrong = [
-        (flat, {"group": "subfolder"}, r"labels.csv line 2 must have an image in a folder"),
+        (flat, {"group": "subfolder"}, r"line 2 of .* must have an image in a folder"),
         (folder, {"group": "patient"}, r"'patient'"),
         (folder, {"parts": {"public": "", "private": 0.8, "test": "a.csv"}}, "must be shares"),
         (folder / "none", {}, "does not exist"),

@@ -1,6 +1,5 @@
 """Releases with a Renyi divergence beside releases with losses: the pair that stands for them."""
 
-import itertools
 import math
 
 import numpy as np
@@ -50,7 +49,8 @@ def exact_delta(p, q, pure, epsilon):
 def exceeded(curve_of):
     """Returns how often an exact delta exceeds the bound by a curve of a pair's divergences."""
     count = 0
-    for (p, q), pure in itertools.product(pairs(), (0.2, 1.5)):
+    pure = 0.8
+    for p, q in pairs():
         # A search of 3 runs: a pair with its rare outputs at one end.
         best = best_of(p, 3.0, 1.0)[1:], best_of(q, 3.0, 1.0)[1:]
         rdp = np.array([divergence(*best, order) for order in ORDERS])

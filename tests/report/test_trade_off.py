@@ -55,7 +55,7 @@ def test_pages_of_runs_and_ledgers_have_the_curve_of_every_account_that_has_one(
     assert exact[0] != exact[1]  # the twin: the curve of another account
     assert page.count('<svg class="chart"') == 2
     assert "What an attacker must miss on texts" in page
-    assert "Gaussian DP: mu 0.25. <a" in page  # the multiplier is 4
+    assert "Gaussian DP: mu 0.25" in page  # the multiplier is 4
     write_ledger_page(path, tmp_path / "ledger.html")
     assert sorted(points_of((tmp_path / "ledger.html").read_text())) == sorted(exact)
 
