@@ -124,10 +124,9 @@ AMOUNTS = (
     "library_calls",
 )
 BASES = {
-    "update": "update",
-    "private update": "update",
-    "plain step": "plain step",
-    "private step": "plain step",
+    **{"update": "update", "private update": "update"},
+    **{f"private update of {kind}": "update" for kind in compiled_cases.CORRELATED},
+    **dict.fromkeys(compiled_cases.WHOLE, "plain step"),
 }
 
 

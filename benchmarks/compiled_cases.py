@@ -3,7 +3,8 @@ allocated.
 
 A case maps names of steps to programs. "plain" is its base. In a case of training "plain" and
 "clipped" are gradients of a batch, and "update" and "private update" are what follows them:
-momentum, and noise before it. The trainer runs the gradient and the update as two programs too."""
+momentum, and noise before it. That of "private update of ..." is correlated with the noise of
+other steps. The trainer runs the gradient and the update as two programs too."""
 
 import functools
 import importlib.util
@@ -14,7 +15,9 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax_privacy.matrix_factorization import buffered_toeplitz
 
 import jaxdp
 from benchmarks import bench_adaptation, bench_lm, bench_prediction, bench_steps, problems
@@ -45,9 +48,17 @@ class Program(NamedTuple):
 
 Steps = Mapping[str, Callable[[], Program]]
 
+# The noise of updates whose steps have correlated noise.
+CORRELATED = ("4 bands", "16 bands", "a BLT")
+STEPS = 64  # of a run
+
 # What each derived step consists of. Its cycles, bytes and kernels are sums, its memory is the
 # largest.
-WHOLE = {"plain step": ("plain", "update"), "private step": ("clipped", "private update")}
+WHOLE = {
+    "plain step": ("plain", "update"),
+    "private step": ("clipped", "private update"),
+    **{f"private step of {kind}": ("clipped", f"private update of {kind}") for kind in CORRELATED},
+}
 
 
 def key_of(words: jax.Array) -> jax.Array:
@@ -112,17 +123,55 @@ def updates(params: Any, optimizer: Any, divisor: int) -> Steps:
         changes, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, changes), state
 
-    def private(params: Any, state: Any, grads: Any, words: jax.Array, step: jax.Array) -> Any:
-        key = key_of(words)
-        privatizer = jaxdp.privatize(CLIP, noise_multiplier=NOISE, divisor=divisor, key=key)
-        noisy, _ = privatizer.update(grads, noise.PrivatizeState(key, step))
-        return update(params, state, noisy)
+    def private(kind: str | None = None) -> Program:
+        correlation = None if kind is None else correlation_of(kind)
 
-    arrays = (params, state, params)
-    return {
-        "update": lambda: Program(update, arrays, (0, 1)),
-        "private update": lambda: Program(private, (*arrays, KEY, Shape((), jnp.int32)), (0, 1)),
+        def step(
+            params: Any, state: Any, buffers: Any, grads: Any, words: jax.Array, number: jax.Array
+        ) -> Any:
+            key = key_of(words)
+            privatizer = jaxdp.privatize(
+                CLIP, noise_multiplier=NOISE, divisor=divisor, key=key, noise=correlation
+            )
+            before = noise.PrivatizeState(key, number, buffers)
+            noisy, after = privatizer.update(grads, before)
+            return update(params, state, noisy), after.buffers
+
+        buffers = None
+        if correlation is not None:
+            buffers = jax.eval_shape(correlation.zeros, params)
+        arrays = (params, state, buffers, params, KEY, Shape((), jnp.int32))
+        return Program(step, arrays, (0, 1, 2))
+
+    steps: dict[str, Callable[[], Program]] = {
+        "update": lambda: Program(update, (params, state, params), (0, 1)),
+        "private update": private,
     }
+    for kind in CORRELATED:
+        steps[f"private update of {kind}"] = functools.partial(private, kind)
+    return steps
+
+
+def correlation_of(kind: str) -> Any:
+    """Returns correlated noise of a run in which each example takes part once."""
+    if kind.endswith("bands"):
+        bands = int(kind.split()[0])
+        places = np.arange(1, bands)
+        # Those of the square root of prefix sums (Fichtenberger et al. 2023, arXiv:2202.11205).
+        coefficients = np.cumprod([1.0, *(1 - 1 / (2 * places))])
+        return jaxdp.correlated(coefficients, steps=STEPS)
+    build = buffered_toeplitz.BufferedToeplitz.build
+    return jaxdp.correlated(build([0.9, 0.5], [0.3, 0.1], jnp.float32), steps=STEPS)
+
+
+def without_correlated_noise(build: Callable[[], Steps]) -> Callable[[], Steps]:
+    """Returns a case without its updates with correlated noise, which take long to compile."""
+
+    def steps() -> Steps:
+        left_out = {f"private update of {kind}" for kind in CORRELATED}
+        return {name: step for name, step in build().items() if name not in left_out}
+
+    return steps
 
 
 def params_of(model: Any, shape: tuple[int, ...]) -> Any:
@@ -376,4 +425,8 @@ def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
     for name, model, batch in (("ViT-B/16", "vit_b16", 64), ("ConvNeXt-T", "convnext_tiny", 64)):
         for method in ("tent", "sar", "eata", "deyo"):
             every[f"{method} on {name}, float32, {batch}"] = of.adapted(model, method, batch)
-    return every
+    with_correlated_noise = ("MLP, 256", "ViT-B/16, bfloat16, 64")
+    return {
+        name: build if name in with_correlated_noise else without_correlated_noise(build)
+        for name, build in every.items()
+    }

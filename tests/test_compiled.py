@@ -338,6 +338,7 @@ def test_ratios_are_over_plain_and_whole_steps_are_sums():
         "clipped": row(20.0),
         "update": row(1.0),
         "private update": row(4.0),
+        "private update of 4 bands": row(6.0),
     }
     found = compiled.with_ratios(steps | {"jax_privacy": row(0, error="out of memory")})
     assert (
@@ -346,6 +347,9 @@ def test_ratios_are_over_plain_and_whole_steps_are_sums():
     )
     assert found["private step"]["total"] == 24.0
     assert found["private step"]["total_over_plain"] == pytest.approx(24 / 11)
+    assert found["private update of 4 bands"]["total_over_plain"] == 6.0
+    assert found["private step of 4 bands"]["total_over_plain"] == pytest.approx(26 / 11)
+    assert "private step of 16 bands" not in found
     assert found["private step"]["memory_mb"] == 20.0 and found["plain step"]["memory_mb"] == 10.0
     assert found["jax_privacy"] == {"error": "out of memory"}
     text = compiled.markdown(
@@ -502,7 +506,7 @@ def stage_programs():
     ):
         made = functools.cache(compiled_cases.cases(tiny=True)[case])
         steps = {
-            "MLP, 256": ("clipped", "private update"),
+            "MLP, 256": ("clipped", "private update", "private update of 4 bands"),
             "certificates of 20 distances": ("first step", "later step"),
         }
         for step in steps.get(case, ("private",)):

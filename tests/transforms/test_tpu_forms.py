@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdp
-from jaxdp.transforms import clipped_sums, forms
+from jaxdp.transforms import clipped_sums, forms, sites, walker
 from jaxdp.transforms import dense as dense_forms
 from jaxdp.transforms.kernels import formed, gram, weighted
 from tests.transforms.small_net import factors_of_other_parts
@@ -49,6 +49,16 @@ def stacked(params, x):
         return jnp.tanh(x @ weight), None
 
     return jnp.square(jax.lax.scan(layer, x, params["stack"])[0]).sum()
+
+
+def adapted(params, x):
+    """Adapters of rank 2 in a scan, whose gradients the loop forms."""
+
+    def layer(x, adapter):
+        down, up = adapter
+        return x + jnp.tanh((x @ down) @ up), None
+
+    return jnp.square(jax.lax.scan(layer, x, (params["down"], params["up"]))[0]).sum()
 
 
 def patches(params, x):
@@ -99,6 +109,7 @@ SHAPES = {
     convolved: {"kernel": (3, 3, 8, 16)},
     dense: {"first": (P, Q), "second": (Q, P)},
     stacked: {"stack": (2, P, P)},
+    adapted: {"down": (2, P, 2), "up": (2, 2, P)},
     patches: {"kernel": (1, 1, P, 72)},
     tied: {"weight": (P, Q)},
 }
@@ -140,7 +151,7 @@ def test_clipped_sums_and_norms(loss, dtype):
     with on_a_tpu() as traced:
         result = clipped(params, batch, mask=jnp.ones(B, bool))
         alone = [clipped(params, batch, mask=jnp.arange(B) == i).grads for i in range(B)]
-    assert bool(traced) == (loss is not tied)
+    assert bool(traced) == (loss not in (tied, adapted))
 
     exact = gradients(loss, params, batch[jnp.array([0, 2])])
     norms = np.linalg.norm(exact, axis=1)
@@ -152,6 +163,27 @@ def test_clipped_sums_and_norms(loss, dtype):
     for i in (0, 2):
         np.testing.assert_allclose(np.linalg.norm(flat(alone[i])), 0.5, rtol=1e-4)
     np.testing.assert_allclose(flat(result.grads), flat(alone[0]) + flat(alone[2]), atol=1e-5)
+
+
+def rules_of(loss, platform):
+    params, batch = problem(loss)
+    leaves = list(params.values())
+    own = [walker.Value(data=False, leaves=frozenset({i}), source=()) for i in range(len(leaves))]
+
+    def flat_loss(*args):
+        return loss(dict(zip(params, args[:-1], strict=True)), args[-1])
+
+    program = jax.make_jaxpr(flat_loss)(*leaves, batch[0])
+    with forms.traced_for(platform):
+        plan = walker.make_plan(program.jaxpr, program.consts, [*own, walker.Value(data=True)])
+    return [type(site.rule) for site in plan.sites]
+
+
+def test_a_loop_forms_only_gradients_that_are_smaller_than_their_factors():
+    assert rules_of(adapted, "tpu") == rules_of(adapted, "cuda") == 2 * [sites.OnWeight]
+    assert rules_of(adapted, "cpu") == 2 * [sites.Dot]
+    assert rules_of(stacked, "tpu") == [sites.Dot]
+    assert rules_of(dense, "tpu") == 2 * [sites.Dot]  # without a loop nothing is stacked
 
 
 @pytest.mark.slow
