@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 WORKDIR ?= workdir/lifecycle
-# Processes among which `make test` divides the test files; each takes a GB or two of memory. WORKERS=0 runs them in one.
-WORKERS ?= 2
+# Processes among which `make test` divides the test files: one for each core, from two to four. Each takes two to four GB of memory. WORKERS=0 runs them in one.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 2); echo $$((cores < 2 ? 2 : cores > 4 ? 4 : cores)))
 # After a crash the run ends: a worker that takes a dead one's place may be handed a finished file and wait for ever.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --max-worker-restart=0 --dist loadfile --no-loadscope-reorder
 

@@ -3,9 +3,9 @@ each of them.
 
     forked.run("print(sys.argv[1])", "hello", modules=("sys",)).stdout
 
-Two interpreters import modules once, two more do without JAX, and two without jaxdp. Each forks a
-process for every second program, before JAX has started. So two programs in succession, such as one
-that is killed and the one that goes on, share neither memory nor a hash seed."""
+Two interpreters import modules once, two more do without JAX, and one without jaxdp. Of two, each
+forks a process for every second program, before JAX has started. So two programs in succession,
+such as one that is killed and the one that goes on, share neither memory nor a hash seed."""
 
 import atexit
 import functools
@@ -146,7 +146,9 @@ class Process:
 
 @functools.cache
 def _interpreters(alone: tuple[str, ...]) -> itertools.cycle:
-    return itertools.cycle([Interpreter() for _ in range(2)])
+    # What is installed from a wheel is not killed: one interpreter is enough for it.
+    count = 1 if alone == DEPENDENCIES else 2
+    return itertools.cycle([Interpreter() for _ in range(count)])
 
 
 def _next(modules: tuple[str, ...]) -> Interpreter:

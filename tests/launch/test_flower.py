@@ -34,6 +34,7 @@ from tests.launch.federation import (
 from tests.launch.test_hospitals import seed
 
 pytest.importorskip("flwr", reason="the dependency group test is not installed")
+SUPERLINK_FILES = "superlink.sqlite*"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="flwr ends processes by signals"),
@@ -60,7 +61,9 @@ def settled(federation, run, name, **spends):
     assert not list((federation.folder / run / name).rglob("secret_seed"))
 
 
-def test_the_commands_of_the_howto_recalibrate(federation):
+@pytest.fixture(scope="module")
+def recalibrated(federation):
+    """Runs the commands of the how-to. The nodes go on running."""
     federation.plant("howto")
     federation.start_program("recalibrate_server", "clinic-1", "howto")
     federation.until(federation.registered)
@@ -70,15 +73,17 @@ def test_the_commands_of_the_howto_recalibrate(federation):
     federation.wait(
         "recalibrate_server clinic-1", *(f"recalibrate_client {name}" for name in CLINICS)
     )
-    result = federation.result("howto")
-    assert result["parameters"]["0"] == federation.expected("howto") and result["ended"] == list(
-        CLINICS
-    )
-    assert "calibrator: 2 hospitals answered 3 rounds" in federation.output(
-        "recalibrate_server clinic-1"
-    )
+    return federation
+
+
+def test_the_commands_of_the_howto_recalibrate(recalibrated):
+    result = recalibrated.result("howto")
+    assert result["parameters"]["0"] == recalibrated.expected("howto")
+    assert result["ended"] == list(CLINICS)
+    said = recalibrated.output("recalibrate_server clinic-1")
+    assert "calibrator: 2 hospitals answered 3 rounds" in said
     for name in CLINICS:
-        settled(federation, "howto", name, **{name: 1})
+        settled(recalibrated, "howto", name, **{name: 1})
 
 
 def split_alone(federation):
@@ -106,9 +111,14 @@ def split_alone(federation):
     return folder / "clinic-1"
 
 
-def test_split_adaptation_survives_the_death_of_every_process(federation, monkeypatch):
-    """Every process dies once: Flower's while they carry nothing, the programs at their first
-    question and answer."""
+@pytest.fixture(scope="module")
+def survived(recalibrated):
+    """Runs Split Adaptation while every process dies once: Flower's while they carry nothing, the
+    programs at their first question and answer.
+
+    Returns the federation, the workdir of the client that runs alone, and the bytes until then:
+    what each node has sent and what the SuperLink has stored."""
+    federation = recalibrated
     server, client, node = "split_server clinic-1", "split_client clinic-1", "node clinic-1"
     for folder in ("split", "split-alone"):
         federation.plant(folder, "")
@@ -125,8 +135,8 @@ def test_split_adaptation_survives_the_death_of_every_process(federation, monkey
     federation.until(lambda: federation.running[server].poll() is not None)
     federation.kill("superlink")
     federation.start_superlink()
-    monkeypatch.setenv(*SETTING)
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with pytest.MonkeyPatch.context() as patch, concurrent.futures.ThreadPoolExecutor() as pool:
+        patch.setenv(*SETTING)
         alone = pool.submit(split_alone, federation)  # the server that died has made the backbone
         for key in (server, client):
             federation.until(lambda key=key: federation.running[key].poll() is not None)
@@ -134,11 +144,19 @@ def test_split_adaptation_survives_the_death_of_every_process(federation, monkey
             federation.wires.pop(key)
             federation.start_program(key.split()[0], "clinic-1", "split")
         federation.wait(server, client)
-        found, expected = federation.folder / "split" / "clinic-1", alone.result()
+        expected = alone.result()
+    written = {name: tapped(federation, name) for name in CLINICS}
+    written["superlink"] = [path.read_bytes() for path in federation.folder.glob(SUPERLINK_FILES)]
+    return federation, expected, written
+
+
+def test_split_adaptation_survives_the_death_of_every_process(survived):
+    federation, expected, _ = survived
+    resumed = federation.folder / "split" / "clinic-1"
     settled(federation, "split", "clinic-1", images_images=1, images_queries=1)
-    assert (found / "upload").read_bytes() == (expected / "upload").read_bytes()
+    assert (resumed / "upload").read_bytes() == (expected / "upload").read_bytes()
     np.testing.assert_array_equal(
-        np.load(found / "predictions.npy"), np.load(expected / "predictions.npy")
+        np.load(resumed / "predictions.npy"), np.load(expected / "predictions.npy")
     )
 
 
@@ -165,23 +183,23 @@ def tapped(federation, name):
     return [(federation.folder / f"{name}.tap").read_bytes()]
 
 
-def test_no_secret_is_in_the_bytes_of_flower(federation):
-    """Runs after the runs of above. What a clinic does send is there: so the bytes are those of its
-    messages."""
-    stored = [path.read_bytes() for path in federation.folder.glob("superlink.sqlite*")]
-    assert sum(map(len, stored)) > 100_000
+def test_no_secret_is_in_the_bytes_of_flower(survived):
+    """What a clinic does send is there: so the bytes are those of its messages."""
+    federation, _, written = survived
+    assert sum(map(len, written["superlink"])) > 100_000
     for name in CLINICS:
-        assert not leaks([*tapped(federation, name), *stored], secrets(federation, name))
+        assert not leaks([*written[name], *written["superlink"]], secrets(federation, name))
     upload = unpack(
         read_package(federation.folder / "split" / "clinic-1" / "upload"), "upload"
     ).arrays["features"]
-    assert leaks(tapped(federation, "clinic-1"), {"upload": list(upload)}) == {"upload"}
+    assert leaks(written["clinic-1"], {"upload": list(upload)}) == {"upload"}
 
 
 @pytest.mark.filterwarnings("ignore:GitWildMatchPattern:DeprecationWarning")  # flwr uses it
-def test_a_hospital_that_leaks_is_noticed(federation):
+def test_a_hospital_that_leaks_is_noticed(survived):
     """The broken twin answers with a record and its secret. It is a message of Flower as any
     other."""
+    federation, _, _ = survived
     records = np.load(federation.folder / "clinic-2.npz")["logits"]
     leaked, done = [], threading.Event()
 
@@ -248,7 +266,8 @@ def test_a_node_without_a_known_key_is_refused(federation, tmp_path):
     assert "Failed to activate SuperNode" in federation.output("stranger")
 
 
-def test_a_program_without_the_secret_gets_no_task(federation, tmp_path):
+def test_a_program_without_the_secret_gets_no_task(recalibrated, tmp_path):
+    federation = recalibrated
     certificates.make(tmp_path, ["clinic-1"], hosts=["localhost"])
     with pytest.raises(Exception, match=r"401|403"):
         flower.serve(

@@ -126,7 +126,7 @@ def gradients(loss, params, batch):
     """Returns the gradient of each example in float64, as rows."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.float64(x)), (params, batch))
-        grads = jax.vmap(jax.grad(loss), (None, 0))(*wide)
+        grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(*wide)
     return np.concatenate(
         [np.float64(g).reshape(len(batch), -1) for g in jax.tree.leaves(grads)], 1
     )
