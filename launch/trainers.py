@@ -187,7 +187,8 @@ def event_of(config: Any, sampler: Any, part: str) -> Callable[[float], DpEvent]
       sampler: Of `sampler_of`.
     """
     if _strategy(config):
-        return _noise(config, sampler, part).event  # type: ignore[no-any-return]
+        correlated = _noise(config, sampler, part)
+        return lambda noise: finetune.event(noise, sampler, steps(config), correlated)
     if config.method == "adp_alloc":
         schedule = _schedule(config, part)
         return lambda noise: schedule_event(schedule, noise, sampler, steps(config))
