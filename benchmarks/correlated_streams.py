@@ -33,7 +33,7 @@ NOISES = ("independent", "banded", "blt")
 def faded(images: np.ndarray) -> np.ndarray:
     """Returns images of less contrast with noise."""
     noise = np.random.default_rng(1).normal(size=images.shape)
-    return np.clip(0.4 * images + 0.3 + 0.08 * noise, 0, 1).astype(np.float32)
+    return np.clip(0.6 * images + 0.15 + 0.08 * noise, 0, 1).astype(np.float32)
 
 
 class Task:
