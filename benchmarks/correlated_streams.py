@@ -4,8 +4,8 @@
 
 A small ViT is trained on clean digits, and adapts to digits under a shift by private Tent. Every
 image comes once, so a stream is one epoch, and its noise is one period of correlated noise. Privacy
-is for one image, replace-one. Learning rates are the best of several for each cell by the mean
-accuracy of the runs, which favours no method."""
+is for one image, replace-one. All cells have one learning rate, the best of several for Tent with
+clipped gradients and no noise, which favours no noise."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ from jaxdp.transforms import losses
 
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
 DELTA = 1e-5
-RATES = (0.003, 0.01, 0.03, 0.1)
+RATES = (0.03, 0.1, 0.3)
 BATCH = 16
 CLIP = 0.3
 NOISES = ("independent", "banded", "blt")
@@ -33,7 +33,7 @@ NOISES = ("independent", "banded", "blt")
 def faded(images: np.ndarray) -> np.ndarray:
     """Returns images of less contrast with noise."""
     noise = np.random.default_rng(1).normal(size=images.shape)
-    return np.clip(0.4 * images + 0.3 + 0.08 * noise, 0, 1).astype(np.float32)
+    return np.clip(0.6 * images + 0.15 + 0.08 * noise, 0, 1).astype(np.float32)
 
 
 class Task:
@@ -92,8 +92,8 @@ def noise_of(name: str, updates: int) -> Any:
     return finetune.optimal_noise(None, steps=updates, strategy=name)
 
 
-def rows_of(task: Task, name: str, runs: int) -> list[dict[str, Any]]:
-    """Returns a row for each epsilon: accuracies over the stream [runs] at the best rate."""
+def rows_of(task: Task, name: str, rate: float, runs: int) -> list[dict[str, Any]]:
+    """Returns a row for each epsilon: accuracies over the stream [runs]."""
     updates = len(task.stream) // BATCH
     noise = noise_of(name, updates)
     make_event = jaxdp.privacy.GaussianDpEvent if noise is None else noise.event
@@ -102,24 +102,24 @@ def rows_of(task: Task, name: str, runs: int) -> list[dict[str, Any]]:
         target: Any = {"epsilon": epsilon, "delta": DELTA, "adjacency": "replace_one"}
         sigma = jaxdp.privacy.calibrate_noise(make_event, **target)
         method = tta.private(tta.Tent(), clip_norm=CLIP, noise_multiplier=sigma, noise=noise)
-        by_rate = {rate: accuracies_of(task, method, rate, runs) for rate in RATES}
-        best = max(by_rate, key=lambda rate: np.mean(by_rate[rate]))
-        row = {"noise": name, "epsilon": epsilon, "updates": updates, "rate": best}
-        row |= {"accuracies": by_rate[best], "before": task.before}
+        row = {"noise": name, "epsilon": epsilon, "updates": updates, "rate": rate}
+        row["accuracies"] = accuracies_of(task, method, rate, runs)
         row |= {"buffers": noise.buffers if noise else 0, "error": error(sigma, noise, updates)}
         print(json.dumps(row), flush=True)
         rows.append(row)
     return rows
 
 
-def accuracies_of(task: Task, method: tta.Private, rate: float, runs: int) -> list[float]:
+def accuracies_of(task: Task, method: Any, rate: float, runs: int) -> list[float]:
     """Returns the accuracies of predictions before each update, over streams of several orders."""
     adapter = tta.Adapter(task.apply_fn, task.params, method, optax.sgd(rate))
     accuracies = []
     for seed in range(runs):
-        ledger = jaxdp.Ledger.in_memory()
-        ledger.register("stream", adjacency="replace_one", unit="image", delta=DELTA)
-        account = tta.StreamAccount(ledger.account("stream"), event=method.event)
+        account = None
+        if isinstance(method, tta.Private):
+            ledger = jaxdp.Ledger.in_memory()
+            ledger.register("stream", adjacency="replace_one", unit="image", delta=DELTA)
+            account = tta.StreamAccount(ledger.account("stream"), event=method.event)
         stream = tta.Stream({"faded": task.stream}, batch_size=BATCH, seed=seed)
         served = tta.serve(adapter, stream, account=account)
         accuracies.append(served.accuracy["faded"])
@@ -151,7 +151,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
     task = Task()
+    method = tta.clipped(tta.Tent(), CLIP)
+    without = {rate: accuracies_of(task, method, rate, flags.runs) for rate in RATES}
+    rate = max(without, key=lambda rate: float(np.mean(without[rate])))
+    print(json.dumps({"before": task.before, "without": without}), flush=True)
     rows: list[Mapping[str, Any]] = []
     for name in NOISES:
-        rows += rows_of(task, name, flags.runs)
-    return {"rows": rows}
+        rows += rows_of(task, name, rate, flags.runs)
+    return {"before": task.before, "without noise": without[rate], "rows": rows}

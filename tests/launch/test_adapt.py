@@ -17,7 +17,7 @@ from configs.tta import cifar10, cifar10_batch_one, imagenet_c, imagenet_r, usps
 from jaxdp import data
 from jaxdp.data import shifts
 from jaxdp.data.shifts import STRENGTHS, Shift, shifted
-from jaxdp.privacy import GaussianDpEvent, Ledger
+from jaxdp.privacy import GaussianDpEvent, Ledger, SelfComposedDpEvent
 from jaxdp.tta.adapter import Adapter
 from launch import adapt, adapt_figures, adapt_results, adapt_settings, frame, settings
 from tests.launch import golden, program, tiny
@@ -518,7 +518,8 @@ def test_correlated_noise_is_compared_with_independent_noise_at_its_price(finish
     assert banded.noise.steps == 4 and banded.noise.buffers > 0
     costs = [item.event for item in adapt.STUDY.plan(config, lambda: task)]
     # A photograph is in two domains, which are two periods of four updates.
-    assert costs[1] == costs[2] == GaussianDpEvent(task.noise["epsilon 5"] / math.sqrt(2))
+    visit = GaussianDpEvent(task.noise["epsilon 5"])
+    assert costs[1] == costs[2] == SelfComposedDpEvent(visit, 2)
     assert banded.event.noise_multiplier == pytest.approx(task.noise["epsilon 5"])
     texts = " ".join(adapt._descriptions(config, task))
     assert texts.count("correlated over periods of 4 updates") == 1
