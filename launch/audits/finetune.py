@@ -414,7 +414,7 @@ def sampling() -> tuple[Run, dict[str, Run | str]]:
 
 def _cases() -> Iterator[Case]:
     gaussian = "a Gaussian of multiplier {}, add/remove, given that the example is in the batch"
-    proofs = {
+    proofs: dict[str, tuple[Callable[[float], PrivateTrainer], int, str]] = {
         "DP-SGD": (
             dp_sgd,
             1,
