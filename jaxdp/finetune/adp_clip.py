@@ -23,7 +23,7 @@ batch size m has sensitivity 1 instead of 1/2, and it tells how large the batch 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
 
 import jax
@@ -139,7 +139,7 @@ class QuantileClipping(Query):
         of_examples = self.gradient.per_example(params, batch, mask, key=key)
         grads, structure = jax.tree.flatten(of_examples.grads)
         clipped = self._clipped_to(carried)
-        parts = [0] * len(grads)
+        parts: Sequence[int] = [0] * len(grads)
         if self.gradient.patterns is not None:
             parts = self.gradient.parts_of(params)
         norms = [root_of_squares(grads, parts, part) for part in range(len(clipped.bounds))]

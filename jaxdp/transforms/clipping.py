@@ -196,8 +196,8 @@ class ClippedGrad:
 
         `jaxdp.transforms.grids` says how a gradient is rounded, and has the proof that one example
         moves the sum by at most the clip norm of the grid. Per-example gradients are formed, in
-        B x P memory. None is the sum in floats. `step` is the number of the update, for the grid of
-        a schedule.
+        B x P memory, but for dense layers with one row of data. None is the sum in floats. `step`
+        is the number of the update, for the grid of a schedule.
 
         Raises:
           ValueError: The clip norm of the grid is not `sensitivity()`.

@@ -312,13 +312,14 @@ class Component:
         rule, source = one.site.rule, one.site.source
         assert isinstance(rule, sites.Dot) and source is not None
         (u,), w = one.factors()
-        axes = np.argsort(source)  # from the axes of the weight to those of the leaf
+        axes = np.argsort(source).tolist()  # from the axes of the weight to those of the leaf
 
         def place(grad: jax.Array) -> jax.Array:
-            return rule.as_weight(grad[None]).transpose(axes)
+            of_weight = rule.as_weight(grad[None])
+            return of_weight.transpose(axes)
 
-        rows = [x.reshape(len(x), -1) for x in (u, w)]
-        return {self._members[0]: Outer(*rows, place)}
+        u, w = (x.reshape(len(x), -1) for x in (u, w))
+        return {self._members[0]: Outer(u, w, place)}
 
     def weighted_sum(
         self,

@@ -163,7 +163,8 @@ class GridAt(NamedTuple):
         is_below = high < self.high
         is_equal = high == self.high
         fits = low <= self.low
-        return is_below | (is_equal & fits)
+        is_short: jax.Array = is_below | (is_equal & fits)
+        return is_short
 
     def read(
         self,

@@ -64,8 +64,8 @@ class _Lanes(NamedTuple):
     v: jax.Array
 
 
-def upward(scale: float | fractions.Fraction) -> float:
-    """Returns a scale that is a float32 and not below the given one, by less than its last bit."""
+def upward(scale: Any) -> float:
+    """Returns a float32 that is not below a number or a fraction, and near it."""
     exact = scale if isinstance(scale, fractions.Fraction) else fractions.Fraction(float(scale))
     narrow = np.float32(float(exact))
     if fractions.Fraction(float(narrow)) < exact:
