@@ -180,7 +180,7 @@ def event_of(config: Any, sampler: Any, part: str) -> Callable[[float], DpEvent]
       sampler: Of `sampler_of`.
     """
     if _strategy(config):
-        return _noise(config, sampler, part).event  # type: ignore[no-any-return]
+        return _noise(config, sampler, part).event
     if config.method == "adp_alloc":
         schedule = _schedule(config, part)
         return lambda noise: schedule_event(schedule, noise, sampler, steps(config))
