@@ -80,7 +80,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """Returns the table of a report."""
     lines = []
     for row in report["rows"]:
-        shares = [f"{100 * row[name]:.4f} %" for name in ("least", "median", "most")]
+        shares = [f"{row[name]:.1e}" for name in ("least", "median", "most")]
         lines.append([row["kind"], row["adjacency"], str(row["histories"]), *shares])
     header = ["histories of", "adjacency", "number", "least", "median", "most"]
     return {"accountant": timing.page_table(header, lines)}

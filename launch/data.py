@@ -313,15 +313,16 @@ def _bundled_places(config: Any, parts: Fields) -> dict[str, Fields]:
 def _is_divided(config: Any, source: str, parts: Fields) -> bool:
     """Returns whether parts are shares: of one CSV file, or of the images of a folder."""
     if source == "folder":
-        return any(isinstance(part, int | float) for part in parts.values())
+        return any(isinstance(part, float) for part in parts.values())
     return source == "csv" and not os.path.isdir(config.get("path", ""))
 
 
 def _shares_of_file(config: Any, parts: Fields) -> dict[str, Fields]:
     """Returns the fields of a spec with the share of each part of one CSV file."""
-    if not os.path.exists(config.path):
+    path = config.get("path", "")
+    if not os.path.exists(path):
         raise FileNotFoundError(
-            f"File {config.path!r} does not exist. Give a CSV file, or a folder of them or of "
+            f"File {path!r} does not exist. Give a CSV file, or a folder of them or of "
             "images, with --config.data.path=..."
         )
     shares = list(parts.values())

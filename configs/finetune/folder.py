@@ -28,7 +28,8 @@ def get_config() -> ConfigDict:
             "path": "",  # change: the folder
             "class_names": (),  # change: the texts of the column "label"
             "num_classes": 0,  # or their number, if labels are numbers
-            # shares of the images, or with a group of the owners; or CSV files of the folder
+            # shares of the images, or with a group of the owners; in a copy of this file CSV files
+            # of the folder
             "parts": {"public": "", "private": 0.8, "test": 0.2},
             "in_memory": True,  # False reads images whenever they are needed
             "prepare": False,  # True resizes and cuts images as the preprocessing says

@@ -159,7 +159,8 @@ class Ledger(LedgerReader):
                 `PrivacyWarning`.
             delta: The budget's delta, and the default delta of queries. 0 allows pure releases
                 only.
-            accounting: "pld" (PLD, or RDP where an event has no PLD rule), "rdp" or "renyi_filter".
+            accounting: "pld" (PLD, where an event without a PLD rule stands by its RDP), "rdp" or
+                "renyi_filter".
                 The filter's budget holds under fully adaptive choice of events (see the module's
                 text).
             renyi_order: For "renyi_filter", the order > 1, which never changes. The default admits

@@ -109,7 +109,8 @@ def folder(tmp_path_factory):
 
 def folder_config(folder, **fields):
     config = folder_of_images.get_config()
-    config.data.update({"path": str(folder), "num_classes": 10} | SEPARATED | fields)
+    with config.ignore_type():
+        config.data.update({"path": str(folder), "num_classes": 10} | SEPARATED | fields)
     config.model.options.widths = (2,)
     config.private.update({"steps": 2, "checkpoint_every": 2, "batch_size": 8})
     return config

@@ -31,7 +31,7 @@ def workdir(root, unit="patient"):
         },
     )
     with MetricsWriter(run / "metrics.jsonl") as metrics:
-        metrics.write(9, loss=0.25)
+        metrics.write(9, loss=0.2468)
         metrics.write(10, epsilon=epsilon, accuracy=0.9375)
     return run, epsilon
 
@@ -48,7 +48,7 @@ def test_a_run_of_fit_has_a_report(tmp_path):
     assert "patients. Strong protection : a coin toss over whether a certain patient was" in text
     assert f"{intervals.interval(0.96, 114)}, 114 cases" in text and "MLP" in text
     assert "DP-SGD" in text and "0.9375" in text and f"{epsilon:.6g}" in text
-    assert "seconds" not in text and "0.25" not in text  # a step that is no checkpoint
+    assert "seconds" not in text and "0.2468" not in text  # a step that is no checkpoint
     for word in PEOPLE.values():
         assert word in text
     assert "No other run spent from the same data" in text
