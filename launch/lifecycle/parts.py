@@ -61,7 +61,7 @@ class Parts(NamedTuple):
         part: Any = self.units if name == "private" else getattr(self, name)
         if isinstance(part, Mapping):
             return [f"{name} {source.fingerprint}" for name, source in part.items()]
-        sources = [part] if isinstance(part, Source) else part
+        sources: Any = [part] if isinstance(part, Source) else part
         return [f"{source.name} {source.fingerprint}" for source in sources]
 
 
