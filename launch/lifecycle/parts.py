@@ -4,7 +4,7 @@ or from a site.
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp.data import DataSpec, Examples, Groups, Source, resize_images
@@ -61,7 +61,7 @@ class Parts(NamedTuple):
         part: Any = self.units if name == "private" else getattr(self, name)
         if isinstance(part, Mapping):
             return [f"{name} {source.fingerprint}" for name, source in part.items()]
-        sources: Any = [part] if isinstance(part, Source) else part
+        sources: Iterable[Any] = [part] if isinstance(part, Source) else part
         return [f"{source.name} {source.fingerprint}" for source in sources]
 
 
