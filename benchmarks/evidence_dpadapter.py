@@ -22,12 +22,16 @@ def merged(report: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any
     """Returns the run on USPS with the models of a later run of more lengths, in order of their
     lengths.
     """
-    grids = {**report["grids"]}
+    grids = dict(report["grids"])
     for name, grid in added["grids"].items():
-        rows = sorted([*grids[name]["table"], *grid["table"]], key=lambda row: _place(row))
-        grids[name] = {**grids[name], "table": rows}
-    both = {key: [*report[key], *added[key]] for key in ("upstreams", "upstream_means")}
-    return {**report, "grids": grids, **both}
+        rows = [*grids[name]["table"], *grid["table"]]
+        grids[name] = {**grids[name], "table": sorted(rows, key=_place)}
+    return {
+        **report,
+        "grids": grids,
+        "upstreams": [*report["upstreams"], *added["upstreams"]],
+        "upstream_means": [*report["upstream_means"], *added["upstream_means"]],
+    }
 
 
 def _place(row: Mapping[str, str]) -> tuple[int, float]:
@@ -39,28 +43,14 @@ def _place(row: Mapping[str, str]) -> tuple[int, float]:
 def tables(report: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of the run on USPS."""
     report = merged(report, added)
-    grids, means = report["grids"], {row["upstream"]: row for row in report["upstream_means"]}
+    grids = report["grids"]
     markdown = {}
     for name in ("order", "order_4"):
         markdown[name] = _markdown(_without_method(grids[name]["table"]))
         markdown[f"{name}: differences"] = _markdown(map(_difference, grids[name]["differences"]))
     markdown["transfer"] = _markdown(_without_method(grids["order"]["robust_accuracy"]))
-    markdown["upstreams"] = _markdown(
-        {
-            "upstream": name,
-            "accuracy": f"{means[name]['accuracy']:.3f}",
-            "robust accuracy": f"{means[name]['robust_accuracy']:.3f}",
-            "rho": f"{means[name]['rho']:.1f}",
-            "norm of Delta": f"{means[name]['perturbation_norm']:.2f}",
-        }
-        for name in (row["upstream"] for row in grids["order"]["table"])
-        if name in means
-    )
-    rates: dict[str, dict[str, str]] = {}
-    for row in grids["tuning"]["table"]:
-        at = row["method"].replace("DP-SGD at", "rate")
-        rates.setdefault(row["upstream"], {"upstream": row["upstream"]})[at] = row["average ε=1"]
-    markdown["rates"] = _markdown(rates.values())
+    markdown["upstreams"] = _markdown(_upstreams(report, grids["order"]["table"]))
+    markdown["rates"] = _markdown(_rates(grids["tuning"]["table"]))
     for name in ("gamma_1", "gamma_4", "amp", "batches"):
         markdown[name] = _beside_upstream(report, name)
     markdown["family"] = _markdown(grids["family"]["table"])
@@ -68,14 +58,49 @@ def tables(report: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, str
     return markdown
 
 
+def _means(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the means of the upstream models by name."""
+    return {row["upstream"]: row for row in report["upstream_means"]}
+
+
+def _upstreams(report: Mapping[str, Any], grid: Sequence[Mapping[str, str]]) -> list[Any]:
+    """Returns a line for each upstream model of a grid, in its order."""
+    means = _means(report)
+    lines = []
+    for row in grid:
+        name = row["upstream"]
+        if name in means:
+            mean = means[name]
+            line = {
+                "upstream": name,
+                "accuracy": f"{mean['accuracy']:.3f}",
+                "robust accuracy": f"{mean['robust_accuracy']:.3f}",
+                "rho": f"{mean['rho']:.1f}",
+                "norm of Delta": f"{mean['perturbation_norm']:.2f}",
+            }
+            lines.append(line)
+    return lines
+
+
+def _rates(tuning: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """Returns a line for each upstream model with a column for each learning rate."""
+    lines: dict[str, dict[str, str]] = {}
+    for row in tuning:
+        name = row["upstream"]
+        rate = row["method"].replace("DP-SGD at", "rate")
+        line = lines.setdefault(name, {"upstream": name})
+        line[rate] = row["average ε=1"]
+    return list(lines.values())
+
+
 def _beside_upstream(report: Mapping[str, Any], grid: str) -> str:
     """Returns a grid with the accuracies of its upstream models."""
-    means = {row["upstream"]: row for row in report["upstream_means"]}
-    rows = []
-    for row in _without_method(report["grids"][grid]["table"]):
-        of = means[row["upstream"]]
-        two = {"upstream accuracy": of["accuracy"], "robust": of["robust_accuracy"]}
-        rows.append(row | {key: f"{value:.3f}" for key, value in two.items()})
+    means = _means(report)
+    rows = _without_method(report["grids"][grid]["table"])
+    for row in rows:
+        upstream = means[row["upstream"]]
+        row["upstream accuracy"] = f"{upstream['accuracy']:.3f}"
+        row["robust"] = f"{upstream['robust_accuracy']:.3f}"
     return _markdown(rows)
 
 
@@ -84,7 +109,7 @@ def draw_lengths(
 ) -> None:
     """Draws Figures 1, 5 and 7 against gamma, a panel for each family."""
     report = merged(report, added)
-    means = {row["upstream"]: row for row in report["upstream_means"]}
+    means = _means(report)
     panels: dict[str, tuple[str, dict[str, list[tuple[float, float]]]]] = {}
     rows = _without_method(report["grids"][grid]["table"])
     for family in FAMILIES[1:]:
@@ -92,12 +117,12 @@ def draw_lengths(
         for row in rows:
             name = row["upstream"]
             if name.startswith((FAMILIES[0], family)):
-                values = _numbers(row) | {
-                    "upstream": means[name]["accuracy"],
-                    "upstream, robust": means[name]["robust_accuracy"],
-                }
+                _, gamma = _place(row)
+                values = _numbers(row)
+                values["upstream"] = means[name]["accuracy"]
+                values["upstream, robust"] = means[name]["robust_accuracy"]
                 for label, value in values.items():
-                    curves.setdefault(label, []).append((_place(row)[1], value))
+                    curves.setdefault(label, []).append((gamma, value))
         if len(curves["upstream"]) > 1:
             panels[family] = ("γ (0 is standard pre-training)", curves)
     plot_panels(
@@ -118,13 +143,14 @@ def draw_robustness(
     points: dict[str, list[tuple[float, float, float, float]]] = {}
     rows = report["grids"][grid]["table"]
     for row in rows:
-        family = FAMILIES[_place(row)[0]]
+        number, _ = _place(row)
         upstreams = results.select(report["upstreams"], upstream=row["upstream"])
-        x = results.over_seeds(upstreams, "robust_accuracy")
+        robust = results.over_seeds(upstreams, "robust_accuracy")
         (average,) = (text for key, text in row.items() if key.startswith("average"))
         mean, _, deviation = average.partition(" ± ")
         error = float(deviation or math.nan) / math.sqrt(len(upstreams))
-        points.setdefault(family, []).append((x.mean, float(mean), x.error, error))
+        point = (robust.mean, float(mean), robust.error, error)
+        points.setdefault(FAMILIES[number], []).append(point)
     plot_points(
         path,
         points,
@@ -155,7 +181,9 @@ def earlier_tables(ours: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[st
     """Returns the tables of the earlier run, whose rows are kept as text, and the paper's Table
     1."""
     names = ("table1", "upstream models", "three times the length", "beyond")
-    return {name: _markdown(ours[name]) for name in names} | {"paper": _markdown(paper["table1"])}
+    markdown = {name: _markdown(ours[name]) for name in names}
+    markdown["paper"] = _markdown(paper["table1"])
+    return markdown
 
 
 def table_again(report: Mapping[str, Any]) -> dict[str, str]:

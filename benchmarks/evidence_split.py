@@ -188,7 +188,9 @@ def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
     for score, title in (("psnr", "PSNR in dB"), ("ssim_gaussian11", "SSIM")):
         curves: dict[str, list[tuple[float, float]]] = {}
         for attacker in reversed(STRONGEST):
-            curve = [(a[attacker][score]["mean"], accuracy[scale]) for scale, a in attacks.items()]
+            curve = []
+            for scale, of_scale in attacks.items():
+                curve.append((of_scale[attacker][score]["mean"], accuracy[scale]))
             curves[STRONGEST[attacker]] = curve
         panels[title] = (title, curves)
     plot_panels(
@@ -214,46 +216,46 @@ def draw_hilbert(_found: Any, _paper: Any, path: pathlib.Path) -> None:
 
 def _uploads(rows: Rows) -> Iterable[Mapping[str, Any]]:
     named = {row["upload"]: row for row in results.select(rows, part="attacks")}
-    yield from (
-        named[name]
-        for name in (*PAPER_UPLOADS, *sorted({*named} - {*PAPER_UPLOADS}))
-        if name in named
-    )
-    for row in sorted(results.select(rows, part="attacks_private"), key=lambda row: -row["level"]):
+    others = sorted(named.keys() - PAPER_UPLOADS.keys())
+    for name in (*PAPER_UPLOADS, *others):
+        if name in named:
+            yield named[name]
+    private = results.select(rows, part="attacks_private")
+    for row in sorted(private, key=lambda row: -row["level"]):
         yield {**row, "upload": f"private mode, epsilon {row['level']:g}"}
 
 
 def _attacks(rows: Rows) -> dict[float, Any]:
-    found = {row["level"]: row["attackers"] for row in results.select(rows, part="attacks_noise")}
-    return dict(sorted(found.items()))
+    attacks = results.select(rows, part="attacks_noise")
+    attackers = {row["level"]: row["attackers"] for row in attacks}
+    return dict(sorted(attackers.items()))
 
 
 def _noisy(rows: Rows, method: str, scale: float) -> list[Mapping[str, Any]]:
     """Returns the runs with noise of this scale."""
-    runs = results.select(
-        rows,
-        part="runs",
-        method=method,
-        shots=SHOTS,
-        seed=tuple(CONFIG.seeds[: CONFIG.noise.seeds]),
-    )
-    return [row for row in runs if abs(row["laplace"] * CONFIG.client.laplace / scale - 1) < 1e-3]
+    seeds = tuple(CONFIG.seeds[: CONFIG.noise.seeds])
+    runs = results.select(rows, part="runs", method=method, shots=SHOTS, seed=seeds)
+    factor = scale / CONFIG.client.laplace
+    return [row for row in runs if abs(row["laplace"] / factor - 1) < 1e-3]
 
 
 def _swept(rows: Rows, part: str, title: str) -> list[dict[str, Any]]:
-    found = results.select(rows, part=part)
-    values = sorted({row["value"] for row in found})
-    return [
-        {title: f"{value:g}", "accuracy": mean(results.select(found, value=value))}
-        for value in values
-    ]
+    runs = results.select(rows, part=part)
+    lines = []
+    for value in sorted({row["value"] for row in runs}):
+        accuracy = mean(results.select(runs, value=value))
+        lines.append({title: f"{value:g}", "accuracy": accuracy})
+    return lines
 
 
 def _private(rows: Rows) -> dict[tuple[float, int], list[Mapping[str, Any]]]:
-    found: dict[tuple[float, int], list[Mapping[str, Any]]] = {}
-    for row in sorted(results.select(rows, part="private"), key=lambda row: row["epsilon"]):
-        found.setdefault((round(row["epsilon"], 2), row["shots"]), []).append(row)
-    return found
+    """Returns the runs of the private mode by epsilon and images of a class."""
+    private = results.select(rows, part="private")
+    runs: dict[tuple[float, int], list[Mapping[str, Any]]] = {}
+    for row in sorted(private, key=lambda row: row["epsilon"]):
+        place = (round(row["epsilon"], 2), row["shots"])
+        runs.setdefault(place, []).append(row)
+    return runs
 
 
 def _published(paper: Mapping[str, Any], upload: str) -> str | None:
@@ -276,10 +278,11 @@ def score(moments: Mapping[str, float]) -> str:
 def _gain(runs: Rows, method: str, shots: int) -> str:
     """Returns what Split Adaptation has more on the same draws."""
     ours = {row["seed"]: row["accuracy"] for row in results.select(runs, method=SA, shots=shots)}
-    mine = results.select(runs, method=method, shots=shots)
-    return percent(
-        [ours[row["seed"]] - row["accuracy"] for row in mine if row["seed"] in ours], "+"
-    )
+    gains = []
+    for row in results.select(runs, method=method, shots=shots):
+        if row["seed"] in ours:
+            gains.append(ours[row["seed"]] - row["accuracy"])
+    return percent(gains, "+")
 
 
 def mean(rows: Rows) -> str:
@@ -292,17 +295,20 @@ def percent(values: Sequence[float], sign: str = "") -> str:
     if not values:
         return ""
     mean, _, error = results.moments(values)
-    return f"{100 * mean:{sign}.1f}" + (f" ({100 * error:.1f})" if len(values) > 1 else "")
+    text = f"{100 * mean:{sign}.1f}"
+    if len(values) == 1:
+        return text
+    return f"{text} ({100 * error:.1f})"
 
 
 def earlier_tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of earlier runs and of the paper's accuracies, which are kept as text."""
-    earlier = {
-        f"earlier: {name}": format_table(rows, style="markdown")
-        for name, rows in found.items()
-        if isinstance(rows, list)
-    }
-    return earlier | {"paper: accuracy": format_table(paper["table 1"], style="markdown")}
+    markdown = {}
+    for name, rows in found.items():
+        if isinstance(rows, list):
+            markdown[f"earlier: {name}"] = format_table(rows, style="markdown")
+    markdown["paper: accuracy"] = format_table(paper["table 1"], style="markdown")
+    return markdown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -86,13 +86,13 @@ def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float
     batch_norm = cifar10.get_config("resnet20").model
     batch_norm.checkpoint = checkpoint
     network = models.network(config.model)
-    parts = data.parts(config.data, "public", "test")
-    public = parts["public"].gather(np.arange(256))
+    images_of = data.parts(config.data, "public", "test")
+    public = images_of["public"].gather(np.arange(256))
     images = network.preprocessing.normalise(public["image"])
     params = group_norms(network.model, models.network(batch_norm).params, images)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_params(path, params)
-    right = models.right(network, params, parts["test"])
+    right = models.right(network, params, images_of["test"])
     return float(np.mean(right))
 
 

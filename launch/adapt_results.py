@@ -19,14 +19,14 @@ def result_of(rows: Rows, work: frame.Work) -> dict[str, Any]:
     """Returns means and standard deviations over the seeds, per method, setting and corruption."""
     config = work.config
     tuning = results.select(rows, part="tuning")
-    chosen = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
+    choices = {(row["method"], row["setting"]): row["chosen"] for row in tuning}
     tried = []
     for row in tuning:
         tried += [_name(row) | candidate for candidate in row["tried"]]
     streams = []
     for part, images in lengths(config).items():
         runs = results.select(rows, part=part)
-        streams.append({"images": images, "cells": _summaries(runs, chosen, work)})
+        streams.append({"images": images, "cells": _summaries(runs, choices, work)})
     whole, *shorter = streams
     return {
         "cells": whole["cells"],
@@ -38,7 +38,7 @@ def result_of(rows: Rows, work: frame.Work) -> dict[str, Any]:
     }
 
 
-def _summaries(runs: Rows, chosen: Mapping[Any, Any], work: frame.Work) -> Lines:
+def _summaries(runs: Rows, choices: Mapping[Any, Any], work: frame.Work) -> Lines:
     """Returns the cells of a part: a method and a setting, over the seeds."""
     ways = settings(work.config)
     cells = []
@@ -47,7 +47,7 @@ def _summaries(runs: Rows, chosen: Mapping[Any, Any], work: frame.Work) -> Lines
         mine = results.select(runs, method=method, setting=setting)
         scores = results.over_seeds(mine, "mean")
         cell = {"method": method, "setting": setting}
-        cell |= chosen.get((method, setting), {})
+        cell |= choices.get((method, setting), {})
         cell |= {"mean": scores.mean, "std": scores.deviation}
         others = {
             "over_source": {"method": SOURCE},
