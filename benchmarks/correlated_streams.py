@@ -146,7 +146,7 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=5, help="of each noise, epsilon and rate")
+    parser.add_argument("--runs", type=int, default=4, help="of each noise, epsilon and rate")
 
 
 def measure(flags: argparse.Namespace) -> dict[str, Any]:
