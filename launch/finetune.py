@@ -203,7 +203,9 @@ def _owners(work: frame.Work) -> dict[str, Any]:
     if not isinstance(work.shared.task.units, Owners):
         return {}
     settings = read_json(work.folder(Model("private")) / FILE)["settings"]
-    rows = [(name, text) for name, text in settings.items() if "records that count" in text + name]
+    rows = [
+        (name, text) for name, text in settings.items() if "records that count" in f"{name} {text}"
+    ]
     return {"owners": rows}
 
 
