@@ -17,11 +17,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdp import finetune
-from jaxdp.data import augmentation
+from jaxdp.data import Owners, augmentation
+from jaxdp.files import read_json
 from jaxdp.models import save_params
 from jaxdp.privacy import Account, ComposedDpEvent
 from jaxdp.release import Hosts, locked, notes
 from jaxdp.report import Callback, format_table, plot_training
+from jaxdp.report.runs import FILE
 
 from . import curve, dpadapter, frame, label_dp, models, plans, results, tasks, trainers, tune
 
@@ -193,8 +195,22 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "noise_multiplier": float(trainer.privatizer.multiplier_at(0)),
         "steps": trainers.steps(options),
         **task.spec.terms,
+        **_owners(work),
         "dataset": task.private.name,
     }
+
+
+def _owners(work: frame.Work) -> dict[str, Any]:
+    """Returns what the run says of owners with fewer records than the most. Who owns what is
+    public.
+    """
+    if not isinstance(work.shared.task.units, Owners):
+        return {}
+    settings = read_json(work.folder(Model("private")) / FILE)["settings"]
+    rows = [
+        (name, text) for name, text in settings.items() if "records that count" in f"{name} {text}"
+    ]
+    return {"owners": rows}
 
 
 def _figures(result: Mapping[str, Any], work: frame.Work) -> None:

@@ -9,7 +9,8 @@ declared public. `config.data.group` names a column with the owners of the image
 the first folder of each path. With `config.data.separator` an image has several owners
 (docs/howto/several_owners.md), and without it one (docs/howto/protect_patients.md).
 
-Twenty seconds on two CPU cores for 600 images of 8 by 8 pixels.
+Fourteen CPU seconds for 1797 images of 8 by 8 pixels: the digits, with one or two of 900 made-up
+people in the names of subfolders. The accuracy was 0.81 at epsilon 8 per person with three images.
 """
 
 from ml_collections import ConfigDict

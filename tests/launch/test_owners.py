@@ -159,8 +159,8 @@ def test_a_run_on_a_folder_reports_every_kind_of_owner(folder, tmp_path):
     finetune.experiment(config, str(tmp_path / "run"))
     page = (tmp_path / "run" / "report.html").read_text()
     assert "zeroing out one person" in page or "blanking out one person" in page
-    run = (tmp_path / "run" / "cells" / "private" / "run.json").read_text()
-    assert "owners" in run
+    assert "people with up to 3 records that count" in page
+    assert "people with up to 1 records that count" in page
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert 7.9 < result["epsilon"] <= 8.0 and result["unit"] == "person"
     # The twin: each image protected by itself needs less noise.

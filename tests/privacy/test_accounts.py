@@ -550,11 +550,12 @@ def test_a_hold_without_a_budget_limits_nobody(ledger):
 
 
 @pytest.mark.slow
-def test_an_event_that_does_not_compose_with_what_is_held_is_refused(ledger):
-    account = register(ledger, epsilon=8.0, delta=DELTA)
+def test_what_is_held_counts_beside_an_event_without_a_rule_in_common(ledger):
     # has a PLD rule only, the other an RDP rule only
-    event = TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 4.0)
-    with account.hold(ZCDpEvent(0.1)), pytest.raises(ValueError, match="no accounting rule"):
+    event = TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 1.0)
+    budget = 1.01 * epsilon_at(event, delta=DELTA)
+    account = register(ledger, epsilon=budget, delta=DELTA)
+    with account.hold(ZCDpEvent(1e-3)), pytest.raises(BudgetExceeded, match="others hold"):
         spend(account, event)
     spend(account, event)
 

@@ -319,7 +319,7 @@ def test_a_long_ledger_makes_a_short_page(tmp_path):
     memory.backup(path)
     source, _ = ledger_page(path)
     page, facts = Page(source), ledger_facts(path)
-    assert not disagreements(page, path) and len(source) < 400_000
+    assert not disagreements(page, path) and len(source) < 450_000  # 100 kB are points as CSV
     assert len(page.tables["What was released about site 07."]) == ROWS
     assert "2 more mechanisms are not listed here" in page.text
     assert len(page.tables[f"The newest {NEWEST} of 168 spends."]) == NEWEST
