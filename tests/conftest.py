@@ -45,7 +45,7 @@ os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # A ledger waits for the disk at every payment, 5 ms each. The files of tests are in memory where it
 # has room.
 SHARED_MEMORY = Path("/dev/shm")
-if os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 8e9:
+if os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 6e9:
     for name in ("TMPDIR", "PYTEST_DEBUG_TEMPROOT"):
         os.environ.setdefault(name, str(SHARED_MEMORY))
     tempfile.tempdir = os.environ["TMPDIR"]
