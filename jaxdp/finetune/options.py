@@ -151,18 +151,17 @@ def calibrated(
         raise ValueError(
             f"steps must be {noise.steps}, as in correlated(..., steps={noise.steps}), got {steps}."
         )
-    terms: dict[str, Any] = {}
-    if isinstance(sampler, SimulatedSampler):
-        # The search repeats public draws, so that a resumed run finds the same noise. Its result
-        # is only a noise multiplier: the charged event has draws of its own.
-        terms["seed"] = bytes(16)
+    # The search repeats public draws, so that a resumed run finds the same noise. Its result is
+    # only a noise multiplier: the charged event has draws of its own.
+    seed = bytes(16)
 
     def whole(noise_multiplier: float) -> DpEvent:
-        return beside(event(noise_multiplier, sampler, steps, noise, **terms), besides)
+        return beside(event(noise_multiplier, sampler, steps, noise, seed=seed), besides)
 
     with counting(whole, label="noise", unit="trial") as tried:
         noise_multiplier = calibrate_noise(tried, **target)
-    return noise_multiplier * _MORE_NOISE if terms else noise_multiplier
+    is_simulated = isinstance(sampler, SimulatedSampler)
+    return noise_multiplier * _MORE_NOISE if is_simulated else noise_multiplier
 
 
 def beside(steps: DpEvent, besides: DpEvent | None) -> DpEvent:
@@ -175,7 +174,8 @@ def event(
     sampler: Sampler,
     steps: int,
     noise: CorrelatedNoise | None = None,
-    **terms: Any,
+    *,
+    seed: bytes | None = None,
 ) -> DpEvent:
     """Returns the event of `steps` steps of any method, before there is a trainer.
 
@@ -185,7 +185,7 @@ def event(
       noise_multiplier: The standard deviation of a row of independent noise over the clip norm.
       sampler, noise: As in `dp_sgd`. With correlated noise, the event is that of all its steps.
       steps: The number of steps.
-      terms: `seed=` of a simulated event, 16 bytes for tests.
+      seed: Public randomness of a simulated event, 16 bytes. None draws it from the system.
 
     Raises:
       ValueError: The sampler's pattern has no proof for these steps or this noise.
@@ -193,12 +193,13 @@ def event(
     if not noise_multiplier:
         return NonPrivateDpEvent()
     inner = GaussianDpEvent(noise_multiplier)
+    options: dict[str, Any] = {"seed": seed} if isinstance(sampler, SimulatedSampler) else {}
     if noise is None:
-        return sampler.run_event(inner, steps, **terms)
+        return sampler.run_event(inner, steps, **options)
     if isinstance(sampler, FixedOrderSampler):
         return noise.event(noise_multiplier)  # A public order amplifies nothing.
     # A secret pattern amplifies: `jaxdp.privacy.participation` has the proofs.
-    options: dict[str, Any] = {"strategy": noise.column, **terms}
+    options["strategy"] = noise.column
     return sampler.run_event(inner, noise.steps, **options)
 
 
