@@ -165,14 +165,10 @@ def _updated(
 
     assert isinstance(adapter.method, Private)
     nobody = jnp.zeros(len(batch), bool)
-    first = adapted(state.params)
+    after = [adapted(state.params)]
 
-    def later(state: Any, nothing: None) -> tuple[Any, jax.Array]:
+    for _ in range(adapter.method.updates - 1):
         for _ in range(adapter.accumulate):
             state, _ = adapter.step(state, jnp.asarray(batch), mask=nobody)
-        return state, adapted(state.params)
-
-    if adapter.method.updates == 1:
-        return first
-    _, rest = jax.lax.scan(later, state, length=adapter.method.updates - 1)
-    return jnp.concatenate([first, rest.reshape(-1)])
+        after.append(adapted(state.params))
+    return jnp.concatenate(after)

@@ -113,7 +113,15 @@ def pattern(
 
 
 _FEW: dict[str, Any] = {"num_examples": 8, "separation": 4, "steps": 4, "draws": 2**14}
-UNPRICED = Unpriced(sampling_probability=0.3, truncated_batch_size=1, **_FEW)
+# Batches of ten lose two. A canary that stays takes the place of another record.
+UNPRICED = Unpriced(
+    num_examples=64,
+    sampling_probability=0.3,
+    separation=4,
+    steps=4,
+    draws=2**14,
+    truncated_batch_size=8,
+)
 
 CASES = (
     pattern(
