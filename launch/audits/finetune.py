@@ -351,6 +351,10 @@ def steps(
     if isinstance(honest.query, SlackClipping):
         large = dataclasses.replace(honest, query=LargeSlots(**_fields(honest.query)))
         twins["slots of the clip norm each"] = held(audit(large, of=SHORT))
+        if honest.query.grids is not None:
+            twins["slots of the clip norm each"] = (
+                "an example that is too long counts as zero, by a check of integers"
+            )
     if honest.group:
         broken = dataclasses.replace(honest, query=ClippedPerRecord(gradient=honest.query.gradient))
         twins["a clip per record, sold as per patient"] = held(audit(broken))
