@@ -374,6 +374,10 @@ def steps(make: Make, *, step: int = 1, source: Source = EXAMPLES) -> Audits:
     if isinstance(honest.query, SlackClipping):
         large = dataclasses.replace(honest, query=LargeSlots(**_fields(honest.query)))
         twins["slots of the clip norm each"] = twin(trainer=large, source=SHORT)
+        if honest.query.grids is not None:
+            twins["slots of the clip norm each"] = (
+                "an example that is too long counts as zero, by a check of integers"
+            )
     if honest.group:
         per_record = dataclasses.replace(honest, query=ClippedPerRecord(gradient=gradient))
         twins["a clip per record, sold as per patient"] = twin(trainer=per_record)
