@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
         {
             **config.data,
             "source": "folder",
-            "name": "images",
+            "name": "images",  # change: of the set, by which ledgers know it
             "path": "",  # change: the folder
             "class_names": (),  # change: the texts of the column "label"
             "num_classes": 0,  # or their number, if labels are numbers

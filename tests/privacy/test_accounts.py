@@ -553,9 +553,9 @@ def test_a_hold_without_a_budget_limits_nobody(ledger):
 def test_what_is_held_counts_beside_an_event_without_a_rule_in_common(ledger):
     # has a PLD rule only, the other an RDP rule only
     event = TruncatedSubsampledGaussianDpEvent(100, 0.1, 20, 1.0)
-    budget = 1.01 * epsilon_at(event, delta=DELTA)
+    budget = 1.0001 * epsilon_at(event, delta=DELTA)
     account = register(ledger, epsilon=budget, delta=DELTA)
-    with account.hold(ZCDpEvent(1e-3)), pytest.raises(BudgetExceeded, match="others hold"):
+    with account.hold(ZCDpEvent(0.01)), pytest.raises(BudgetExceeded, match="others hold"):
         spend(account, event)
     spend(account, event)
 
