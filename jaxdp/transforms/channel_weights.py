@@ -107,12 +107,37 @@ class Form:
       scale: s, [1, C].
       bases: The vectors [n, C] of which p and q of the kernel are multiples. None is ones.
       numbers: (number [1, C] of the term, place of p in `bases`, q) of each further term.
+      rows: n.
     """
 
     kernel: int
     scale: jax.Array
     bases: tuple[Any, ...]
     numbers: tuple[tuple[jax.Array, int, Functional], ...]
+    rows: int
+
+    @property
+    def full_bases(self) -> jax.Array:
+        """The bases that are no ones, float32 [number, n, C]."""
+        return jnp.stack([base for base in self.bases if base is not None])
+
+    def with_terms(self, products: Sequence[jax.Array]) -> "LowRank":
+        """Returns the terms of J^T dV beside s dV.
+
+        Args:
+          products: The inner products [B, C] of each base with dV.
+        """
+        zero = jnp.zeros_like(products[0])
+        of_kernel = [zero for _ in self.bases]
+        of_leaves: dict[int, jax.Array] = {}
+        for number, place, functional in self.numbers:
+            term = number * products[place]
+            if functional.leaf == self.kernel:
+                own = _place(list(self.bases), functional.base)
+                of_kernel[own] = of_kernel[own] + term
+            else:
+                of_leaves[functional.leaf] = of_leaves.get(functional.leaf, zero) + term
+        return LowRank(of_kernel, of_leaves)
 
 
 def of_program(
@@ -177,7 +202,7 @@ def _form(weight: _Value, kernel: int) -> Form:
         merged.append((p.number, place, q))
     numbers = tuple((jnp.broadcast_to(x, of_channel), place, q) for x, place, q in merged)
     scale = jnp.broadcast_to(diagonal.number, of_channel)
-    return Form(kernel, scale, tuple(bases), numbers)
+    return Form(kernel, scale, tuple(bases), numbers, len(weight.primal))
 
 
 def _place(bases: list[Any], base: Any) -> int:
@@ -423,66 +448,91 @@ def low_rank(
     # The norm of s dV is that of factors in bfloat16.
     x, of_scaled = _in_bfloat16(x), of_scaled.astype(jnp.float32)
     outputs = [_applied_to(rule, x, base) for base in form.bases]
-    channels = form.scale.size
-    of_kernel = [jnp.zeros((len(x), channels), jnp.float32) for _ in form.bases]
-    of_leaves: dict[int, jax.Array] = {}
-    for number, place, functional in form.numbers:
-        over_positions = (outputs[place] * cotangents).sum((1, 2))
-        term = number * over_positions
-        if functional.leaf == form.kernel:
-            own = _place(list(form.bases), functional.base)
-            of_kernel[own] = of_kernel[own] + term
-        else:
-            before = of_leaves.get(functional.leaf, jnp.zeros_like(term))
-            of_leaves[functional.leaf] = before + term
-    added, spread, longest = _added_squares(form, rule, of_kernel, outputs, x, of_scaled)
-    for term in of_leaves.values():
-        squares = jnp.square(term).sum(1)
-        added = added + squares
-        longest = longest + rounding.root(squares)
-    error = rounding.of_sum(1, jnp.float32) * longest
-    return LowRank(of_kernel, of_leaves), added, spread, error
-
-
-def _added_squares(
-    form: Form,
-    rule: Conv,
-    of_kernel: Sequence[jax.Array],
-    outputs: Sequence[jax.Array],
-    x: jax.Array,
-    g: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns what multiples of the bases add to the squared norm of the kernel's gradient, E of
-    it, and the sum of the lengths of these multiples, [B] each.
-    """
+    terms = form.with_terms([(output * cotangents).sum((1, 2)) for output in outputs])
     eps = rounding.eps(jnp.float32)
-    rows = math.prod(rule.window) * rule.channels
+    rows = form.rows
     squares = jnp.square(x).sum(3, keepdims=True)
     windows = _window_sums(rule, squares)
-    products_of_lengths = rounding.root(windows) * jnp.abs(g)
+    products_of_lengths = rounding.root(windows) * jnp.abs(of_scaled)
     lengths = products_of_lengths.sum((1, 2))  # [B, C]
     additions = rounding.additions(rows) + rounding.additions(rule.positions)
-    added = spread = longest = jnp.zeros(len(x), jnp.float32)
-    for j, (multiple, base) in enumerate(zip(of_kernel, form.bases, strict=True)):
-        crossed = (outputs[j] * g).sum((1, 2))
+    crossed = []
+    errors = []
+    for output, base in zip(outputs, form.bases, strict=True):
+        crossed.append((output * of_scaled).sum((1, 2)))
         # A base is rounded to bfloat16 where it is multiplied, ones are not.
         rounded = additions * eps
         if base is not None:
             rounded += _BFLOAT16_ROUNDING
-        length = rounding.root(_inner(base, base, rows))
+        errors.append(rounded * rounding.root(_inner(base, base, rows)) * lengths)
+    return terms, *_added_squares(form, terms, crossed, errors)
+
+
+def of_column_sums(
+    form: Form,
+    sums: jax.Array,
+) -> tuple[LowRank, jax.Array, jax.Array, jax.Array]:
+    """Returns the terms of J^T dV beside s dV, and its squared norm.
+
+    Args:
+      form: The Jacobian of the weight.
+      sums: [2 + n, B, C]. The sums over the rows of dV^2, of dV, and of dV times the bases that are
+        no ones, all of one dV.
+
+    Returns:
+      The terms, and [B] each: the squared norm, E, and the error of the sum, as in `rounding`.
+    """
+    squares, of_ones, *others = sums
+    of_bases = iter(others)
+    products = [of_ones if base is None else next(of_bases) for base in form.bases]
+    terms = form.with_terms(products)
+    squares = jnp.square(form.scale) * squares
+    lengths = rounding.root(squares)
+    # A kernel adds the rows one after the other, and then parts of them.
+    rounded = (form.rows + 64) * rounding.eps(jnp.float32)
+    crossed = [form.scale * product for product in products]
+    errors = [
+        rounded * rounding.root(_inner(base, base, form.rows)) * lengths for base in form.bases
+    ]
+    added, spread, error = _added_squares(form, terms, crossed, errors)
+    return terms, squares.sum(1) + added, spread + rounded * squares.sum(1), error
+
+
+def _added_squares(
+    form: Form,
+    terms: LowRank,
+    crossed: Sequence[jax.Array],
+    errors: Sequence[jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns what terms add to the squared norm of s dV, E of it, and the error of the sum, [B].
+
+    Args:
+      form: The Jacobian of the weight.
+      terms: The terms of J^T dV beside s dV.
+      crossed: The inner products of the bases with s dV, [B, C] each.
+      errors: Bounds on their errors, [B, C] each.
+    """
+    eps = rounding.eps(jnp.float32)
+    added = spread = longest = jnp.zeros(len(crossed[0]), jnp.float32)
+    for j, (multiple, base) in enumerate(zip(terms.of_kernel, form.bases, strict=True)):
+        length = rounding.root(_inner(base, base, form.rows))
         size = jnp.abs(multiple) * length
-        terms = [2 * multiple * crossed]
+        summands = [2 * multiple * crossed[j]]
         for k, other in enumerate(form.bases[: j + 1]):
             twice = 1 if k == j else 2
-            product = multiple * of_kernel[k]
-            terms.append(twice * product * _inner(base, other, rows))
-        of_products = 2 * rounded * size * lengths
+            product = multiple * terms.of_kernel[k]
+            summands.append(twice * product * _inner(base, other, form.rows))
+        of_products = 2 * jnp.abs(multiple) * errors[j]
         spread = spread + of_products.sum(1)
-        for term in terms:
-            added = added + term.sum(1)
-            spread = spread + _EVALUATED * eps * jnp.abs(term).sum(1)
+        for summand in summands:
+            added = added + summand.sum(1)
+            spread = spread + _EVALUATED * eps * jnp.abs(summand).sum(1)
         longest = longest + rounding.root(jnp.square(size).sum(1))
-    return added, spread, longest
+    for term in terms.of_leaves.values():
+        squares = jnp.square(term).sum(1)
+        added = added + squares
+        longest = longest + rounding.root(squares)
+    return added, spread, rounding.of_sum(1, jnp.float32) * longest
 
 
 # Roundings of a term of the quadratic form: its inner products and their sums over channels.
@@ -499,9 +549,14 @@ def _inner(base: Any, other: Any, rows: int) -> Any:
     return (base * other).sum(0, keepdims=True)
 
 
+def scaled_sum(form: Form, of_weight: jax.Array) -> jax.Array:
+    """Returns a sum of dV, in the shape of the weight, times s."""
+    rows = form.scale * _as_rows(of_weight)
+    return rows.reshape(of_weight.shape)
+
+
 def weighted_sum(
     form: Form,
-    shape: Sequence[int],
     of_scaled: jax.Array,
     sums: LowRank,
 ) -> dict[int, jax.Array]:
@@ -509,10 +564,10 @@ def weighted_sum(
 
     Args:
       form: The Jacobian of the weight.
-      shape: The shape of the kernel.
       of_scaled: The sum of s dV times factors, in the shape of the weight.
       sums: The sums of the other terms times factors, [C] each.
     """
+    shape = of_scaled.shape
     grad = of_scaled.reshape(-1, shape[-1])
     for multiples, base in zip(sums.of_kernel, form.bases, strict=True):
         multiple = multiples.reshape(1, -1)

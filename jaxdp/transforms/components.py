@@ -186,6 +186,7 @@ class Component:
         self._form: channel_weights.Form | None = None
         if method != preferred and has_kernel:
             self._form = channel_weights.of_program(weights, leaves, self._members)
+        self._scales_sum = False  # whether sums are those of dV, to be multiplied by s
         if self._form is not None:
             self.squared_norms = self._norms_of_channels(tapped[0])
             return
@@ -234,6 +235,9 @@ class Component:
         assert self._form is not None
         rule, g = tapped.site.rule, tapped.cotangent
         assert isinstance(rule, sites.Conv)
+        has_base = any(base is not None for base in self._form.bases)
+        if has_base and tapped.site.has_column_sums(tapped.record, g):
+            return self._norms_of_column_sums(tapped)
         scaled = tapped._replace(cotangent=channel_weights.scaled(self._form, rule, g))
         one = scaled.settled("drop", alone=True)
         self._tapped = [one]
@@ -244,6 +248,20 @@ class Component:
         terms = one.site.terms + 1 + sites.lost_in_parts()
         error = error + 2 * rounding.of_sum(terms, squares.dtype) * apart
         return rounding.covered(squares + added, own_spread + spread, error)
+
+    def _norms_of_column_sums(self, tapped: TappedSite) -> jax.Array:
+        """Returns the same where a kernel forms dV and multiplies it with all that J reads."""
+        assert self._form is not None
+        one = tapped.settled("drop", alone=True)
+        self._tapped = [one]
+        self._scales_sum = True
+        bases = self._form.full_bases.reshape(-1, *one.site.rule.weight_shape)
+        sums, apart = one.site.column_sums(one.record, one.cotangent, bases)
+        self._low_rank, squares, spread, error = channel_weights.of_column_sums(self._form, sums)
+        terms = one.site.terms + 1 + sites.lost_in_parts()
+        longest = jnp.abs(self._form.scale).max()
+        error = error + 2 * rounding.of_sum(terms, squares.dtype) * longest * apart
+        return rounding.covered(squares, spread, error)
 
     def _oriented_factors(self) -> list[sites.Pair]:
         """Returns the factors of all sites, swapped where a site applies the transposed weight."""
@@ -348,9 +366,11 @@ class Component:
             if self._form is not None:
                 terms, structure = jax.tree.flatten(low_rank)
                 contracted = contract_rows(terms, [factors] * len(terms))
-                shape = self._tapped[0].site.rule.weight_shape
                 low_rank_sums = jax.tree.unflatten(structure, contracted)
-                return channel_weights.weighted_sum(self._form, shape, of_weights[0], low_rank_sums)
+                of_scaled = of_weights[0]
+                if self._scales_sum:
+                    of_scaled = channel_weights.scaled_sum(self._form, of_scaled)
+                return channel_weights.weighted_sum(self._form, of_scaled, low_rank_sums)
             sums = self._pull(of_weights)
         return dict(zip(self._members, sums, strict=True))
 

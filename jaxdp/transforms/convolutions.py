@@ -141,6 +141,11 @@ class Conv(Rule):
         out_feature, in_feature, *spatial = self.numbers.rhs_spec
         return transposed_back(grad, (*spatial, in_feature, out_feature))
 
+    def window_first(self, weight: jax.Array) -> jax.Array:
+        """Returns a weight as [*window, in, out]."""
+        out_feature, in_feature, *spatial = self.numbers.rhs_spec
+        return weight.transpose((*spatial, in_feature, out_feature))
+
     def record(self, operands: Sequence[Any]) -> Any:
         return operands[0]
 

@@ -458,6 +458,50 @@ class Site:
         norm: FormedNorm = forms.by_platform(record, g, default=by_xla, kernels=kernels)
         return norm
 
+    def has_column_sums(self, record: Any, g: jax.Array) -> bool:
+        """Returns whether a kernel of a TPU computes `column_sums`."""
+        kernel, _ = self.kernels("drop", record, g)
+        if kernel != "convolution":
+            return False
+        assert isinstance(self.rule, Conv)
+        x, cotangents = jax.eval_shape(self.rule.pictures, record, g)
+        return convolution.column_sums_suit(x, cotangents, self.rule.geometry)
+
+    def column_sums(
+        self,
+        record: Any,
+        g: jax.Array,
+        bases: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns sums over the rows of dV in each feature, [2 + n, B, features], and M [B].
+
+        The sums are those of dV^2, of dV, and of dV times each base [n, *weight]. The features are
+        the last axis of the weight.
+        """
+        kernels = {"tpu": self._column_sums_of_pictures}
+        sums: tuple[jax.Array, jax.Array] = forms.by_platform(
+            record, g, bases, default=self._column_sums_by_xla, kernels=kernels
+        )
+        return sums
+
+    def _column_sums_of_pictures(
+        self, record: Any, g: jax.Array, bases: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        assert isinstance(self.rule, Conv)
+        pictures = self.rule.pictures(record, g)
+        in_order = jax.vmap(self.rule.window_first)(bases)
+        return convolution.column_sums(*pictures, in_order, self.rule.geometry)
+
+    def _column_sums_by_xla(
+        self, record: Any, g: jax.Array, bases: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        record, g = settled_at(self.rule, record, g)
+        grads = self.per_example(record, g)
+        axes = tuple(range(1, grads.ndim - 1))
+        terms = [jnp.square(grads), grads, *(grads * base[None] for base in bases)]
+        sums = jnp.stack([term.sum(axes) for term in terms])
+        return sums, self.without_cancellation(record, g)
+
     def _norm_by_xla(self, record: Any, g: jax.Array) -> FormedNorm:
         record, g = settled_at(self.rule, record, g)
         grads = self.per_example(record, g)

@@ -119,6 +119,22 @@ def test_norms_equal_those_of_numpy(name):
 
 
 @pytest.mark.slow
+def test_column_sums_equal_those_of_numpy():
+    """Fails where a base meets another row or column of the gradient, or a phase is left out."""
+    x, g, geometry = arrays_of_form(False, 1, True, 128, (32, 16), 3, 16, **HALVED)
+    assert convolution.column_sums_suit(x, g, geometry)
+    bases = numbers((2, *geometry.window, 3, 16), 4)
+    sums, apart = jax.jit(convolution.column_sums, static_argnums=3)(x, g, bases, geometry)
+    for example in (0, 77):
+        one = slice(example, example + 1)
+        exact = by_numpy(x[one], g[one], geometry, np.ones(1))
+        terms = [exact**2, exact, *(np.float64(base) * exact for base in bases)]
+        expected = np.stack(terms).sum((1, 2, 3))
+        np.testing.assert_allclose(sums[:, example], expected, atol=1e-5 * np.abs(expected).max())
+        assert apart[example] ** 2 >= np.square(exact).sum()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "on_lanes"), [(6, False), (256, True)])
 def test_nan_of_one_example_does_not_reach_another(batch, on_lanes):
     """Fails if a product with zeros takes the place of a mask where examples share the lanes."""

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdp
-from jaxdp.transforms import clipped_sums, forms, sites, walker
+from jaxdp.transforms import channel_weights, clipped_sums, forms, sites, walker
 from jaxdp.transforms import dense as dense_forms
 from jaxdp.transforms.kernels import formed, gram, weighted
 from tests.transforms.small_net import factors_of_other_parts
@@ -92,7 +92,10 @@ def standardised(params, x):
 
 def standardised_outputs(params, x):
     """A convolution whose kernel is standardised in each channel, as by `jaxdp.models`."""
-    picture = x.reshape(1, 16, 24, 8)
+    return standardised_picture(params, x.reshape(1, 16, 24, 8), (1, 2))
+
+
+def standardised_picture(params, picture, strides):
     kernel, gain = params["kernel"], params["gain"]
     rows = kernel.size // kernel.shape[-1]
     centred = kernel - kernel.mean((0, 1, 2), keepdims=True)
@@ -100,7 +103,7 @@ def standardised_outputs(params, x):
     scale = gain.reshape(1, 1, 1, -1) * jax.lax.rsqrt(jnp.maximum(rows * variance, 1e-4))
     numbers = ("NHWC", "HWIO", "NHWC")
     return jax.lax.conv_general_dilated(
-        picture, centred * scale, (1, 2), "SAME", dimension_numbers=numbers
+        picture, centred * scale, strides, "SAME", dimension_numbers=numbers
     )
 
 
@@ -260,6 +263,43 @@ def test_a_batch_of_pictures_on_the_lanes():
     assert np.linalg.norm(flat(result.grads) - flat(expected)) < 0.02 * np.linalg.norm(
         flat(expected)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_twin", [False, True])
+def test_standardised_kernels_of_a_batch_on_the_lanes(is_twin, monkeypatch):
+    """One kernel forms the gradient and all that the standardisation reads of it.
+
+    The twin forgets what the standardisation takes away, and the gradient of the gain.
+    """
+    rng = np.random.default_rng(0)
+    gain = jnp.asarray(rng.normal(size=16), jnp.float32).at[0].set(0)
+    params = {"gain": gain, "kernel": jnp.asarray(rng.normal(size=(3, 3, 16, 16)), jnp.float32)}
+    batch = jnp.asarray(rng.normal(size=(128, 16, 8, 16)), jnp.float32).at[1].set(jnp.nan)
+
+    def loss(params, x):
+        out = standardised_picture(params, x[None], (1, 1))
+        return (jnp.square(out) + 0.1 * out).sum()
+
+    if is_twin:
+        with_terms = channel_weights.Form.with_terms
+
+        def forgetful(form, products):
+            return jax.tree.map(jnp.zeros_like, with_terms(form, products))
+
+        monkeypatch.setattr(channel_weights.Form, "with_terms", forgetful)
+    counted = jnp.array([0, 2, 127])
+    mask = jnp.zeros(128, bool).at[counted].set(True).at[1].set(True)
+    with on_a_tpu() as traced:
+        result = jaxdp.clipped_grad(loss, clip_norm=0.5)(params, batch, mask=mask)
+    assert len(traced) == 2 and "_column_sums_of_pictures" in {kernel.__name__ for kernel in traced}
+    exact = gradients(loss, params, batch[counted])
+    norms = np.linalg.norm(exact, axis=1)
+    assert np.allclose(result.norms[counted], norms, rtol=0.02) != is_twin
+    assert result.nonfinite == 1
+    if not is_twin:
+        expected = (exact * np.minimum(1, 0.5 / norms)[:, None]).sum(0)
+        assert np.linalg.norm(flat(result.grads) - expected) < 0.02 * np.linalg.norm(expected)
 
 
 def test_the_kernels_serve_the_shapes_of_these_tests():

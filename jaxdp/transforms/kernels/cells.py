@@ -360,6 +360,41 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[Stacks]]:
     return stacks
 
 
+def columns_of(
+    plan: Plan, bases: Sequence[Any]
+) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
+    """Returns a function of the words of data and cotangents, where gradients are formed.
+
+    It returns partial sums [1, 128] of M, and sums over the rows of the gradient of each phase of
+    columns, in `statistics` rows [1, 128].
+
+    Args:
+      plan: The plan, not `by_cells`.
+      bases: For each phase of columns, a reference to arrays [n, rows of A, rows of B].
+    """
+    stacks = _stacks(plan)
+
+    def columns(data: jax.Array, cotangents: jax.Array) -> list[jax.Array]:
+        apart = []
+        rows = []
+        for (a, b), of_phase in zip(stacks(data, cotangents), bases, strict=True):
+            gradient = _product(a, b, over=1)
+            apart.append(_folded(_length(a) * _length(b)))
+            terms = [gradient * gradient, gradient]
+            terms += [of_phase[n] * gradient for n in range(of_phase.shape[0])]
+            for term in terms:
+                rows += _cut(jnp.sum(term, 0, keepdims=True))
+        return [functools.reduce(jnp.add, apart), *rows]
+
+    return columns
+
+
+def statistics(plan: Plan, n_bases: int) -> int:
+    """Returns the number of rows that `columns_of` returns behind the first one."""
+    tiles = sum(_ceil(columns, LANES) for _, columns in plan.sizes)
+    return (2 + n_bases) * tiles
+
+
 def norm_of(plan: Plan) -> Callable[[jax.Array, jax.Array], list[jax.Array]]:
     """Returns a function of the words of data and cotangents.
 
@@ -518,9 +553,12 @@ def _phase(
 
 def _folded(squares: jax.Array) -> jax.Array:
     """Returns sums [1, 128] of the columns of an array."""
-    sums = jnp.sum(squares, 0, keepdims=True)
-    columns = sums.shape[1]
+    return functools.reduce(jnp.add, _cut(jnp.sum(squares, 0, keepdims=True)))
+
+
+def _cut(row: jax.Array) -> list[jax.Array]:
+    """Cuts a row into rows of 128. Zeros fill the last one."""
+    columns = row.shape[1]
     filled = up(columns, LANES)
-    sums = jnp.pad(sums, ((0, 0), (0, filled - columns)))
-    pieces = [sums[:, first : first + LANES] for first in range(0, filled, LANES)]
-    return functools.reduce(jnp.add, pieces)
+    row = jnp.pad(row, ((0, 0), (0, filled - columns)))
+    return [row[:, first : first + LANES] for first in range(0, filled, LANES)]

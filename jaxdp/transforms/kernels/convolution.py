@@ -137,6 +137,102 @@ def _norms(
     return _norms_of_blocks(plan, geometry.strides, x, g)
 
 
+def column_sums_suit(
+    x: Any,
+    g: Any,
+    geometry: cells.Geometry,
+) -> bool:
+    """Returns whether `column_sums` serves arrays of these shapes and types.
+
+    It serves those whose batch is on the lanes, and whose gradients are formed.
+    """
+    if not x.shape[0] or not suits(x, g, geometry):
+        return False
+    plan = cells.Plan.of(geometry, x, g)
+    return not plan.by_cells and lanes.batch_on_lanes(plan, x.shape[0])
+
+
+def column_sums(
+    x: jax.Array,
+    g: jax.Array,
+    bases: jax.Array,
+    geometry: cells.Geometry,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns sums over the rows of per-example gradients, [2 + n, B, K], and M of them, [B].
+
+    The gradient dV [*window, C, K] of an example is that of `norms_and_bounds`, formed once, as
+    are the other arguments and M. In each feature the sums are those of dV^2, of dV, and of dV
+    times each base.
+
+    Args:
+      bases: float32 [n, *window, C, K].
+
+    A mapped axis of `jax.vmap` becomes a loop.
+    """
+    axes = shards.varying_axes(x, g, bases)
+    function = custom_vmap(functools.partial(_column_sums, geometry))
+
+    @function.def_vmap
+    def mapped(
+        size: int,
+        batched: Sequence[bool],
+        *arrays: jax.Array,
+    ) -> tuple[Any, tuple[bool, bool]]:
+        own = _all_mapped(size, batched, arrays)
+        return lax.map(lambda arrays: function(*arrays), own), (True, True)
+
+    varied = [shards.vary(y, axes) for y in (x, g, bases)]
+    sums, apart = function(*varied)
+    return sums, apart
+
+
+def _column_sums(
+    geometry: cells.Geometry,
+    x: jax.Array,
+    g: jax.Array,
+    bases: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    plan = cells.Plan.of(geometry, x, g)
+    n_bases = len(bases)
+    by_phase = _in_phases(plan, bases)
+    n_rows = cells.statistics(plan, n_bases)
+
+    def columns_of(*references: Any) -> Any:
+        return cells.columns_of(plan, references)
+
+    rows = lanes.examples(plan, geometry.strides, x, g, by_phase, columns_of, 1 + n_rows)
+    rows = rows.swapaxes(0, 1).reshape(1 + n_rows, -1, cells.LANES)  # [rows, B, 128]
+    apart = rows[0].sum(1)
+    _, outputs = plan.filled
+    total: Any = 0.0
+    first = 1
+    for _, columns in plan.sizes:
+        tiles = cells.up(columns, cells.LANES) // cells.LANES
+        end = first + (2 + n_bases) * tiles
+        of_phase = rows[first:end].reshape(2 + n_bases, tiles, len(x), cells.LANES)
+        of_phase = of_phase.swapaxes(1, 2).reshape(2 + n_bases, len(x), -1)
+        by_column = of_phase[..., :columns].reshape(2 + n_bases, len(x), -1, outputs)
+        total = total + by_column.sum(2)
+        first = end
+    return total[..., : plan.outputs], apart
+
+
+def _in_phases(plan: cells.Plan, bases: jax.Array) -> list[jax.Array]:
+    """Returns the bases in the order of the gradient of each phase of columns.
+
+    They are [n, rows of A, rows of B].
+    """
+    channels, outputs = plan.filled
+    missing = [(0, 0)] * 3 + [(0, channels - plan.channels), (0, outputs - plan.outputs)]
+    bases = jnp.pad(bases, missing)
+    by_phase = []
+    for phase, (rows, columns) in zip(plan.phases[1], plan.sizes, strict=True):
+        places = [j for j, (_, own) in enumerate(plan.columns) if own == phase]
+        of_phase = bases[:, :, jnp.array(places)].swapaxes(2, 3)
+        by_phase.append(of_phase.reshape(len(bases), rows, columns))
+    return by_phase
+
+
 def sums_suit(
     x: Any,
     g: Any,

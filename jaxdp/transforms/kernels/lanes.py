@@ -125,6 +125,31 @@ def norms(
     g: jax.Array,
 ) -> jax.Array:
     """Returns the squared norms, M and E, [3, B], where the batch is on the lanes."""
+    sums = examples(plan, strides, x, g, (), lambda: cells.norm_of(plan), cells.RESULTS)
+    sums = sums.reshape(*sums.shape[:3], plan.sides, -1)
+    by_example = jnp.sum(sums, 4)
+    by_result = by_example.transpose(1, 0, 3, 2)
+    return by_result.reshape(cells.RESULTS, -1)
+
+
+def examples(
+    plan: cells.Plan,
+    strides: tuple[int, ...],
+    x: jax.Array,
+    g: jax.Array,
+    others: Sequence[jax.Array],
+    function_of: Callable[..., Callable[..., list[jax.Array]]],
+    results: int,
+) -> jax.Array:
+    """Returns rows [blocks, results, 128, 128] of each example, where the batch is on the lanes.
+
+    Args:
+      plan, strides, x, g: As in `norms`.
+      others: Arrays that lie in the chip.
+      function_of: A function of references to `others`. It returns a function of the words of an
+        example, which returns its rows.
+      results: The number of rows.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -133,19 +158,18 @@ def norms(
     def kernel(
         data: Any,
         cotangents: Any,
-        result: Any,
-        *memory: Any,
+        *references: Any,
     ) -> None:
-        *memories, sums, written = memory
-        norm = cells.norm_of(plan)
+        own = references[: len(others)]
+        result, *memories, sums, written = references[len(others) :]
+        rows_of = function_of(*own)
 
         def compute(
             block: jax.Array,
             words: Callable[[jax.Array], list[jax.Array]],
         ) -> None:
             def example(i: jax.Array) -> None:
-                results = norm(*words(i))
-                for row, values in enumerate(results):
+                for row, values in enumerate(rows_of(*words(i))):
                     sums[row, pl.ds(i, 1), :] = values
 
             cells.each(example, cells.LANES, plan.unrolled)
@@ -156,20 +180,18 @@ def norms(
         blocks.walk((data, cotangents), memories, compute)
 
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
-    of_block = (cells.RESULTS, cells.LANES, cells.LANES)  # results, examples, partial sums
+    in_chip = pl.BlockSpec(memory_space=pltpu.VMEM)
+    of_block = (results, cells.LANES, cells.LANES)  # results, examples, partial sums
     written = pltpu.SemaphoreType.DMA(())
-    sums = pl.pallas_call(
+    rows: jax.Array = pl.pallas_call(
         kernel,
-        in_specs=[everywhere, everywhere],
+        in_specs=[everywhere, everywhere, *(in_chip for _ in others)],
         out_specs=everywhere,
         out_shape=shards.shape_like(x, (blocks.number, *of_block), jnp.float32),
         scratch_shapes=[*blocks.memory, pltpu.VMEM(of_block, jnp.float32), written],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
-    )(*blocks.arrays)
-    sums = sums.reshape(blocks.number, cells.RESULTS, cells.LANES, plan.sides, -1)
-    by_example = jnp.sum(sums, 4)
-    by_result = by_example.transpose(1, 0, 3, 2)
-    return by_result.reshape(cells.RESULTS, -1)
+    )(*blocks.arrays, *others)
+    return rows
 
 
 def weighted_sums(
