@@ -184,8 +184,7 @@ def _serve() -> None:
             pid, status = os.waitpid(asked["pid"], 0 if asked["wait"] else os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
-            # Accounting imports SciPy at its first use, which would be in every process.
-            for name in ("scipy.signal", *asked["modules"]):
+            for name in asked["modules"]:
                 importlib.import_module(name)
             gc.freeze()
             answer = os.fork()

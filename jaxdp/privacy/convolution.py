@@ -23,8 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # It loads scipy.signal at the first use, which takes half a second.
-from scipy import fft
+from scipy import fft, signal
 
 from jaxdp.privacy.events import DpEvent
 from jaxdp.privacy.loss_distribution import MASS_ERROR, LossDistribution
@@ -390,7 +389,7 @@ def _tail_sums(masses: np.ndarray, tilt: float, grid: float) -> np.ndarray:
 
 def _decayed(masses: np.ndarray, rate: float) -> np.ndarray:
     """Returns for each place the sum of masses from it on, times exp(-rate * distance)."""
-    sums: np.ndarray = scipy.signal.lfilter([1.0], [1.0, -math.exp(-rate)], masses[::-1])[::-1]
+    sums: np.ndarray = signal.lfilter([1.0], [1.0, -math.exp(-rate)], masses[::-1])[::-1]
     return sums
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import scipy  # It loads scipy.stats at the first use.
+from scipy import stats
 
 from jaxdp.privacy.events import OwnedGaussianDpEvent, TruncatedSubsampledGaussianDpEvent
 from jaxdp.privacy.loss_distribution import Piece, log_of
@@ -232,12 +232,12 @@ def truncated_batches(
     sigma = leaf.noise_multiplier
     whole_batch = two_sided if adjacency == "replace_one" else one_sided
     # The probability that the other records fill the batch.
-    cut = float(scipy.stats.binom.sf(most - 1, records - 1, q))
+    cut = float(stats.binom.sf(most - 1, records - 1, q))
     if cut == 0:
         return [whole_batch(1.0, sigma, q, depth)]
     pieces = [whole_batch(1 - cut, sigma, q, depth)] if cut < 1 else []
     # Given that, the probability that the record is in a truncated batch.
-    share = min(1.0, float(scipy.stats.binom.sf(most, records, q)) * most / cut / records)
+    share = min(1.0, float(stats.binom.sf(most, records, q)) * most / cut / records)
     if share > 0:
         return [*pieces, two_sided(cut, sigma / 2, share, depth)]
     return pieces or [whole_batch(1.0, sigma, q, depth)]
@@ -255,7 +255,7 @@ def owned_records(leaf: OwnedGaussianDpEvent, depth: float) -> Piece:
         return one_sided(1.0, sigma / most, 1.0, depth)
     numbers = range(1, most + 1)
     log_none = most * math.log1p(-q)
-    log_weights = scipy.stats.binom.logpmf(numbers, most, q)
+    log_weights = stats.binom.logpmf(numbers, most, q)
 
     def density(offsets: np.ndarray, centre: float) -> tuple[np.ndarray, np.ndarray]:
         gain = np.zeros(offsets.shape)  # of the likelihood ratio above 1
