@@ -23,7 +23,7 @@ SAME_NOISE = {
     f"private {name}" for name in ("EATA", "SAR", "DeYO", "COME over Tent", "COME over DeYO")
 }
 SAME_NOISE |= {"DP-SAT", "DP-SGD of patients", "correlated noise of buffers"}
-SAME_NOISE |= {"b-min-sep, truncated batches"}
+SAME_NOISE |= {"b-min-sep, truncated batches", "private Tent, correlated noise"}
 OF_THE_NOISE = {
     "half the noise",
     "a reused key",
