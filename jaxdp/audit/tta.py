@@ -28,7 +28,7 @@ from jaxdp.tta.select import trainable_part
 # The number of images in one compiled call. Second views differ between trials and multiply the
 # work.
 _IMAGES = 1024
-# Of the mean variance. Noise of less variance in some direction hides nothing there.
+# Of the mean variance and of what the canary moves. Noise of less variance hides nothing.
 _LEAST_VARIANCE = 1e-8
 
 
@@ -122,8 +122,9 @@ def audit_stream(
         draws = ends(neighbour.data, "what the noise is like", runs.trials)
         covariance = np.cov(draws, rowvar=False)
         values = len(covariance)
-        least = _LEAST_VARIANCE * np.trace(covariance) / values
-        covariance += least * np.eye(values)
+        # A twin with one key has no variance at all.
+        scale = np.trace(covariance) / values + np.square(direction).max()
+        covariance += _LEAST_VARIANCE * scale * np.eye(values)
         direction = np.linalg.solve(covariance, direction)
 
     def scores(image: Any, purpose: str) -> np.ndarray:
