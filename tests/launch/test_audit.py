@@ -25,6 +25,7 @@ SAME_NOISE = {
 SAME_NOISE |= {"DP-SAT", "DP-SGD of patients", "correlated noise of buffers", "DP-SGD of owners"}
 SAME_NOISE |= {"DP-SGD by parts", "AdpClip by parts", "private EATA, filters kept"}
 SAME_NOISE |= {"amplified correlated noise", "b-min-sep, truncated batches"}
+SAME_NOISE |= {"private Tent, correlated noise"}
 # The same with exact noise, whose lines the case of DP-SGD has.
 SAME_NOISE |= {f"{name}, exact noise" for name in ("AdpAlloc", "AdpClip", "SlaClip", "GEP")}
 SAME_NOISE |= {"private Tent, exact noise"}
