@@ -245,12 +245,12 @@ class SimulatedSampler(_Sizes, _Pattern):
         """A bound on the probability that one of the batches is truncated, in [0, 1].
 
         It is a function of public numbers. The size of each batch is binomial, so the bound is the
-        sum of its upper tails (arXiv 2411.04205).
+        sum of its upper tails (arXiv 2411.04205). It holds for data with one record more, too.
         """
         if self.truncated_batch_size is None:
             return 0.0
         share = self.expected_batch_size / self.num_examples
-        tail = stats.binom.sf(self.truncated_batch_size, self.num_examples, share)
+        tail = stats.binom.sf(self.truncated_batch_size, self.num_examples + 1, share)
         return min(1.0, self._batches * float(tail) * _ROUNDED_UP)
 
     @property

@@ -55,15 +55,17 @@ def block(key: jax.Array, inputs: Sequence[Any]) -> jax.Array:
     The code is small, so it compiles in a tenth of a second for few blocks.
 
     Args:
-        key: uint32 [8].
+        key: uint32 [8], or [8, n] with a key for each block.
         inputs: Words 12 to 15 of the cipher's input, which are the counter and the nonce. Each is a
             scalar or has shape [n].
     """
     inputs = [jnp.atleast_1d(jnp.asarray(word, jnp.uint32)) for word in inputs]
     own_words = jnp.stack(jnp.broadcast_arrays(*inputs))
     count = own_words.shape[1]
-    shared_words = jnp.concatenate([jnp.asarray(_CONSTANTS), key])[:, None]
-    words = jnp.concatenate([jnp.broadcast_to(shared_words, (12, count)), own_words])
+    constants = jnp.asarray(_CONSTANTS)[:, None]
+    keys = key.reshape(8, -1)
+    shared_words = [jnp.broadcast_to(x, (len(x), count)) for x in (constants, keys)]
+    words = jnp.concatenate([*shared_words, own_words])
     start = words.reshape(4, 4, count)
     roll = functools.partial(jnp.roll, axis=0)
 

@@ -334,7 +334,8 @@ class GridSchedule:
 
 def _integers(x: jax.Array, most: Any, is_number: jax.Array) -> jax.Array:
     """Returns rows [B, n] rounded towards 0 and cut to +- `most`, 0 where they are no numbers."""
-    x = jnp.where(is_number[:, None], x, 0)
+    # A product of infinity and 0 is no number, and platforms differ in the integer that it becomes.
+    x = jnp.where(is_number[:, None] & ~jnp.isnan(x), x, 0)
     return jnp.clip(x, -most, most).astype(jnp.int32)
 
 

@@ -43,8 +43,8 @@ def half_the_noise(monkeypatch):
     [(HistogramBinning(bins=2), "add_remove"), (AccT(iterations=1), "replace_one")],
 )
 def test_private_answers_pass_and_much_of_epsilon_is_found(method, adjacency):
-    found = audit(method, epsilon=2.0, adjacency=adjacency)
-    assert found.upper == 2.0 and found.delta == 0.0 and found.trials == 800
+    found = audit(method, epsilon=2.0, adjacency=adjacency, trials=1000)
+    assert found.upper == 2.0 and found.delta == 0.0 and found.trials == 2000
     assert 0.3 * found.upper < found.lower <= found.upper
 
 

@@ -201,7 +201,8 @@ def test_truncated_batches_are_as_likely_as_their_price_says():
     assert not is_right(stats.binom.sf(39, 200, share - 0.04))
     assert TRUNCATED.truncation_probability == 1.0
     few = dataclasses.replace(TRUNCATED, steps=5, truncated_batch_size=60)
-    expected = 5 * stats.binom.sf(60, 200, share)
+    # A neighbour may have one record more.
+    expected = 5 * stats.binom.sf(60, 201, share)
     np.testing.assert_allclose(few.truncation_probability, expected, rtol=1e-8)
     again = dataclasses.replace(TRUNCATED)
     np.testing.assert_array_equal(again.batch(larger[0]), batches[larger[0]])
@@ -209,7 +210,7 @@ def test_truncated_batches_are_as_likely_as_their_price_says():
 
 def test_bins_are_truncated_once_for_all_epochs():
     bins = dataclasses.replace(BINS, truncated_batch_size=2100)
-    tail = stats.binom.sf(2100, RECORDS, 1 / 3)
+    tail = stats.binom.sf(2100, RECORDS + 1, 1 / 3)
     np.testing.assert_allclose(bins.truncation_probability, 3 * tail, rtol=1e-8)
     small = dataclasses.replace(BINS, truncated_batch_size=5)
     assert [len(small.batch(k)) for k in range(STEPS)] == [5] * STEPS

@@ -194,7 +194,7 @@ def test_the_target_of_training_pays_for_the_scaler_too():
     target = {"epsilon": 2.0, "delta": 1e-5, "steps": 20}
     besides = GaussianDpEvent(8.0)
     for calibrate in (
-        lambda **more: finetune.options._constant_noise(sampler, **target, **more),
+        lambda **more: finetune.options.calibrated(sampler, **target, **more),
         lambda **more: finetune.calibrate_schedule(
             finetune.constant_noise(), sampler, **target, **more
         ),

@@ -501,6 +501,7 @@ def test_correlated_noise_is_compared_with_independent_noise_at_its_price(finish
         "methods": ("Tent",),
         "clipping": (),
         "privacy.noise": ("independent", "banded"),
+        "privacy.exact": False,
         "protocol.batch_size": 8,
     }
     config = tiny.adapt(**changes)

@@ -29,6 +29,8 @@ SAME_NOISE |= {"private Tent, correlated noise"}
 # The same with exact noise, whose lines the case of DP-SGD has.
 SAME_NOISE |= {f"{name}, exact noise" for name in ("AdpAlloc", "AdpClip", "SlaClip", "GEP")}
 SAME_NOISE |= {"private Tent, exact noise"}
+# All methods of recalibration share a protocol, whose lines the cases of NLL-T and Acc-T have.
+SAME_NOISE |= {"ECE-T", "Acc-T by bisection", "logistic binning", "histogram binning as published"}
 OF_THE_NOISE = {
     "half the noise",
     "a reused key",

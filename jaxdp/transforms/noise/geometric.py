@@ -26,6 +26,7 @@ by at most 2^-1600, without a logarithm or a float. A pure epsilon omits that ma
 import fractions
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -108,48 +109,92 @@ def discrete_values(
     return values
 
 
-def _drawn(
-    t: jax.Array,
-    key_words: jax.Array,
-    number: jax.Array,
-    size: int,
-) -> _Lanes:
+class _Cells(NamedTuple):
+    """What the geometrics are drawn from. All arrays end with the axis of the lanes, [K].
+
+    Attributes:
+      t: uint32.
+      keys: uint32 [8, K], the cipher's keys.
+      counters, numbers: uint32, words of the cipher's nonce.
+    """
+
+    t: jax.Array
+    keys: jax.Array
+    counters: jax.Array
+    numbers: jax.Array
+
+
+def _drawn(t: jax.Array, key_words: jax.Array, number: jax.Array, size: int) -> _Lanes:
     """Returns the lanes of `size` geometrics, all closed."""
-
-    def block(counters: jax.Array, turn: Any) -> jax.Array:
-        return chacha.block(key_words, (counters, number, turn, chacha.NOISE))
-
     counters = lax.iota(jnp.uint32, size)
-    words = block(counters, 0)
+    lanes: _Lanes = _of_cells(
+        _Cells(
+            jnp.broadcast_to(t, (size,)),
+            jnp.broadcast_to(key_words[:, None], (8, size)),
+            counters,
+            jnp.broadcast_to(jnp.asarray(number, jnp.uint32), (size,)),
+        )
+    )
+    return lanes
+
+
+@jax.custom_batching.custom_vmap
+def _of_cells(cells: _Cells) -> _Lanes:
+    """Returns the closed lanes of cells. A lane depends on its own cell only."""
+    size = cells.counters.shape[0]
+    words = _words(cells, 0)
     # Computed from the words, so that the lanes vary over the same mesh axes as the loop's body.
     zeros = words[0] * 0
     start = _Lanes(zeros == 0, zeros == 1, zeros, zeros, zeros)
-    lanes = _after_block(t, start, words)
+    lanes = _after_block(cells.t, start, words)
     # One of 14 is still open, so one round is enough, except for bad luck.
     room = min(size, size // 8 + 64)
+    first_turn = jnp.uint32(1) + 0 * words[0, 0]
 
-    def settle(state: tuple[jax.Array, _Lanes]) -> tuple[jax.Array, _Lanes]:
-        turn, lanes = state
+    def settle(lanes: _Lanes) -> _Lanes:
         (places,) = jnp.nonzero(lanes.is_open, size=room, fill_value=size)
         inside = jnp.minimum(places, size - 1)
         own = jax.tree.map(lambda x: x[inside], lanes)
         own = own._replace(is_open=own.is_open & (places < size))
+        own_cells = jax.tree.map(lambda x: x[..., inside], cells)
 
         def again(state: tuple[jax.Array, _Lanes]) -> tuple[jax.Array, _Lanes]:
             turn, own = state
-            words = block(places.astype(jnp.uint32), turn)
-            return turn + 1, _after_block(t, own, words)
+            return turn + 1, _after_block(own_cells.t, own, _words(own_cells, turn))
 
-        turn, own = lax.while_loop(_is_open, again, (turn, own))
+        # These lanes are all closed then, so the turns of the others begin at 1 too.
+        _, own = lax.while_loop(lambda state: _is_open(state[1]), again, (first_turn, own))
         put = lambda x, y: x.at[places].set(y, mode="drop")  # noqa: E731
-        return turn, jax.tree.map(put, lanes, own)
+        return jax.tree.map(put, lanes, own)
 
-    first_turn = jnp.uint32(1) + 0 * words[0, 0]
-    return lax.while_loop(_is_open, settle, (first_turn, lanes))[1]
+    return lax.while_loop(_is_open, settle, lanes)
 
 
-def _is_open(state: tuple[jax.Array, _Lanes]) -> jax.Array:
-    return state[1].is_open.any()
+@_of_cells.def_vmap
+def _of_batched_cells(size: int, is_batched: Sequence[Any], cells: _Cells) -> tuple[_Lanes, _Lanes]:
+    """Returns the lanes of many calls, drawn as one call's.
+
+    A loop that is mapped goes on for all calls until the last one is done: 20 times the time for
+    12,000 conversations of an audit.
+    """
+
+    def joined(x: jax.Array, is_mapped: bool) -> jax.Array:
+        x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+        rows = jnp.moveaxis(x, 0, -2)
+        return rows.reshape(*rows.shape[:-2], -1)
+
+    lanes = _of_cells(jax.tree.map(joined, cells, is_batched[0]))
+    divided = jax.tree.map(lambda x: x.reshape(size, -1), lanes)
+    return divided, jax.tree.map(lambda _: True, divided)
+
+
+def _words(cells: _Cells, turn: Any) -> jax.Array:
+    """Returns the words of a turn, uint32 [16, K]."""
+    return chacha.block(cells.keys, (cells.counters, cells.numbers, turn, chacha.NOISE))
+
+
+def _is_open(lanes: _Lanes) -> jax.Array:
+    return lanes.is_open.any()
 
 
 def _after_block(t: jax.Array, lanes: _Lanes, words: jax.Array) -> _Lanes:
