@@ -397,6 +397,12 @@ def _check(config: Any) -> None:
     frame.known("privacy.filters", config.privacy.filters, FILTERS)
     kinds = frame.some("privacy.noise", noises(config))
     frame.known("privacy.noise", kinds, NOISES)
+    correlated = [kind for kind in kinds if kind != INDEPENDENT]
+    if correlated and config.privacy.get("exact", False):
+        raise ValueError(
+            f"config.privacy.exact must be False with config.privacy.noise {correlated}, got True. "
+            "Rows of correlated noise are sums of floats."
+        )
     for images in protocol.lengths:
         if not protocol.batch_size <= images < config.data.images:
             raise ValueError(

@@ -4,10 +4,11 @@ Disjoint batches compose in parallel, and visits of one unit sequentially.
 
     ledger.register("ward 3", adjacency="replace_one", unit="patient", epsilon=8.0, delta=1e-6)
     account = StreamAccount(ledger.account("ward 3"), event=method.event)
-    with account.spend(batch.units, release=step // adapter.accumulate):
-        ...  # touch the batch here
+    with account.spend(batch.units, release=adapter.release_name(state)):
+        state, logits = adapter.step(state, batch.images)  # touch the batch here only
 
-With correlated noise the release is a period: step // (adapter.accumulate * method.updates).
+With correlated noise the release is a period, and every reset begins one. So the number of a batch
+does not name the period, and a period under two names is charged too little.
 
 The epsilon of a method counts one visit. One photograph under 15 corruptions makes 15 visits. A
 noise multiplier of 0.619 gives epsilon 20 at delta 1e-6 for a sample, and 137 for a photograph.
@@ -196,6 +197,7 @@ class StreamAccount:
             release: The name of the noisy sum that the batch enters. Batches of one sum
                 (accumulation) share the name. A new noise draw needs a new name. Two sums under one
                 name are charged too much, one sum under two names is charged too little.
+                `Adapter.release_name` names it.
 
         Raises:
             BudgetExceeded: The budget does not allow the batch. The body has not run, nothing is
@@ -353,6 +355,7 @@ def event(
     unit: Unit = "photograph",
     accumulate: int = 1,
     updates: int = 1,
+    reset_every: int | None = None,
 ) -> DpEvent:
     """Returns the total charge of `serve` for a stream from a new state, for a budget or a hold.
 
@@ -363,9 +366,11 @@ def event(
         release, unit: The `event` and the `unit` of the `StreamAccount`.
         stream: A `Stream`, of which no image is read, or any iterable of `Batch`.
         accumulate: The `accumulate` of the `Adapter`.
-        updates: The `updates` of the private method, more than 1 for correlated noise. Resets of
-            the stream begin new periods. Those of the adapter and of the monitor do so too, which
-            makes the charge smaller for units that come back.
+        updates: The `updates` of the private method, more than 1 for correlated noise.
+        reset_every: The `reset_every` of the `Adapter`. With correlated noise it begins new
+            periods, as do the resets of the stream. Those of a monitor do so too, at places that
+            are not known here. They may move two visits of a unit into one period, or out of it. So
+            units that come back in a stream with such a monitor may owe more or less than this.
     """
     if isinstance(stream, Stream):
         arrivals: Iterable[Any] = zip(stream.visitors(unit), stream.resets, strict=True)
@@ -377,7 +382,8 @@ def event(
         row = 0
         begun = 0
         for number, (units, reset) in enumerate(arrivals):
-            if reset:
+            is_due = reset_every is not None and number % reset_every == 0
+            if reset or is_due:
                 row = 0
             if number % accumulate == 0 and row == 0:
                 begun = number

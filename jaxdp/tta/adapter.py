@@ -303,6 +303,17 @@ class Adapter:
         """
         return self._source_state(state.step, state.key)
 
+    def release_name(self, state: AdaptState) -> int:
+        """Returns the `release` that `StreamAccount.spend` needs for the next batch of a loop.
+
+        It is the number of the first update of the noisy sum that the batch enters. With correlated
+        noise the sum is a period, and every reset begins one.
+
+        Args:
+          state: The newest state. If the batch comes after `reset`, the state that it returned.
+        """
+        return int(state.step) // self.accumulate - next_row(self, state)
+
     def step(
         self,
         state: AdaptState,
@@ -454,6 +465,20 @@ class Adapter:
     def _whole(self, state: AdaptState) -> AdaptState:
         # A compiled step would copy arrays that it only passes on, so frozen ones stay outside.
         return state._replace(params=merge(state.params, self.constants.params))
+
+
+def next_row(adapter: Any, state: Any) -> int:
+    """Returns the row of correlated noise of the next update.
+
+    0 begins a release. It is 0 for independent noise.
+    """
+    rows = getattr(state, "rows", None)
+    if rows is None:
+        return 0
+    step = int(state.step)
+    every = adapter.reset_every
+    is_reset = every is not None and step > 0 and step % every == 0
+    return 0 if is_reset else int(rows.number)
 
 
 def _form(state: AdaptState) -> Any:

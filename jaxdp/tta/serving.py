@@ -39,7 +39,7 @@ from jaxdp.report import MetricsWriter, progress_bar, read_metrics
 from jaxdp.transforms.noise import CorrelatedNoise
 from jaxdp.transforms.parameters import check_finite
 from jaxdp.tta.accounts import BatchPayment, StreamAccount, Sum
-from jaxdp.tta.adapter import Adapter
+from jaxdp.tta.adapter import Adapter, next_row
 from jaxdp.tta.monitor import CollapseMonitor, CollapseReport
 from jaxdp.tta.private import Private
 from jaxdp.tta.streams import Batch
@@ -278,7 +278,7 @@ class _Loop:
             return
         self._check_shapes(batch)
         before = self.adapter.reset(self.state) if batch.reset else self.state
-        row = _row(self.adapter, before)
+        row = next_row(self.adapter, before)
         self.entering = self._next(self.entering, self.step, row)
         payment = None
         if self.account is not None:
@@ -301,7 +301,7 @@ class _Loop:
         self.till.release(what)
         if payment is not None:
             self.entering = payment.entered
-        self.entering = self._next(self.entering, self.step, _row(self.adapter, self.state))
+        self.entering = self._next(self.entering, self.step, next_row(self.adapter, self.state))
 
     def _step(
         self, number: int, batch: Batch, before: Any, secret: bytes
@@ -349,7 +349,7 @@ class _Loop:
         self.checked.add(kind)
 
     def end(self) -> None:
-        """Refuses a stream that ended too early. Drops an unfinished sum from the workdir."""
+        """Refuses a stream that ended too early. Drops secrets from the workdir."""
         if self.files is None:
             return
         if self.seen < len(self.rows):
@@ -358,7 +358,10 @@ class _Loop:
                 f"{self.files.workdir}. Give the same stream from its beginning, or use a new "
                 "workdir."
             )
-        if self.step % self.adapter.accumulate or _row(self.adapter, self.state):
+        rows = getattr(self.state, "rows", None)
+        # A reset that is due has not cleared them yet.
+        holds_noise = rows is not None and int(rows.number) != 0
+        if self.step % self.adapter.accumulate or holds_noise:
             secrets = {"pending": self.state.pending, "rows": self.state.rows}
             self.state = self.state._replace(**jax.tree.map(jnp.zeros_like, secrets))
             self._save()
@@ -397,7 +400,7 @@ class _Loop:
         Raises ValueError for a state whose next update would be charged too little.
         """
         visits = account.visits
-        row = _row(self.adapter, state)
+        row = next_row(self.adapter, state)
         unfinished = self.step % self.adapter.accumulate != 0 or row != 0
         held = visits.under_way(self.name)
         if unfinished and held is not None:
@@ -443,7 +446,7 @@ class _Loop:
                     entered = payment.entered
         if last < len(self.rows):
             held = entered or self._new_sum(self.step)
-            self.entering = self._next(held, self.step, _row(self.adapter, self.state))
+            self.entering = self._next(held, self.step, next_row(self.adapter, self.state))
 
     def _next(self, held: Sum, step: int, row: int) -> Sum:
         """Returns the sum that the batch at a step enters. It may be that of the batch before."""
@@ -583,17 +586,6 @@ def _words(adapter: Any) -> str:
     """Returns the event of a release, and the strategy of its correlated noise, as text."""
     noise = _correlation(adapter)
     return to_json(_event(adapter)) + (f" {noise!r}" if noise else "")
-
-
-def _row(adapter: Any, state: Any) -> int:
-    """Returns the row of correlated noise of the next update. 0 begins a release."""
-    rows = getattr(state, "rows", None)
-    if rows is None:
-        return 0
-    step = int(state.step)
-    every = adapter.reset_every
-    is_reset = every is not None and step > 0 and step % every == 0
-    return 0 if is_reset else int(rows.number)
 
 
 def _clip_norm(adapter: Any) -> float | None:

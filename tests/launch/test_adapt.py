@@ -524,6 +524,9 @@ def test_correlated_noise_is_compared_with_independent_noise_at_its_price(finish
     assert banded.event.noise_multiplier == pytest.approx(task.noise["epsilon 5"])
     texts = " ".join(adapt._descriptions(config, task))
     assert texts.count("correlated over periods of 4 updates") == 1
+    config.privacy.exact = True
+    with pytest.raises(ValueError, match="exact must be False with config"):
+        list(adapt.STUDY.cells(config))
     config.privacy.noise = ("pink",)
     with pytest.raises(ValueError, match="noise has 'pink', which is not one of independent"):
         list(adapt.STUDY.cells(config))

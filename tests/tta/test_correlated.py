@@ -1,5 +1,7 @@
 """Streams with correlated noise: rows of C^-1 Z in float64, one charge a period, and recovery."""
 
+import dataclasses
+import functools
 import importlib.util
 import pathlib
 
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from jax_privacy.matrix_factorization.buffered_toeplitz import BufferedToeplitz
 
 import jaxdp
@@ -202,13 +205,71 @@ def test_units_that_come_back_pay_for_every_period_and_for_pairs_in_one(adapter)
     assert tta.event(EVENT, iter(domains), updates=PERIOD) == apart.events("stream")[None]
 
 
+@pytest.fixture(scope="module")
+def resetting():
+    """An adapter with periods 0-3, 4-5, 6-9 and 10-11 in 12 batches."""
+    return adapter_of(reset_every=6)
+
+
 @pytest.mark.slow
-def test_a_reset_of_the_adapter_begins_a_period():
-    adapter = adapter_of(reset_every=2)
+def test_a_reset_of_the_adapter_begins_a_period_for_serve_a_plan_and_a_loop(resetting):
+    batches = list(stream_of(48))
+    for number in (7, 8):
+        units = ("twice", *batches[number].units[1:])
+        batches[number] = dataclasses.replace(batches[number], units=units)
     ledger = new_ledger()
-    served = tta.serve(adapter, stream_of(8, 8, 8), account=account_of(ledger))
-    assert periods(ledger) == pytest.approx(3)
-    assert served.state.rows.number == 2
+    tta.serve(resetting, batches, account=account_of(ledger))
+    assert periods(ledger) == pytest.approx(4)
+    planned = functools.partial(tta.event, EVENT, batches, updates=PERIOD)
+    assert planned(reset_every=6) == ledger.events("stream")[None]
+
+    def looped(name):
+        loop = new_ledger()
+        account = account_of(loop)
+        state = resetting.init()
+        names = []
+        for batch in batches:
+            names.append(name(state))
+            with account.spend(batch.units, release=names[-1]):
+                state, _ = resetting.step(state, batch.images)
+        return names, loop.events("stream")[None]
+
+    names, charged = looped(resetting.release_name)
+    assert names == [0] * 4 + [4] * 2 + [6] * 4 + [10] * 2
+    assert charged == ledger.events("stream")[None]
+    # A twin by the number of the batch, and a plan without the resets, pay for two of four visits.
+    _, too_little = looped(lambda state: int(state.step) // PERIOD)
+    assert too_little == planned() != charged
+
+
+@pytest.mark.slow
+def test_names_of_sums_count_updates_and_begin_anew_at_a_reset():
+    adapter = adapter_of(accumulate=2)
+    images = stream_of(4).batch(0).images
+    state = adapter.init()
+    names = []
+    for number in range(12):
+        if number == 6:
+            state = adapter.reset(state)
+        names.append(adapter.release_name(state))
+        state, _ = adapter.step(state, images)
+    assert names == [0] * 6 + [3] * 6
+    independent = adapter_of(None, accumulate=2)
+    assert independent.release_name(independent.init()._replace(step=jnp.int32(5))) == 2
+
+
+def test_a_stream_that_ends_where_a_reset_is_due_leaves_no_noise(tmp_path, resetting):
+    stream = stream_of(24)
+    # Without a workdir the state keeps the buffers of the second row of the second period.
+    plain = tta.serve(resetting, stream, account=None).state.rows
+    assert plain.number == 2 and np.any(jax.tree.leaves(plain.buffers)[0])
+    served = tta.serve(resetting, stream, account=account_of(new_ledger()), workdir=tmp_path)
+    assert not any(np.any(x) for x in jax.tree.leaves(served.state.rows))
+    [stored] = tmp_path.glob("*.safetensors")
+    held = safetensors.numpy.load_file(stored).values()
+    buffers = [x.shape for x in jax.tree.leaves(plain.buffers)]
+    secret = [array for array in held if array.shape in buffers]
+    assert len(secret) == len(buffers) and not any(map(np.any, secret))
 
 
 @pytest.mark.slow
