@@ -491,11 +491,13 @@ def of_column_sums(
     # A kernel adds the rows one after the other, and then parts of them.
     rounded = (form.rows + 64) * rounding.eps(jnp.float32)
     crossed = [form.scale * product for product in products]
-    errors = [
-        rounded * rounding.root(_inner(base, base, form.rows)) * lengths for base in form.bases
-    ]
+    errors = []
+    for base in form.bases:
+        length = rounding.root(_inner(base, base, form.rows))
+        errors.append(rounded * length * lengths)
     added, spread, error = _added_squares(form, terms, crossed, errors)
-    return terms, squares.sum(1) + added, spread + rounded * squares.sum(1), error
+    of_scaled = squares.sum(1)
+    return terms, of_scaled + added, spread + rounded * of_scaled, error
 
 
 def _added_squares(

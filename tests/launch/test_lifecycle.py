@@ -40,6 +40,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 STAGES = stages.known()
 NAMES = [stage.name for stage in STAGES]
 PAID = ("digits/private", "hospital 0", "hospital 1", "stream", "clinic")
+CURVES = 4  # accounts with a trade-off curve in the report
+CHARTS = 5 + CURVES
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +195,7 @@ def test_what_is_not_private_is_shown_on_request_in_a_file_of_its_own(copied, ra
         copied / "certificates.html",
     )
     assert (
-        plain.count('class="chart"') == 5
+        plain.count('class="chart"') == CHARTS
         and "certificates.html" not in plain
         and not apart.exists()
     )
@@ -878,7 +880,7 @@ def test_the_report_has_every_section_and_every_audit(finished):
             audit["release"] in row and all(number in row for number in numbers) for row in rows
         )
     assert parts_of_reports.audited(life.audits, "nobody") == "none"
-    assert text.count('class="chart"') == 5 and "not private" not in text.lower()
+    assert text.count('class="chart"') == CHARTS and "not private" not in text.lower()
 
 
 def test_the_deployed_model_is_beside_each_step(finished):
@@ -904,7 +906,8 @@ def test_the_report_needs_nothing_but_itself(finished):
         "<script" not in text and "://" not in text and "url(" not in text and "@import" not in text
     )
     references = re.findall(r"(?:src|href|srcset|poster|action)\s*=\s*[\"']([^\"']{0,22})", text)
-    assert references == ["#unprotected"]
+    # The curve of an account is a file inside of the page.
+    assert references == ["#unprotected", *["data:text/csv;charset="] * CURVES]
 
 
 REPORTS = "from launch import frame, report; frame.start(report.main)"

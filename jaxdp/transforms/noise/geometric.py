@@ -179,13 +179,15 @@ def _of_batched_cells(size: int, is_batched: Sequence[Any], cells: _Cells) -> tu
     """
 
     def joined(x: jax.Array, is_mapped: bool) -> jax.Array:
-        x = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
+        if not is_mapped:
+            x = jnp.broadcast_to(x, (size, *x.shape))
         rows = jnp.moveaxis(x, 0, -2)
         return rows.reshape(*rows.shape[:-2], -1)
 
     lanes = _of_cells(jax.tree.map(joined, cells, is_batched[0]))
     divided = jax.tree.map(lambda x: x.reshape(size, -1), lanes)
-    return divided, jax.tree.map(lambda _: True, divided)
+    all_mapped = jax.tree.map(lambda _: True, divided)
+    return divided, all_mapped
 
 
 def _words(cells: _Cells, turn: Any) -> jax.Array:

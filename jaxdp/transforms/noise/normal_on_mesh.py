@@ -34,29 +34,30 @@ def divided_normals(
     shardings: Sequence[NamedSharding],
 ) -> Sequence[jax.Array]:
     """Draws arrays of `shapes` and `shardings`, which are pieces of one vector of normals."""
-    ends = np.cumsum([math.prod(shape) for shape in shapes]).tolist()
+    sizes = [math.prod(shape) for shape in shapes]
+    ends = np.cumsum(sizes).tolist()
     starts = [0, *ends[:-1]]
-    local_shapes = [
-        sharding.shard_shape(shape) for sharding, shape in zip(shardings, shapes, strict=True)
-    ]
-    local_ends = np.cumsum([math.prod(shape) for shape in local_shapes])
+    local_shapes = []
+    for sharding, shape in zip(shardings, shapes, strict=True):
+        local_shapes.append(sharding.shard_shape(shape))
+    local_sizes = [math.prod(shape) for shape in local_shapes]
+    local_ends = np.cumsum(local_sizes)
 
     def draw_part(
         number: jax.Array,
         cipher_key: jax.Array,
     ) -> tuple[jax.Array, ...]:
         """Returns this device's part of each array."""
-        positions = jnp.concatenate(
-            [
-                _positions(shape, sharding, start)
-                for shape, sharding, start in zip(shapes, shardings, starts, strict=True)
-            ]
-        )
+        own_positions = []
+        for shape, sharding, start in zip(shapes, shardings, starts, strict=True):
+            own_positions.append(_positions(shape, sharding, start))
+        positions = jnp.concatenate(own_positions)
         values = _normals_at_positions(cipher_key, number, positions, dtype)
         pieces = jnp.split(values[: local_ends[-1]], local_ends[:-1])
-        return tuple(
-            piece.reshape(shape) for piece, shape in zip(pieces, local_shapes, strict=True)
-        )
+        parts = []
+        for piece, shape in zip(pieces, local_shapes, strict=True):
+            parts.append(piece.reshape(shape))
+        return tuple(parts)
 
     draw = jax.shard_map(
         draw_part,
@@ -83,9 +84,12 @@ def _positions(
     local_shape = sharding.shard_shape(shape)
     positions = jnp.full(local_shape, start, jnp.int32)
     for d, mesh_axes in itertools.zip_longest(range(len(shape)), sharding.spec):
-        first = lax.axis_index(mesh_axes) * local_shape[d] if mesh_axes else 0
-        index = first + lax.broadcasted_iota(jnp.int32, local_shape, d)
-        positions += index * math.prod(shape[d + 1 :])
+        index = lax.broadcasted_iota(jnp.int32, local_shape, d)
+        if mesh_axes:
+            first = lax.axis_index(mesh_axes) * local_shape[d]
+            index = first + index
+        stride = math.prod(shape[d + 1 :])
+        positions += index * stride
     return positions.reshape(-1)
 
 
