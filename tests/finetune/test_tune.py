@@ -347,7 +347,14 @@ def people():
     return ledger
 
 
-@pytest.mark.parametrize(("source", "sigma"), [(RECORDS, 20.0), (SHARED, 2.0)])
+PART = data.take(SHARED, np.arange(0, 120, 2))
+
+
+@pytest.mark.parametrize(
+    ("source", "sigma"),
+    [(RECORDS, 20.0), (SHARED, 2.0), (PART, 2.0)],
+    ids=["plain", "owners", "part of owners"],
+)
 def test_a_score_costs_what_the_accuracy_costs(source, sigma, people, monkeypatch):
     score = ChargedScore(predict=predict, source=source, noise_multiplier=20.0)
     account = people.account("search")
@@ -403,8 +410,9 @@ def test_groups_have_no_charged_score(people):
         workdir=None,
         checkpoint_every=1,
     )
-    for candidate in (alone, procedure()):
-        search = dataclasses.replace(one, trainers={"a": candidate})
+    part = data.take(GROUPED, np.arange(len(GROUPED))[::-1])
+    for candidate, source in ((alone, GROUPED), (procedure(), GROUPED), (alone, part)):
+        search = dataclasses.replace(one, trainers={"a": candidate}, source=source)
         with pytest.raises(ValueError, match=r"'a'.* protects one person with several records"):
             search.check()
         # Twin: public records are no charge, and pass.
