@@ -38,7 +38,8 @@ class Owners(OfRecords):
       source: All records.
       rows: int64 [n]. The positions in `source` of the records that count, ascending. Public.
       max_records: k, the most records of one owner among them.
-      records_of: int64 [owners]. How many records of each owner count. Public.
+      records_of: int64 [owners]. How many records of each owner count. Public. In a part that
+        `take` returns, an owner has at most so many.
       without: A column that `gather` leaves out, or "".
     """
 

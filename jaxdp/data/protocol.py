@@ -1,8 +1,9 @@
 """The protocol of data, and its check."""
 
+import dataclasses
 import inspect
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import numpy as np
@@ -160,6 +161,23 @@ class OfRecords:
     """What a source of units has from its records, in its field `source`."""
 
     source: Source
+    rows: np.ndarray
+
+    def take(self, indices: np.ndarray) -> Self:
+        """Returns the units at `indices`, integers [m] in [0, n), as a source of the same class.
+
+        So whoever charges for a part still sees how many records an owner has.
+
+        Raises:
+          ValueError: An index repeats. An owner would have more records than `max_records`.
+        """
+        positions = np.asarray(indices, np.int64)
+        if len(np.unique(positions)) < len(positions):
+            raise ValueError(
+                "indices must differ for a source of jaxdp.data.by_group or by_owners: an owner "
+                "would have more than max_records records."
+            )
+        return dataclasses.replace(self, rows=self.rows[positions])  # type: ignore[type-var]
 
     @property
     def name(self) -> str:

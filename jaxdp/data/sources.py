@@ -22,7 +22,7 @@ import tree
 from jaxdp.data.ids import Identifier, identifiers
 from jaxdp.data.order import shuffled
 from jaxdp.data.pictures import scaled
-from jaxdp.data.protocol import Source
+from jaxdp.data.protocol import OfRecords, Source
 from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
 from jaxdp.files import shown
 from jaxdp.transforms.not_finite import is_floating
@@ -418,8 +418,13 @@ class _Part:
 
 
 def take(source: Source, indices: np.ndarray) -> Source:
-    """Returns the examples at `indices` (integers [m] in [0, n)) of any source. Reads nothing."""
-    return source.take(indices) if isinstance(source, Examples) else _Part(source, indices)
+    """Returns the examples at `indices` (integers [m] in [0, n)) of any source. Reads nothing.
+
+    A part of `Groups` or `Owners` is of the same class, and its indices differ.
+    """
+    if isinstance(source, Examples | OfRecords):
+        return source.take(indices)
+    return _Part(source, indices)
 
 
 def read_column(source: Source, key: str) -> np.ndarray:

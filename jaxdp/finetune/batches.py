@@ -94,7 +94,7 @@ def row_bytes(functions: StepFunctions, state: TrainState, source: Source) -> Ro
     row = source.gather(np.zeros(1, np.int64))
     views = functions.augmult
     example = jax.tree.map(lambda x: x[0], row)
-    if isinstance(example, Records):
+    if functions.group and isinstance(example, Records):
         views *= len(example.present)
         example = jax.tree.map(lambda x: x[0], example.records)
     key = {"key": state.key} if functions.stochastic else {}

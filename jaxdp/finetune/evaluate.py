@@ -23,7 +23,7 @@ from jaxdp.data.labels import (
     warn_if_not_finite,
 )
 from jaxdp.data.protocol import inputs_of
-from jaxdp.privacy import Account, GaussianDpEvent
+from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import progress_bar
 from jaxdp.transforms import noise
@@ -177,7 +177,8 @@ def charged_accuracy(
           check.
       TypeError, ValueError: noise_multiplier is not positive and finite or is noise that float32
         loses, params are not finite, the source is empty or too large, or shapes or dtypes are not
-        as in `accuracy`. Nothing is spent. No error depends on an example.
+        as in `accuracy`. The source is of `jaxdp.data.by_owners`, and the adjacency of the account
+        is not "zero_out". Nothing is spent. No error depends on an example.
 
     Formal guarantees:
       GaussianDpEvent(noise_multiplier), charged before the count is computed. For a source of
@@ -199,18 +200,35 @@ def charged_accuracy(
         key = stream(secret, "accuracy")
         return {"accuracy": np.asarray(noisy_fraction(key, exact, len(source), noise_multiplier))}
 
-    # All records of an owner may be right or wrong together.
-    records = source.max_records if isinstance(source, Owners) else 1
-    event = GaussianDpEvent(noise_multiplier / records)
     release = Release(
         label="accuracy",
-        charges=[(account, event)],
+        charges=[charge_of_count(account, source, noise_multiplier)],
         facts=lambda: [params, source.fingerprint, noise_multiplier, batch_size],
         programs=lambda: [program(_batch_counts, predict, True, params, *shapes)],
         compute=estimate,
     )
     with Till(workdir, seed=seed) as till:
         return float(till.once(release)["accuracy"])
+
+
+def charge_of_count(
+    account: Account, source: Source, noise_multiplier: float
+) -> tuple[Account, DpEvent]:
+    """Returns what a noisy count of right answers costs: the account and the event.
+
+    Raises:
+      ValueError: The source is `Owners`, and the adjacency of the account is not "zero_out".
+    """
+    if not isinstance(source, Owners):
+        return account, GaussianDpEvent(float(noise_multiplier))
+    if account.adjacency != "zero_out":
+        # An owner who leaves frees places of others, so any number of records may change.
+        raise ValueError(
+            "adjacency must be 'zero_out' for records of jaxdp.data.by_owners, where who owns what "
+            f"is public, but account {account.name!r} is registered with {account.adjacency!r}."
+        )
+    # All records of an owner may be right or wrong together.
+    return account, GaussianDpEvent(noise_multiplier / source.max_records)
 
 
 def check_predict(

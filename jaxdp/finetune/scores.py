@@ -11,12 +11,13 @@ from jaxdp.data import Source
 from jaxdp.files import check_function, check_numbers
 from jaxdp.finetune.evaluate import (
     Predict,
+    charge_of_count,
     check_count,
     check_predict,
     count_correct,
     noisy_fraction,
 )
-from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
+from jaxdp.privacy import Account, DpEvent
 from jaxdp.release import stream
 from jaxdp.transforms import noise
 
@@ -62,7 +63,8 @@ class ChargedScore:
 
     Attributes:
       predict, source, noise_multiplier, batch_size: As in `jaxdp.finetune.charged_accuracy`. Each
-        run draws its own noise.
+        run draws its own noise. A unit of the account has one record in `source`, or at most
+        `max_records` if `source` is of `jaxdp.data.by_owners`.
       account: The account of the records of `source`, in the ledger of the search. None, the
         default, is the account of the search: it pays for training and score, whichever of both
         reads a record.
@@ -88,9 +90,9 @@ class ChargedScore:
         check_predict(self.predict, params, self.source, self.batch_size)
 
     def charges(self, account: Account) -> list[tuple[Account, DpEvent]]:
-        """Returns the account and the event of one score."""
-        event = GaussianDpEvent(float(self.noise_multiplier))
-        return [(self.account or account, event)]
+        """Returns the account and the event of one score, which are those of `charged_accuracy`."""
+        pays = self.account or account
+        return [charge_of_count(pays, self.source, self.noise_multiplier)]
 
     def facts(self) -> list[Any]:
         """Returns what the identity of a search has of its score."""

@@ -27,7 +27,7 @@ import jax
 import numpy as np
 import optax
 
-from jaxdp.data import Owners, Source, check_source
+from jaxdp.data import Groups, Owners, Source, check_source
 from jaxdp.files import check_count, shows_keywords, unwatched
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.loop import Diverged, check_account, fit
@@ -130,8 +130,8 @@ def tune(
       BudgetExceeded: The search does not fit. Nothing is computed or charged.
       TypeError, ValueError: As in `fit`. The score does not say whether its data is public. runs is
         no `RandomRuns`. A candidate has no proven event, or one without a rule in Renyi DP: that of
-        truncated batches, or of sampling under "replace_one". A score is charged for records, and a
-        candidate protects groups of them. Nothing is charged.
+        truncated batches, or of sampling under "replace_one". A score is charged for records, and
+        source or a candidate has groups of them. Nothing is charged.
 
     Formal guarantees:
       `runs.event(OneOfDpEvent(events))` of the candidates' events, each composed with the event of
@@ -285,6 +285,7 @@ class Search:
                 check_count(f"steps of {name!r}", self._steps(name), 1)
                 self._check_trainer(name, candidate)
                 event = candidate.event(0, self._steps(name))
+            self._check_score(name, candidate)
             if is_boundless(composition(event)):
                 raise ValueError(
                     f"trainers[{name!r}] has the event {describe(event)}, which has no bound. The "
@@ -307,11 +308,18 @@ class Search:
         check_account(trainer, self.account, None, self.source)
         if trainer.mesh is not None and trainer.mesh.is_multi_process:
             raise ValueError(f"trainers[{name!r}] must have a mesh of one process.")
-        charged = self.score.charges(self.account)
-        if trainer.group and charged:
+
+    def _check_score(self, name: str, candidate: PrivateTrainer | Procedure) -> None:
+        """Raises for a charged score of records whose owners have several of them.
+
+        A trainer without `group` has such owners too, if its loss takes `jaxdp.data.Records`.
+        """
+        is_grouped = isinstance(self.source, Groups) or getattr(candidate, "group", False)
+        charges = self.score.charges(self.account)
+        if is_grouped and charges:
             raise ValueError(
                 f"score must be a PublicScore, because trainers[{name!r}] protects one "
-                f"{trainer.unit} with several records, and a charged count of right answers "
+                f"{self.account.unit} with several records, and a charged count of right answers "
                 "protects one record."
             )
 

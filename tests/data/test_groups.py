@@ -126,3 +126,20 @@ def test_bad_groups_are_refused(owners, k, error, message):
     they have."""
     with pytest.raises(error, match=message):
         data.by_group(records(), owners, max_records=k)
+
+
+def test_a_part_is_of_users_and_repeats_none():
+    source = data.from_arrays(x=np.arange(6))
+    whole = data.by_group(source, list("aabbbc"), max_records=2)
+    part = data.take(whole, np.array([2, 0]))
+    assert isinstance(part, data.Groups) and len(part) == 2
+    np.testing.assert_array_equal(part[0].records["x"], whole[2].records["x"])
+    assert part.fingerprint != whole.fingerprint
+    shared = data.by_owners(source, list("aabbbc"), max_records=2)
+    half = data.take(shared, np.array([3, 1]))
+    assert isinstance(half, data.Owners) and half.max_records == 2
+    expected = shared.gather(np.array([3, 1]))["x"]
+    np.testing.assert_array_equal(half.gather(np.arange(2))["x"], expected)
+    for units in (whole, shared):
+        with pytest.raises(ValueError, match="indices must differ"):
+            data.take(units, np.array([1, 1]))

@@ -1,11 +1,13 @@
 """A private search: paid once, secret until its end, and equal again after a crash."""
 
+import dataclasses
 import functools
 import hashlib
 import importlib
 import math
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -33,6 +35,7 @@ RECORDS = data.bundled("blobs").take(np.arange(120))
 STEPS = 3
 PARAMS = {"w": jnp.zeros((2, 4))}
 RUNS = RandomRuns(6.0)
+PURE = recalibration.event(0.5)
 
 
 def predict(params, inputs):
@@ -318,9 +321,111 @@ def test_nothing_is_spent_on_a_search_that_is_refused(account, monkeypatch):
     assert account.epsilon() == 0
 
 
-# --- Other releases -----------------------------------------------------------------------------
+# --- Owners of several records ------------------------------------------------------------------
 
-PURE = recalibration.event(0.5)
+PEOPLE = np.arange(120) // 10
+SHARED = data.by_owners(RECORDS, PEOPLE, max_records=10)
+GROUPED = data.by_group(RECORDS, PEOPLE, max_records=10)
+
+
+def procedure():
+    """Returns a candidate that spends, and releases the first parameters."""
+
+    def run(account, seed):
+        with account.spend(PURE):
+            pass
+        return PARAMS
+
+    return finetune.Procedure(event=PURE, run=run)
+
+
+@pytest.fixture
+def people():
+    ledger = Ledger.in_memory()
+    for name in ("search", "accuracy"):
+        ledger.register(name, adjacency="zero_out", unit="person", delta=1e-5)
+    return ledger
+
+
+PART = data.take(SHARED, np.arange(0, 120, 2))
+
+
+@pytest.mark.parametrize(
+    ("source", "sigma"),
+    [(RECORDS, 20.0), (SHARED, 2.0), (PART, 2.0)],
+    ids=["plain", "owners", "part of owners"],
+)
+def test_a_score_costs_what_the_accuracy_costs(source, sigma, people, monkeypatch):
+    score = ChargedScore(predict=predict, source=source, noise_multiplier=20.0)
+    account = people.account("search")
+    accuracy = people.account("accuracy")
+    finetune.charged_accuracy(predict, PARAMS, source, account=accuracy, noise_multiplier=20.0)
+    assert people.events("accuracy") == {None: GaussianDpEvent(sigma)}
+    assert score.charges(account) == [(account, GaussianDpEvent(sigma))]
+    monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 1)
+    terms = {"runs": RUNS, "score": score, "seed": SEED}
+    jaxdp.tune({"a": procedure()}, account, PARAMS, None, **terms)
+    whole = RUNS.event(OneOfDpEvent((ComposedDpEvent([PURE, GaussianDpEvent(sigma)]),)))
+    assert composition(people.events("search")[None]) == composition(whole)
+    # Broken twin: each record pays for itself.
+    scores = importlib.import_module("jaxdp.finetune.scores")
+    alone = lambda account, source, noise: (account, GaussianDpEvent(noise))  # noqa: E731
+    monkeypatch.setattr(scores, "charge_of_count", alone)
+    [(_, twin)] = score.charges(account)
+    assert (twin == GaussianDpEvent(sigma)) == (source is RECORDS)
+
+
+def test_owners_who_may_leave_have_no_charged_count(account):
+    score = ChargedScore(predict=predict, source=SHARED, noise_multiplier=20.0)
+    with pytest.raises(ValueError, match="adjacency must be 'zero_out'"):
+        finetune.charged_accuracy(predict, PARAMS, SHARED, account=account, noise_multiplier=20.0)
+    with pytest.raises(ValueError, match="adjacency must be 'zero_out'"):
+        jaxdp.tune({"a": procedure()}, account, PARAMS, None, runs=RUNS, score=score)
+    assert account.epsilon() == 0
+
+
+def test_groups_have_no_charged_score(people):
+    def whole(params, example):
+        each = jax.vmap(loss, (None, 0))(params, example.records)
+        return jnp.where(example.present, each, 0).sum()
+
+    alone = finetune.dp_sgd(
+        whole,
+        optax.sgd(0.1),
+        sampler=data.PoissonSampler(len(GROUPED), 0.2),
+        clip_norm=1.0,
+        noise_multiplier=4.0,
+        unit="person",
+    )
+    account = people.account("search")
+    charged = ChargedScore(predict=predict, source=RECORDS, noise_multiplier=20.0)
+    one = module.Search(
+        trainers={"a": alone},
+        account=account,
+        params=PARAMS,
+        source=GROUPED,
+        steps=STEPS,
+        runs=RUNS,
+        score=charged,
+        workdir=None,
+        checkpoint_every=1,
+    )
+    part = data.take(GROUPED, np.arange(len(GROUPED))[::-1])
+    for candidate, source in ((alone, GROUPED), (procedure(), GROUPED), (alone, part)):
+        search = dataclasses.replace(one, trainers={"a": candidate}, source=source)
+        with pytest.raises(ValueError, match=r"'a'.* protects one person with several records"):
+            search.check()
+        # Twin: public records are no charge, and pass.
+        dataclasses.replace(search, score=TOTAL).check()
+    # Groups themselves are no records with labels, for either count.
+    with pytest.raises(ValueError, match="no column 'label'"):
+        ChargedScore(predict=predict, source=GROUPED, noise_multiplier=20.0)
+    with pytest.raises(ValueError, match="no column 'label'"):
+        finetune.charged_accuracy(predict, PARAMS, GROUPED, account=account, noise_multiplier=20.0)
+    assert people.events("search") == {}
+
+
+# --- Other releases -----------------------------------------------------------------------------
 
 
 def recalibrated(method):
