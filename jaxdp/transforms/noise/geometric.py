@@ -167,7 +167,8 @@ def _of_cells(cells: _Cells) -> _Lanes:
         put = lambda x, y: x.at[places].set(y, mode="drop")  # noqa: E731
         return jax.tree.map(put, lanes, own)
 
-    return lax.while_loop(_is_open, settle, lanes)
+    closed: _Lanes = lax.while_loop(_is_open, settle, lanes)
+    return closed
 
 
 @_of_cells.def_vmap

@@ -54,10 +54,10 @@ def divided_normals(
         positions = jnp.concatenate(own_positions)
         values = _normals_at_positions(cipher_key, number, positions, dtype)
         pieces = jnp.split(values[: local_ends[-1]], local_ends[:-1])
-        parts = []
+        arrays = []
         for piece, shape in zip(pieces, local_shapes, strict=True):
-            parts.append(piece.reshape(shape))
-        return tuple(parts)
+            arrays.append(piece.reshape(shape))
+        return tuple(arrays)
 
     draw = jax.shard_map(
         draw_part,
