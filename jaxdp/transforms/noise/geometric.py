@@ -165,7 +165,8 @@ def _of_cells(cells: _Cells) -> _Lanes:
         # These lanes are all closed then, so the turns of the others begin at 1 too.
         _, own = lax.while_loop(lambda state: _is_open(state[1]), again, (first_turn, own))
         put = lambda x, y: x.at[places].set(y, mode="drop")  # noqa: E731
-        return jax.tree.map(put, lanes, own)
+        settled: _Lanes = jax.tree.map(put, lanes, own)
+        return settled
 
     closed: _Lanes = lax.while_loop(_is_open, settle, lanes)
     return closed
