@@ -43,7 +43,17 @@ from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, DpEvent
 from jaxdp.privacy.events import compose
 from jaxdp.privacy.privacy_warnings import warn_if_weak, warn_of_another_number
-from jaxdp.release import Checkpoints, Hosts, Payment, Release, Till, digest, stream
+from jaxdp.release import (
+    Checkpoints,
+    Hosts,
+    Mark,
+    Payment,
+    Release,
+    Till,
+    digest,
+    mark_again,
+    stream,
+)
 from jaxdp.report import Callback, MetricsWriter, progress_bar
 from jaxdp.transforms.noise import PrivatizeState
 from jaxdp.transforms.parameters import check_finite
@@ -441,7 +451,7 @@ class _Run:
             )
         self.till.settle([self.pays])
         if self.whole is not None:
-            whole_runs.mark_again(self.till.notes(), self.pays)
+            mark_again(self.till.notes(), self.pays)
         if self.till.workdir is not None:
             source = self.source
             run_notes.write(self.till.workdir, self.trainer, source, self.steps, self.pays)
@@ -484,14 +494,14 @@ class _Run:
         pays = [(self.pays, self.trainer.event(0, last))]
         return self._release(start, steps, pays, label=label, note=note)
 
-    def _mark(self, first: int) -> whole_runs.Mark | None:
+    def _mark(self, first: int) -> Mark | None:
         """Returns the mark of a later chunk, or None in memory, where nothing can be copied."""
         if self.till.workdir is None:
             return None
         rows = self.hosts.first(self.till.notes)
-        return whole_runs.Mark(self.pays, rows, first)
+        return Mark(self.pays, rows, first)
 
-    def _is_fork(self, chunk: Release[TrainState], mark: whole_runs.Mark) -> bool:
+    def _is_fork(self, chunk: Release[TrainState], mark: Mark) -> bool:
         """Returns whether a later chunk of a run that is one release may be released again."""
         if mark.is_lost:
             return True

@@ -15,10 +15,10 @@ import jaxdp
 from jaxdp import data, finetune
 from jaxdp.audit.finetune import audit_sampling, audit_step
 from jaxdp.audit.whole_runs import audit_whole_run
-from jaxdp.finetune import whole_runs
+from jaxdp.finetune import loop
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.privacy.events import composition
-from jaxdp.release import notes, stream
+from jaxdp.release import Mark, mark_again, notes, stream
 
 BLOBS = data.bundled("blobs").take(np.arange(60))
 SAMPLER = data.FixedOrderSampler(60, 20)
@@ -239,8 +239,8 @@ def test_a_copy_of_a_workdir_that_went_on_pays_for_a_whole_run(tmp_path):
 @pytest.mark.slow
 def test_a_copy_is_not_noticed_without_marks(tmp_path, monkeypatch):
     reserve = functools.partial(contextlib.nullcontext, [])
-    monkeypatch.setattr(whole_runs.Mark, "reserve", lambda *mark, **words: reserve())
-    monkeypatch.setattr(whole_runs, "mark_again", lambda rows, account: None)
+    monkeypatch.setattr(Mark, "reserve", lambda *mark, **words: reserve())
+    monkeypatch.setattr(loop, "mark_again", lambda rows, account: None)
     ledger, own, other = stopped_and_copied(tmp_path)
     for workdir in (own, other):
         fit(shared_trainer(), ledger, workdir=workdir)
@@ -261,7 +261,7 @@ def test_a_run_that_lost_notes_pays_again_once(tmp_path, lost):
 
 
 def mark_of(ledger, rows, first):
-    return whole_runs.Mark(ledger.account("blobs"), rows, first)
+    return Mark(ledger.account("blobs"), rows, first)
 
 
 def test_one_of_two_attempts_makes_the_mark():
@@ -282,7 +282,7 @@ def test_one_of_two_attempts_makes_the_mark():
     # A ledger that lost the mark gets it back from the notes of the attempt.
     restored = ledger_of()
     noted = {"first_step": 2, "next_step": 4, "token": "a" * 64, "charges": []}
-    whole_runs.mark_again([paid, noted], restored.account("blobs"))
+    mark_again([paid, noted], restored.account("blobs"))
     again = mark_of(restored, [paid], 2)
     assert again.is_foreign("b" * 64) and not again.is_foreign("a" * 64)
     assert not charged(restored)

@@ -23,10 +23,9 @@ from jaxdp.data import (
     by_group,
     from_arrays,
 )
-from jaxdp.finetune.whole_runs import Mark
 from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent, participation
 from jaxdp.privacy.events import MonteCarloDpEvent, composition, to_json
-from jaxdp.release import notes
+from jaxdp.release import Mark, notes
 
 N, STEPS = 60, 8
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
