@@ -43,7 +43,17 @@ from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, DpEvent
 from jaxdp.privacy.events import compose
 from jaxdp.privacy.privacy_warnings import warn_if_weak, warn_of_another_number
-from jaxdp.release import Checkpoints, Hosts, Release, Till, digest, stream
+from jaxdp.release import (
+    Checkpoints,
+    Hosts,
+    Mark,
+    Payment,
+    Release,
+    Till,
+    digest,
+    mark_again,
+    stream,
+)
 from jaxdp.report import Callback, MetricsWriter, progress_bar
 from jaxdp.transforms.noise import PrivatizeState
 from jaxdp.transforms.parameters import check_finite
@@ -342,7 +352,8 @@ class _Run:
                 self.hosts.each(lambda: self.programs.start(state, steps))
                 chunk = self._chunk(state, first)
                 token = self.till.token(chunk)
-                charges = chunk.charges
+                # A mark needs no room.
+                charges = chunk.charges if isinstance(chunk.charges, Sequence) else []
             # The whole rest is held at once, so that a run that does not fit spends nothing.
             self.hosts.first(lambda: self._hold(first, token, charges, room))
             if steps:
@@ -439,6 +450,8 @@ class _Run:
                 "workdir."
             )
         self.till.settle([self.pays])
+        if self.whole is not None:
+            mark_again(self.till.notes(), self.pays)
         if self.till.workdir is not None:
             source = self.source
             run_notes.write(self.till.workdir, self.trainer, source, self.steps, self.pays)
@@ -469,33 +482,38 @@ class _Run:
         if self.whole is None:
             event = self.trainer.event(first, last)
             return self._release(start, range(first, last), [(self.pays, event)], label=label)
-        note = {"first_step": first}
-        free = self._release(start, range(first, last), [], label=label, note=note)
-        if first and not self._is_fork(free, first):
-            return free
+        note = {"first_step": first, "next_step": last}
+        steps = range(first, last)
         if first:
+            mark = self._mark(first)
+            free = self._release(start, steps, mark or [], label=label, note=note)
+            if mark is None or not self._is_fork(free, mark):
+                return free
             whole_runs.check_fork(self.whole, first)
         label += f" of {self.whole.steps}, which are one release"
         pays = [(self.pays, self.trainer.event(0, last))]
-        return self._release(start, range(first, last), pays, label=label, note=note)
+        return self._release(start, steps, pays, label=label, note=note)
 
-    def _is_fork(self, chunk: Release[TrainState], first: int) -> bool:
-        """Returns whether a later chunk of a run that is one release may be released again."""
+    def _mark(self, first: int) -> Mark | None:
+        """Returns the mark of a later chunk, or None in memory, where nothing can be copied."""
         if self.till.workdir is None:
-            return False
+            return None
         rows = self.hosts.first(self.till.notes)
-        if not whole_runs.is_paid(rows):
+        return Mark(self.pays, rows, first)
+
+    def _is_fork(self, chunk: Release[TrainState], mark: Mark) -> bool:
+        """Returns whether a later chunk of a run that is one release may be released again."""
+        if mark.is_lost:
             return True
-        tokens = whole_runs.earlier(rows, first)
-        if not tokens:
+        if not self.hosts.first(mark.is_begun):
             return False
         # Only process 0 has a token.
         token = self.till.token(chunk)
-        is_new: bool = self.hosts.first(lambda: token not in tokens)
-        return is_new
+        is_foreign: bool = self.hosts.first(lambda: mark.is_foreign(token))
+        return is_foreign
 
     def _release(
-        self, start: TrainState, steps: range, charges: Requests, **words: Any
+        self, start: TrainState, steps: range, charges: Requests | Payment, **words: Any
     ) -> Release[TrainState]:
         """Returns the release of numbered steps from the state `start`.
 

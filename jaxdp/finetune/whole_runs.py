@@ -22,12 +22,16 @@ releases nothing new. If its program or seed differs, the rest of the run would 
 
 A simulated event has draws of its own, and a new process would draw another event. So the workdir
 keeps the first one, with a hash of the public facts that it is the event of.
+
+A workdir may be copied or restored, and its notes with it. So the ledger knows of later chunks too:
+a chunk charges a `jaxdp.release.Mark`, an event without cost, whose token all copies share. The
+first attempt that makes the mark goes on for free. An attempt of any other copy is a second one, as
+above.
 """
 
 import copy
 import dataclasses
 import pathlib
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +46,6 @@ from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy.events import describe, from_json, to_json
 from jaxdp.release import Hosts, derive, digest
 
-Rows = Sequence[Mapping[str, Any]]
 EVENT = "event.json"
 _NO_SEED = np.zeros(16, np.uint8)
 
@@ -170,22 +173,13 @@ def without_secrets(state: TrainState) -> TrainState:
 # --- What a repeated chunk pays -----------------------------------------------------------------
 
 
-def is_paid(rows: Rows) -> bool:
-    """Returns whether the notes of a workdir have the payment for the run."""
-    return any(row.get("first_step") == 0 for row in rows)
-
-
-def earlier(rows: Rows, first: int) -> list[str]:
-    """Returns the tokens of the attempts at the chunk that begins at a step."""
-    return [row["token"] for row in rows if row.get("first_step") == first]
-
-
 def check_fork(run: WholeRun, first: int) -> None:
     """Raises ValueError if a chunk that is not the first cannot be released a second time."""
     if run.is_amplified:
         raise ValueError(
             f"workdir holds a run whose step {first} was begun before with another program, "
             "checkpoint_every, secret seed or environment, or it has lost the notes of its "
-            "charges. Its steps share a secret draw of who takes part, so they cannot be released "
-            "twice. Nothing is spent. Restore what changed, or begin a new run in a new workdir."
+            "charges, or this workdir is a copy of another one that went on. Its steps share a "
+            "secret draw of who takes part, so they cannot be released twice. Nothing is spent. "
+            "Restore what changed, go on in the other workdir, or begin a new run in a new workdir."
         )

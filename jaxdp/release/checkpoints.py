@@ -31,7 +31,11 @@ from jaxdp.files import (
 from jaxdp.release.hosts import Hosts
 from jaxdp.release.identity import digest
 
-_REMEDY = "Restore the workdir from a copy, or begin again in a new one. Charges stay charged."
+_REMEDY = (
+    "Restore the workdir from a copy, or begin again in a new one. Charges stay charged. A run "
+    "that is one release pays again where a copy repeats steps, or is refused if its steps share a "
+    "secret draw."
+)
 
 
 class Checkpoints:

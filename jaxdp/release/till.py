@@ -372,7 +372,12 @@ class Till:
         paid_token = token
         if what.once_in:
             paid_token = hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex()
-        charges = reservation.enter_context(_reserved(what, paid_token))
+        try:
+            charges = reservation.enter_context(_reserved(what, paid_token))
+        except (OSError, KeyboardInterrupt):
+            # The ledger may have the reservation, of which only the same seed makes a repetition.
+            self._unfinished = True
+            raise
         # From here on the seed is needed, because a repetition is free.
         self._unfinished = True
         if self.workdir is not None:

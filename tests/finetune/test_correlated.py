@@ -1,6 +1,8 @@
 """A run with correlated noise is one release: it pays at its start, and again where it forks."""
 
+import contextlib
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +15,10 @@ import jaxdp
 from jaxdp import data, finetune
 from jaxdp.audit.finetune import audit_sampling, audit_step
 from jaxdp.audit.whole_runs import audit_whole_run
+from jaxdp.finetune import loop
 from jaxdp.privacy import BudgetExceeded, Ledger
 from jaxdp.privacy.events import composition
-from jaxdp.release import notes, stream
+from jaxdp.release import Mark, mark_again, notes, stream
 
 BLOBS = data.bundled("blobs").take(np.arange(60))
 SAMPLER = data.FixedOrderSampler(60, 20)
@@ -201,6 +204,88 @@ def test_an_interrupted_chunk_pays_for_a_whole_run_only_if_it_differs(tmp_path, 
         np.testing.assert_array_equal(state.buffers["w"], whole.buffers["w"])
     else:
         assert charged(ledger) == {WHOLE: 2}
+
+
+def stopped_and_copied(folder):
+    """Returns a ledger, and two equal workdirs of a run that crashed in its second chunk."""
+    ledger, own, other = ledger_of(), folder / "own", folder / "copy"
+    with pytest.raises(Crash):
+        fit(shared_trainer(), ledger, workdir=own, callbacks=[crash_at(3)])
+    shutil.copytree(own, other)
+    return ledger, own, other
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_workdir_that_went_on_pays_for_a_whole_run(tmp_path):
+    ledger, own, other = stopped_and_copied(tmp_path)
+    first = fit(shared_trainer(), ledger, workdir=own)
+    assert charged(ledger) == {WHOLE: 1}
+    # The copy repeats the bits of the chunk that was begun, and then goes on with fresh ones.
+    with pytest.raises(Crash):
+        fit(shared_trainer(), ledger, workdir=other, callbacks=[crash_at(5)])
+    assert charged(ledger) == {WHOLE: 2}
+    # An attempt that has paid is repeated for free.
+    second = fit(shared_trainer(), ledger, workdir=other)
+    assert charged(ledger) == {WHOLE: 2}
+    assert np.any(first.params["w"] != second.params["w"])
+    # A mark costs nothing, and is a row of the history with its steps.
+    labels = [row["label"] for row in ledger.history("blobs") if row["event"] == "NoOp()"]
+    assert [label.split(", attempt")[0] for label in labels] == [
+        "training, steps 2..3",
+        "training, steps 4..5",
+    ]
+
+
+@pytest.mark.slow
+def test_a_copy_is_not_noticed_without_marks(tmp_path, monkeypatch):
+    reserve = functools.partial(contextlib.nullcontext, [])
+    monkeypatch.setattr(Mark, "reserve", lambda *mark, **words: reserve())
+    monkeypatch.setattr(loop, "mark_again", lambda rows, account: None)
+    ledger, own, other = stopped_and_copied(tmp_path)
+    for workdir in (own, other):
+        fit(shared_trainer(), ledger, workdir=workdir)
+    assert charged(ledger) == {WHOLE: 1}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [slice(0), slice(1)])
+def test_a_run_that_lost_notes_pays_again_once(tmp_path, lost):
+    ledger = ledger_of()
+    fit(shared_trainer(), ledger, workdir=tmp_path, steps=4)
+    path = tmp_path / "charges.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    # A copy whose notes are older than its checkpoints has some of them.
+    path.write_text("".join(lines[lost]))
+    fit(shared_trainer(), ledger, workdir=tmp_path, checkpoint_every=1)
+    assert charged(ledger) == {WHOLE: 2}
+
+
+def mark_of(ledger, rows, first):
+    return Mark(ledger.account("blobs"), rows, first)
+
+
+def test_one_of_two_attempts_makes_the_mark():
+    ledger = ledger_of(epsilon=jaxdp.privacy.epsilon(WHOLE, delta=1e-6))
+    paid = {"first_step": 0, "next_step": 2, "token": "0", "charges": [["blobs", "..."]]}
+    with ledger.spend("blobs", WHOLE, token="0"):
+        pass
+    mark = mark_of(ledger, [paid], 2)
+    assert not mark.is_lost and not mark.is_begun()
+    # Both looked before one of them made it. A repetition of that one is free.
+    for _ in range(2):
+        with mark.reserve(label="steps", token="a" * 64) as charges:
+            assert charges == []
+    with pytest.raises(ValueError, match="another process began just now"):
+        mark.reserve(label="steps", token="b" * 64).__enter__()
+    assert mark.is_begun() and mark.is_foreign("b" * 64) and not mark.is_foreign("a" * 64)
+    assert mark_of(ledger, [], 2).is_lost and mark_of(ledger, [paid], 4).is_lost
+    # A ledger that lost the mark gets it back from the notes of the attempt.
+    restored = ledger_of()
+    noted = {"first_step": 2, "next_step": 4, "token": "a" * 64, "charges": []}
+    mark_again([paid, noted], restored.account("blobs"))
+    again = mark_of(restored, [paid], 2)
+    assert again.is_foreign("b" * 64) and not again.is_foreign("a" * 64)
+    assert not charged(restored)
 
 
 @pytest.mark.slow

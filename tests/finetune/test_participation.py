@@ -1,8 +1,10 @@
 """Runs with patterns of participation: what they charge, refuse and repeat."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +25,7 @@ from jaxdp.data import (
 )
 from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent, participation
 from jaxdp.privacy.events import MonteCarloDpEvent, composition, to_json
+from jaxdp.release import Mark, notes
 
 N, STEPS = 60, 8
 X = np.random.default_rng(0).normal(size=(N, 3)).astype(np.float32)
@@ -119,24 +122,43 @@ def test_a_killed_run_repeats_bit_for_bit_and_is_charged_once(pattern, tmp_path,
     assert pattern == "bins" or not saved["buffers"]["w"].any()
 
 
+@contextlib.contextmanager
+def interrupted(mark, reserve, **words):
+    """Makes a mark, and is interrupted before the workdir notes it."""
+    with reserve(mark, **words):
+        pass
+    raise KeyboardInterrupt
+    yield
+
+
 @pytest.mark.slow
-def test_what_a_run_shares_is_not_drawn_or_released_twice(tmp_path):
+def test_what_a_run_shares_is_not_drawn_or_released_twice(tmp_path, monkeypatch):
     book = ledger()
     chosen = shared("correlated cyclic")
-    fit(chosen, book, workdir=tmp_path, steps=4)
+    own, older = tmp_path / "own", tmp_path / "older"
+    fit(chosen, book, workdir=own, steps=4)
+    shutil.copytree(own, older)
+    with monkeypatch.context() as patch:
+        patch.setattr(Mark, "reserve", functools.partialmethod(interrupted, Mark.reserve))
+        with pytest.raises(KeyboardInterrupt):
+            fit(chosen, book, workdir=own)
+    # The mark of an attempt that has no note is that of its repetition.
+    assert [row["first_step"] for row in notes(own)] == [0]
     with pytest.raises(Killed):
-        fit(chosen, book, workdir=tmp_path, callbacks=[kill])
+        fit(chosen, book, workdir=own, callbacks=[kill])
     paid = book.events("d")[None]
-    assert not (tmp_path / "event.json").exists()
+    assert not (own / "event.json").exists()
+    with pytest.raises(ValueError, match="this workdir is a copy of another one that went on"):
+        fit(chosen, book, workdir=older)
     other_loss = functools.partial(trainer, CYCLIC, noise=NOISE, loss_fn=half)
     with pytest.raises(ValueError, match="step 4 was begun before with another program"):
-        fit(other_loss(), book, workdir=tmp_path)
+        fit(other_loss(), book, workdir=own)
     with pytest.raises(ValueError, match="another sampler, clip norm"):
-        fit(other_loss(noise_multiplier=3.0), book, workdir=tmp_path)
-    state = fit(chosen, book, workdir=tmp_path)
+        fit(other_loss(noise_multiplier=3.0), book, workdir=own)
+    state = fit(chosen, book, workdir=own)
     assert int(state.step) == STEPS and book.events("d")[None] == paid
     with pytest.raises(ValueError, match="steps must be at most 8, got 9"):
-        fit(chosen, book, workdir=tmp_path, steps=STEPS + 1)
+        fit(chosen, book, workdir=own, steps=STEPS + 1)
 
 
 @pytest.mark.slow
