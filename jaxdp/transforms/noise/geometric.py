@@ -215,9 +215,9 @@ def after_word(t: jax.Array, lanes: _Lanes, word: jax.Array) -> _Lanes:
     """Returns the lanes after one word each, uint32 [K]."""
     k, u = lanes.k, lanes.u
     limit = t * jnp.maximum(k, 1)
-    quotient = word // limit
-    uniform = word - quotient * limit
-    is_fair = quotient < jnp.uint32(_TOP) // limit
+    uniform = word % limit
+    # Whether the word is below the last multiple of the limit, without a second division.
+    is_fair = word - uniform <= jnp.uint32(_TOP) - limit
     draws = is_fair & (k == 0)
     compares = is_fair & (k > 0)
     n = jnp.where(lanes.is_counting, t, u)
