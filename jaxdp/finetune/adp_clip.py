@@ -137,7 +137,7 @@ class QuantileClipping(Query):
     ) -> QuerySums:
         """Sums what `sums` does on the grid, from the gradient of each example."""
         of_examples = self.gradient.per_example(params, batch, mask, key=key)
-        grads, structure = jax.tree.flatten(of_examples.grads)
+        grads = jax.tree.leaves(of_examples.grads)
         clipped = self._clipped_to(carried)
         parts: Sequence[int] = [0] * len(grads)
         if self.gradient.patterns is not None:
@@ -154,10 +154,9 @@ class QuantileClipping(Query):
         below = jnp.stack(is_below, 1) & of_examples.contributes[:, None]
         count = 2 * self.count_weight * (below.astype(jnp.float32) - 0.5)
         present = is_example(mask).astype(jnp.float32)
-        rows = _Contribution(grads, count if self.gradient.patterns else count[:, 0])
+        rows = _Contribution(of_examples.grads, count if self.gradient.patterns else count[:, 0])
         total = self.rounded(rows, _Contribution([factors[part] for part in parts], present))
-        grads = jax.tree.unflatten(structure, total.grads)
-        return QuerySums(total._replace(grads=grads), of_examples.nonfinite)
+        return QuerySums(total, of_examples.nonfinite)
 
     def read(
         self, params: Any, carried: jax.Array, mean: _Contribution

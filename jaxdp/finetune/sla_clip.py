@@ -121,15 +121,14 @@ class SlackClipping(Query):
     ) -> QuerySums:
         """Sums what `sums` does on the grid, from the gradient of each example."""
         of_examples = self.gradient.per_example(params, batch, mask, key=key)
-        grads, structure = jax.tree.flatten(of_examples.grads)
+        grads = jax.tree.leaves(of_examples.grads)
         norms = root_of_squares(grads, [0] * len(grads), 0)
         factors = clip_factors(self.gradient.clip_rule, norms, carried, carried) / carried
         counts = of_examples.contributes
-        rows = _Contribution(grads, self.filled(norms, carried))
+        rows = _Contribution(of_examples.grads, self.filled(norms, carried))
         of_leaves = [jnp.where(counts, factors, 0)] * len(grads)
         total = self.rounded(rows, _Contribution(of_leaves, counts.astype(jnp.float32)))
-        grads = jax.tree.unflatten(structure, total.grads)
-        return QuerySums(total._replace(grads=grads), of_examples.nonfinite)
+        return QuerySums(total, of_examples.nonfinite)
 
     def read(
         self, params: Any, carried: jax.Array, mean: _Contribution
