@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import math
 import threading
-from typing import TYPE_CHECKING, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 from scipy import stats
@@ -270,11 +270,42 @@ class SimulatedSampler(_Sizes, _Pattern):
         rng = _generator(self.seed, step, _TRUNCATION)
         return np.sort(rng.choice(batch, self.largest_batch, replace=False))
 
-    def _priced(self, event: "dp_event.DpEvent") -> "dp_event.DpEvent":
-        """Returns the event of a run whose batches are truncated, from that without truncation."""
+    def run_event(
+        self,
+        inner_event: "dp_event.DpEvent",
+        steps: int,
+        *,
+        strategy: np.ndarray | None = None,
+        seed: bytes | None = None,
+    ) -> "dp_event.DpEvent":
+        """Returns the privacy event of all steps, from new draws.
+
+        It is that of the pattern in `jaxdp.privacy.participation`, with the price of truncation. A
+        seed, 16 bytes, repeats draws.
+
+        Raises:
+          ValueError: `steps` are others than the sampler's. inner_event is not Gaussian. The
+            strategy of correlated noise has no proof for this sampling (`check_strategy`).
+        """
         from jaxdp.privacy.participation import truncated_event
 
-        return truncated_event(event, self.truncation_probability)
+        if steps != self.steps:
+            raise ValueError(
+                f"steps must be {self.steps}, the steps of the sampler, got {steps}. The event is "
+                "that of exactly these steps. Make another sampler for another run."
+            )
+        untruncated = self._untruncated_event(
+            _multiplier(inner_event),
+            steps=steps,
+            strategy=strategy,
+            draws=self.draws,
+            seed=seed,
+        )
+        return truncated_event(untruncated, self.truncation_probability)
+
+    def _untruncated_event(self, noise_multiplier: float, **terms: Any) -> "dp_event.DpEvent":
+        """Returns the event of all steps if no batch is truncated."""
+        raise NotImplementedError
 
     def _words(self, text: str) -> str:
         """Returns the sampling in words with its truncation."""
@@ -288,13 +319,6 @@ class SimulatedSampler(_Sizes, _Pattern):
             f"{type(self).__name__} has no event of a single step: its {self.steps} steps share "
             "who takes part. Use run_event(inner_event, steps), or PoissonSampler."
         )
-
-    def _check_steps(self, steps: int) -> None:
-        if steps != self.steps:
-            raise ValueError(
-                f"steps must be {self.steps}, the steps of the sampler, got {steps}. The event is "
-                "that of exactly these steps. Make another sampler for another run."
-            )
 
     def _check_step(self, step: int) -> None:
         check_count("step", step, 0)
@@ -365,34 +389,10 @@ class BallsInBinsSampler(SimulatedSampler):
         """b, `bins`."""
         return self.bins
 
-    def run_event(
-        self,
-        inner_event: "dp_event.DpEvent",
-        steps: int,
-        *,
-        strategy: np.ndarray | None = None,
-        seed: bytes | None = None,
-    ) -> "dp_event.DpEvent":
-        """Returns the privacy event of all steps, from new draws.
-
-        It is `jaxdp.privacy.participation.balls_in_bins_event`. A seed, 16 bytes, repeats draws.
-
-        Raises:
-          ValueError: `steps` are others than the sampler's. inner_event is not Gaussian. The
-            strategy of correlated noise has a negative entry.
-        """
+    def _untruncated_event(self, noise_multiplier: float, **terms: Any) -> "dp_event.DpEvent":
         from jaxdp.privacy.participation import balls_in_bins_event
 
-        self._check_steps(steps)
-        event = balls_in_bins_event(
-            _multiplier(inner_event),
-            bins=self.bins,
-            steps=steps,
-            strategy=strategy,
-            draws=self.draws,
-            seed=seed,
-        )
-        return self._priced(event)
+        return balls_in_bins_event(noise_multiplier, bins=self.bins, **terms)
 
     def check_strategy(self, strategy: np.ndarray) -> None:
         """Raises ValueError for a strategy, [T] or [T, T], without a proof for this sampling."""
@@ -475,35 +475,15 @@ class BMinSepSampler(SimulatedSampler):
         """b, `separation`."""
         return self.separation
 
-    def run_event(
-        self,
-        inner_event: "dp_event.DpEvent",
-        steps: int,
-        *,
-        strategy: np.ndarray | None = None,
-        seed: bytes | None = None,
-    ) -> "dp_event.DpEvent":
-        """Returns the privacy event of all steps, from new draws.
-
-        It is `jaxdp.privacy.participation.b_min_sep_event`. A seed, 16 bytes, repeats draws.
-
-        Raises:
-          ValueError: `steps` are others than the sampler's. inner_event is not Gaussian. The
-            strategy of correlated noise has a negative entry, or more than b bands.
-        """
+    def _untruncated_event(self, noise_multiplier: float, **terms: Any) -> "dp_event.DpEvent":
         from jaxdp.privacy.participation import b_min_sep_event
 
-        self._check_steps(steps)
-        event = b_min_sep_event(
-            _multiplier(inner_event),
+        return b_min_sep_event(
+            noise_multiplier,
             separation=self.separation,
             sampling_probability=self.sampling_probability,
-            steps=steps,
-            strategy=strategy,
-            draws=self.draws,
-            seed=seed,
+            **terms,
         )
-        return self._priced(event)
 
     def check_strategy(self, strategy: np.ndarray) -> None:
         """Raises ValueError for a strategy, [T] or [T, T], without a proof for this sampling."""
