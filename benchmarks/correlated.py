@@ -9,7 +9,7 @@ best of two for each cell by the mean accuracy of the runs, which favours no met
 import argparse
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -186,18 +186,36 @@ def costs(rounds: int = 30) -> dict[str, float]:
     return {name: min(taken[2:]) for name, taken in times.items()}
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of a report."""
+def tables_of_tasks(
+    rows: Sequence[Mapping[str, Any]],
+    methods: Iterable[str],
+    head: Sequence[str],
+    line_of: Callable[[str, Sequence[Mapping[str, Any]]], Sequence[str]],
+) -> dict[str, str]:
+    """Returns a table for each task, with the line `line_of(method, rows)` for each method.
+
+    The rows of a method ascend with epsilon, and so do the columns after those of `head`.
+    """
+    header = [*head, *(f"epsilon {e:g}" for e in EPSILONS)]
+    ascending = sorted(rows, key=lambda row: row["epsilon"])
     pages = {}
     for task in TASKS:
         lines = []
-        for method in METHODS:
-            rows = [row for row in report["rows"] if (row["task"], row["method"]) == (task, method)]
-            rows.sort(key=lambda row: row["epsilon"])
-            cells = [f"{timing.accuracy(row)}, {row['error']:.3g}" for row in rows]
-            lines.append([method, f"{rows[0]['buffers']}", *cells])
-        header = ["noise", "buffers", *(f"epsilon {e:g}" for e in EPSILONS)]
+        for method in methods:
+            own = [row for row in ascending if (row["task"], row["method"]) == (task, method)]
+            lines.append(line_of(method, own))
         pages[task] = timing.page_table(header, lines)
+    return pages
+
+
+def _line(method: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = [f"{timing.accuracy(row)}, {row['error']:.3g}" for row in rows]
+    return [method, f"{rows[0]['buffers']}", *cells]
+
+
+def tables(report: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the tables of a report."""
+    pages = tables_of_tasks(report["rows"], METHODS, ["noise", "buffers"], _line)
     costs = report["costs"]
     lines = [
         [name, f"{taken:.2f}", f"{taken / costs['independent']:.2f}"]

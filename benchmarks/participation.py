@@ -9,7 +9,7 @@ the least error of the sums of noise."""
 import argparse
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -132,22 +132,17 @@ def row_of(task: str, method: str, epsilon: float, runs: int) -> dict[str, Any]:
     return row
 
 
+def _line(method: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = []
+    for row in rows:
+        cells.append(f"{timing.accuracy(row)}, {row['error']:.3g}, b = {row['separation']}")
+    return [method, *cells]
+
+
 def tables(report: Mapping[str, Any]) -> dict[str, str]:
     """Returns the tables of a report."""
-    pages = {}
-    for task in TASKS:
-        lines = []
-        for method in METHODS:
-            rows = [row for row in report["rows"] if (row["task"], row["method"]) == (task, method)]
-            rows.sort(key=lambda row: row["epsilon"])
-            cells = [
-                f"{timing.accuracy(row)}, {row['error']:.3g}, b = {row['separation']}"
-                for row in rows
-            ]
-            lines.append([method, *cells])
-        header = ["who takes part, noise", *(f"epsilon {e:g}" for e in EPSILONS)]
-        pages[task] = timing.page_table(header, lines)
-    return pages
+    head = ["who takes part, noise"]
+    return correlated.tables_of_tasks(report["rows"], METHODS, head, _line)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
