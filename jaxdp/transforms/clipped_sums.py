@@ -111,6 +111,7 @@ def _clipped_sums_jvp(
     (inputs,) = primals
     result = clipped_sums(options, program, inputs)
     contributes = result.examples.contributes
+    # `argmax` refuses an axis without entries.
     if len(contributes) == 0:
         return result, jax.tree.map(_zero_tangent, result)
 
@@ -134,6 +135,7 @@ def _clipped_sums_jvp(
         return sums
 
     def differentiated(inputs: SumInputs) -> ClippedSums:
+        # `argmax` would choose example 0 if none contributes, whose derivatives may be NaN.
         sums: ClippedSums = lax.cond(contributes.any(), of_contributing, of_none, inputs)
         return sums
 

@@ -202,6 +202,7 @@ class ClippedGrad:
         Raises:
           ValueError: The clip norm of the grid is not `sensitivity()`.
         """
+        # The noise is calibrated to the clip norm of the grid, and so is the proof of rounding.
         if grid is not None and grid.clip_norm != self.sensitivity():
             raise ValueError(
                 f"grid must have the clip norm {self.sensitivity()}, got {grid.clip_norm}. Take "
@@ -528,6 +529,7 @@ def _clipped_sum(
 ) -> ClippedSum:
     rows: Any = row_spec(batch)
     whole: Any = PartitionSpec()
+    # By the order of the fields. All but the sum and the count have one row for each example.
     specs = ClippedSum(tree.specs(arrays), rows, rows, rows, whole, rows)
     summed = shards.automatic(functools.partial(_summed, f, tree), specs)
     result: ClippedSum = summed(arrays, batch, *others)
@@ -558,6 +560,7 @@ def _summed(
     chex.assert_equal_shape([examples.norms, examples.losses, batched.unmasked])
     part_norms = None
     if f.patterns is not None:
+        # A single part has the norms of the whole gradient.
         of_parts = examples.part_norms or [examples.norms]
         pairs = zip(f.patterns, of_parts, strict=True)
         part_norms = dict(pairs)

@@ -279,6 +279,7 @@ class _ComponentSums:
             for leaf, grads in component.kept.items():
                 columns = grads.reshape(n_examples, -1)
                 self._columns[leaf] = columns.astype(dtype)
+        # Concatenation needs an array, also in a part without small gradients.
         no_column = jnp.zeros((n_examples, 0), dtype)
         side_by_side = jnp.concatenate([no_column, *self._columns.values()], 1)
         norms = [sum_of_squares([side_by_side])]

@@ -92,7 +92,7 @@ def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
     init = operands[carry_start:x_start]
     xs = _without_facts(operands[x_start:])
 
-    def zeros_like_one(x: jax.Array) -> jax.Array:
+    def zeros_like_one(x: jax.Array) -> jax.Array:  # `eval_shape` reads shapes only
         return jnp.zeros(x.shape[1:], x.dtype)
 
     like_x = jax.tree.map(zeros_like_one, xs)

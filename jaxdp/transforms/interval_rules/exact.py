@@ -158,6 +158,7 @@ def _monotone(eqn: Equation, *operands: Operand) -> list[Box]:
 
 @register_rule("max")
 def _max(eqn: Equation, *operands: Operand) -> list[Box]:
+    # One operand without a minus sign is enough.
     return at_both_ends(eqn, *operands, nonnegative=any(map(is_nonnegative, operands)))
 
 
@@ -227,6 +228,7 @@ def _equality(
     x: Operand,
     y: Operand,
 ) -> Operand:
+    # Only two equal points are equal for certain.
     certain = (lower(x) == upper(y)) & (upper(x) == lower(y))
     is_different = (upper(x) < lower(y)) | (lower(x) > upper(y))
     possible = ~is_different

@@ -129,6 +129,7 @@ def _norms(
 ) -> jax.Array:
     """Returns squared norms, M and E, [3, B]."""
     if not len(x):
+        # Computed from x, so that it varies over the same mesh axes.
         nothing = jnp.sum(x.astype(jnp.float32), (1, 2, 3))
         return jnp.broadcast_to(nothing, (cells.RESULTS, 0))
     plan = cells.Plan.of(geometry, x, g)

@@ -288,6 +288,7 @@ def privatize(
             if noise is not None:
                 added, buffers = noise.next(state.step, buffers, added)
             total = jax.tree.map(jnp.add, total, added)
+        # The divisor is public, so this is post-processing.
         mean = jax.tree.map(lambda leaf: leaf / divisor, total)
         return mean, PrivatizeState(state.key, state.step + 1, buffers)
 
@@ -416,6 +417,7 @@ def _std_of_run(noise: CorrelatedNoise, std: float, step: jax.Array) -> Any:
     Raises ValueError for one that is not traced.
     """
     if isinstance(step, jax.core.Tracer):
+        # A traced step can raise nothing, and NaN shows that the run is over.
         return jnp.where(step < noise.steps, std, math.nan)
     noise.check_step(int(jax.device_get(step)))
     return std
@@ -432,4 +434,5 @@ def _std_at(
     if not isinstance(step, jax.core.Tracer):
         return multiplier.std(int(jax.device_get(step)))
     is_planned = (step >= 0) & (step < multiplier.steps)
+    # The row behind the planned steps is NaN.
     return jnp.asarray(multiplier.table())[jnp.where(is_planned, step, multiplier.steps)]
