@@ -116,6 +116,8 @@ def _clipped_sums_jvp(
         return result, jax.tree.map(_zero_tangent, result)
 
     def of_contributing(inputs: SumInputs) -> ClippedSums:
+        # Examples that do not contribute are replaced by one that does: the derivative of a NaN is
+        # NaN also behind a factor of 0.
         first = jnp.argmax(contributes)
 
         def shown(x: jax.Array) -> jax.Array:
@@ -391,6 +393,7 @@ def _cleared_in_place(
     def clear(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         needed, xs = state
         still_needed = needed & False
+        # This False varies over the same mesh axes as `needed`.
         return still_needed, [sites.rows_kept(x, keep) for x in xs]
 
     _, cleared = lax.while_loop(is_needed, clear, (needed, xs))

@@ -327,6 +327,8 @@ class ClippedGrad:
           RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
         """
         arguments = self._arguments(params, batch, mask, key)
+        # Clip norms may be traced. So they are arguments of the program, and are not read from
+        # `self`.
         result: ClippedSum = _clipped_sum(self, *arguments, self.clip_norms, self.bounds, self.grid)
         return result
 

@@ -143,6 +143,7 @@ def by_bookkeeping(
         own_sites = [met[number] for number in members]
         own_weights = jaxprs.restricted(weights, members)
         spans = spans_parts([one.site for one in own_sites], part_of)
+        # Each part has a norm of its own, so a gradient in several parts has to be formed.
         choice = keep_all if spans else choose
         component = Component(own_sites, own_weights, wide, choice)
         pieces = component.in_parts(part_of)

@@ -408,7 +408,7 @@ def _evaluate(
     jaxpr = closed.jaxpr
     values: Values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
-    eqns = _live(jaxpr)
+    eqns = _live(jaxpr)  # others need no rule
     producers = _producers(eqns)
     _run(jaxpr, eqns, values, producers, product)
     return [_read(values, atom) for atom in jaxpr.outvars]

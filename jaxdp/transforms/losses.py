@@ -227,7 +227,7 @@ def _softmax_label_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _sigmoid_value(logits: jax.Array, label: jax.Array) -> jax.Array:
-    linear = jnp.maximum(logits, 0) - label * logits
+    linear = jnp.maximum(logits, 0) - label * logits  # overflows for no logit
     exponential = jnp.exp(-jnp.abs(logits))  # it does not overflow
     return linear + jnp.log1p(exponential)
 

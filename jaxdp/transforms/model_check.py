@@ -594,6 +594,7 @@ def _check_plan(
         return f.loss_fn(rebuild(arrays), example, **keys)
 
     program = jax.make_jaxpr(loss)(arrays, first)
+    # Scalars are constants, and no weights.
     closed_over = [x for x in program.consts if jnp.size(x) > 1 and _is_floating(x)]
     findings = []
     for leaf in leaves:

@@ -135,7 +135,7 @@ class Response(NamedTuple):
             return np.broadcast_to(places, (every, classes))
         is_class = (labels >= 0) & (labels < classes)
         columns = np.where(is_class, labels, 0).astype(np.int64)
-        rows = np.arange(len(labels)) if len(places) > 1 else 0
+        rows = np.arange(len(labels)) if len(places) > 1 else 0  # one order may serve all labels
         of_labels: np.ndarray = np.where(is_class, places[rows, columns], classes)
         return of_labels
 

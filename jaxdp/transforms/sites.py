@@ -269,7 +269,7 @@ class Site:
             return "", ""
         multiplied = {jnp.dtype(jnp.bfloat16)}
         if multiplied_bits() == products.BFLOAT16_BITS:
-            multiplied.add(jnp.dtype(jnp.float32))
+            multiplied.add(jnp.dtype(jnp.float32))  # as XLA rounds float32
         if not {record.dtype, g.dtype} <= multiplied:
             return "", ""
         norm = total = ""

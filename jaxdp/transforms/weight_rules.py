@@ -231,6 +231,7 @@ class Lookup(Rule):
         rows = tuple(filter(is_row, dims))
         columns = tuple(d for d in dims if d not in rows)
         n_rows = entries_along(weight, rows)
+        # Rows are numbered in int32.
         if not rows or n_rows > jnp.iinfo(jnp.int32).max:
             return None
         present = [d for d in dims if d not in missing]

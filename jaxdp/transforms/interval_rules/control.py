@@ -73,6 +73,7 @@ def _initial_state(
         return _without_facts(body(state))
 
     kinds = _kinds(init)
+    # Kinds only change from points to intervals, so this ends.
     while True:
         state = _as_kinds(init, kinds)
         results = jax.eval_shape(one_iteration, state)

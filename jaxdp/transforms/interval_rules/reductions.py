@@ -137,6 +137,7 @@ def _select_and_scatter_add(
     low = jnp.zeros_like(lows)
     high = jnp.zeros_like(lows)
     zero = jnp.zeros((), low.dtype)
+    # An entry is in at most as many windows as a window has places.
     cotangents = inflate(source, len(places) + 1)
     nothing = jnp.full_like(low_entries[0], -jnp.inf)
     x_is_interval = isinstance(x, Interval)

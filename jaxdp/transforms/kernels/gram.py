@@ -64,7 +64,7 @@ def cycles(
     products = _products(positions, rows + cols)
     computed = products + sums + _OVERHEAD * steps
     read = positions * (rows + cols) * itemsize
-    return max(computed, read / tiles.BYTES_PER_CYCLE)
+    return max(computed, read / tiles.BYTES_PER_CYCLE)  # reading overlaps with computing
 
 
 def _products(positions: int, features: int) -> float:

@@ -177,7 +177,7 @@ def examples(
             cells.each(example, cells.LANES, plan.unrolled)
             copy = pltpu.make_async_copy(sums, result.at[block], written)
             copy.start()
-            copy.wait()
+            copy.wait()  # the next block writes `sums` again
 
         blocks.walk((data, cotangents), memories, compute)
 
@@ -222,7 +222,7 @@ def weighted_sums(
         results = memory[: len(sizes)]
         memories = memory[len(sizes) :]
         for result in results:
-            result[...] = jnp.zeros_like(result)
+            result[...] = jnp.zeros_like(result)  # kept over all blocks
         weighted = cells.weighted_of(plan)
 
         def compute(

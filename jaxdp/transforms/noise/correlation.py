@@ -281,7 +281,7 @@ class CorrelatedNoise:
                 "jaxdp.data.CyclicPoissonSampler(num_examples, q, cycle_length=), or another "
                 "pattern of jaxdp.data, or FixedOrderSampler(num_examples, batch_size)."
             )
-        own_steps = getattr(sampler, "steps", self.steps)
+        own_steps = getattr(sampler, "steps", self.steps)  # simulated ones have theirs
         if own_steps != self.steps:
             raise ValueError(
                 f"sampler has steps={own_steps}, but correlated was given steps={self.steps}. "
@@ -390,6 +390,7 @@ def _strategy(strategy: Any, inverse: bool) -> _Strategy:
             f"{type(strategy).__name__}."
         )
     bands = _float32("strategy", strategy)
+    # A matrix whose diagonal is 0 has no inverse.
     if not bands or bands[0] <= 0:
         raise ValueError(
             f"strategy must begin with a positive coefficient, got {bands[:1]}. Otherwise the "
@@ -418,6 +419,7 @@ def _sensitivity(column: np.ndarray, pattern: dict[str, int]) -> float:
     steps = len(column)
     # More than all steps apart is as good as all steps.
     pattern = pattern | {"min_sep": min(pattern["min_sep"], steps)}
+    # jax_privacy knows the exact sensitivity of such a column, and of others an upper bound.
     is_decreasing = (column >= 0).all() and (np.diff(column) <= 0).all()
     if not is_decreasing and steps > _MOST_GENERAL_STEPS:
         raise ValueError(

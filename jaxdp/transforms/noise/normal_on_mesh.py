@@ -53,7 +53,7 @@ def divided_normals(
             own_positions.append(_positions(shape, sharding, start))
         positions = jnp.concatenate(own_positions)
         values = _normals_at_positions(cipher_key, number, positions, dtype)
-        pieces = jnp.split(values[: local_ends[-1]], local_ends[:-1])
+        pieces = jnp.split(values[: local_ends[-1]], local_ends[:-1])  # without padding
         arrays = []
         for piece, shape in zip(pieces, local_shapes, strict=True):
             arrays.append(piece.reshape(shape))

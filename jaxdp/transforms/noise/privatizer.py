@@ -279,6 +279,7 @@ def privatize(
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, trees.noise_dtype(leaf)), updates)
         buffers = state.buffers
         if isinstance(multiplier, NoiseSchedule) or multiplier > 0:
+            # Equal noise on several devices is right for a sum that they share.
             for leaf in jax.tree.leaves(total):
                 check_shards(state.key, leaf, shared=True)
             std = _std_at(multiplier, clip_norm, state.step)
