@@ -209,7 +209,7 @@ def costs_of(
                 releases=sizes[name],
                 alone=min(alone[name], total),
                 without=without,
-                marginal=0.0 if without == total else total - without,
+                marginal=0.0 if without == total else total - without,  # inf - inf is NaN
                 remaining_without=remaining(rest),
             )
         )
@@ -307,7 +307,7 @@ def terms_of(account: Mapping[str, Any]) -> Dataset:
 
 
 def _is_whole(account: Mapping[str, Any]) -> bool:
-    return bool(account["rows"] == len(account["spends"]))
+    return bool(account["rows"] == len(account["spends"]))  # a report has 1000 rows at most
 
 
 def _units_of(account: Mapping[str, Any]) -> list[Groups]:
