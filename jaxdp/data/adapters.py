@@ -256,6 +256,7 @@ def from_texts(
 
 
 def _bytes(text: str) -> list[int]:
+    # The zeros mark both ends of a text. So a NUL in it becomes a blank.
     return [0, *text.encode().replace(b"\0", b" "), 0]
 
 

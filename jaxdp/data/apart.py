@@ -54,7 +54,7 @@ def _check_images_apart(specs: Mapping[str, "DataSpec"]) -> None:
         if spec.source != "folder" or spec.share is not None:
             continue
         table = read_table(os.path.join(spec.path, spec.part), needed=("path",))
-        for path in map(os.path.normpath, table.columns["path"]):
+        for path in map(os.path.normpath, table.columns["path"]):  # "./a.png" is "a.png"
             first = first_with.setdefault(path, spec)
             if first is not spec:
                 raise ValueError(
@@ -97,6 +97,7 @@ def check_sets_apart(first: "DataSpec", *others: "DataSpec") -> None:
     for other in others:
         if not first.source == other.source == "tfds":
             continue
+        # A record has one class, so parts with other classes share none.
         some_classes = first.classes and other.classes
         if some_classes and set(first.classes).isdisjoint(other.classes):
             continue

@@ -171,6 +171,7 @@ def _as_images(image: Any) -> np.ndarray:
             f"image must have shape [n, H, W, C] or [n, H, W], got {image.shape}. Give volumes "
             "another name than image."
         )
+    # Only these have a public largest value by which they are scaled.
     is_integer = image.dtype.kind == "u" and image.dtype.itemsize <= 2
     if not is_integer and not np.issubdtype(image.dtype, np.floating):
         raise TypeError(
@@ -201,5 +202,5 @@ def _as_features(features: Any) -> np.ndarray:
     if isinstance(features, np.memmap) or not np.issubdtype(features.dtype, np.floating):
         return features
     features = native(features, "features")
-    check_digits(features, "features")
+    check_digits(features, "features")  # before the cast hides it
     return features.astype(np.float32)

@@ -34,7 +34,7 @@ def random_crop(
             f"image must be one image [H, W, C], got shape {image.shape}. Use jax.vmap for a batch."
         )
     height, width, channels = image.shape
-    if not 0 <= padding < min(height, width):
+    if not 0 <= padding < min(height, width):  # the most that a reflection pads
         raise ValueError(
             f"padding must be in [0, {min(height, width)}) for a {height}x{width} image, got "
             f"{padding}."

@@ -49,7 +49,7 @@ def bundled(name: str) -> Examples:
 def _digits() -> Examples:
     datasets = optional("sklearn.datasets", "bundled")
     digits = datasets.load_digits()
-    image = digits.images / 16
+    image = digits.images / 16  # pixels are 0..16
     return from_arrays(image=image, label=digits.target, num_classes=10, name="digits")
 
 

@@ -26,6 +26,7 @@ from skimage import color
 # Weights of red, green and blue in a pixel's brightness (ITU-R BT.601).
 _LUMA = np.array([0.299, 0.587, 0.114])
 
+# One thread at a time: NumPy's generator is global.
 _global_state = threading.Lock()
 Pixels = np.ndarray
 Rng = np.random.Generator
@@ -89,7 +90,7 @@ def _shot_noise(x: Pixels, photons: float, rng: Rng) -> Pixels:
 def _impulse_noise(x: Pixels, amount: float, rng: Rng) -> Pixels:
     chance = rng.random(x.shape)
     with_salt = np.where(chance < amount, 1, x)
-    return np.where(chance < amount / 2, 0, with_salt)
+    return np.where(chance < amount / 2, 0, with_salt)  # half black, half white
 
 
 @_severities(0.06, 0.1, 0.12, 0.16, 0.2)
@@ -125,10 +126,12 @@ def _glass_blur(x: Pixels, constants: tuple[float, int, int], rng: Rng) -> Pixel
     """Copies nearby pixels one after the other from the lower right, between two blurs."""
     sigma, reach, rounds = constants
     height, width, _ = x.shape
+    # The published code stores the blurred image as uint8 before it copies pixels.
     blurred = np.floor(255 * _gaussian_blur(x, sigma, rng)) / 255
     inner = np.mgrid[height - reach : reach : -1, width - reach : reach : -1]
     row, column = inner.reshape(2, -1)
     target = np.tile(row * width + column, rounds)
+    # The upper end is exclusive, as in the published code.
     down, right = rng.integers(-reach, reach, size=(2, target.size))
     neighbour = target + down * width + right
     # A pixel that has been overwritten is copied as it is now, so the order counts.
@@ -240,7 +243,7 @@ def _frost(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
 def _fog(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
     amount, decay = constants
     height, width, _ = x.shape
-    power_of_two = 1 << (max(height, width) - 1).bit_length()
+    power_of_two = 1 << (max(height, width) - 1).bit_length()  # the sizes of `plasma_fractal`
     with numpy_seeded(rng):
         cloud = plasma_fractal(mapsize=power_of_two, wibbledecay=decay)
     return (x + amount * cloud[:height, :width, None]) * x.max() / (x.max() + amount)
@@ -282,7 +285,7 @@ def _elastic_transform(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pix
     """Applies a random affine map, then smooth random shifts of every pixel."""
     height, width, _ = x.shape
     side = min(height, width)
-    strength, sigma, jitter = np.multiply(constants, side)
+    strength, sigma, jitter = np.multiply(constants, side)  # constants are shares of the side
     # The affine map moves three points at random.
     centre = np.array([width // 2, height // 2])
     points = centre + side // 3 * np.array([[1, 1], [1, -1], [-1, -1]])

@@ -39,6 +39,7 @@ CORRUPTIONS = (
 )
 HELD_OUT_CORRUPTIONS = ("speckle_noise", "spatter", "gaussian_blur", "saturate")
 
+# A place here is a part of the key of a random stream (`_corrupt`), so names keep their places.
 _ALL = CORRUPTIONS + HELD_OUT_CORRUPTIONS
 _SMALLEST_SIDE = {"cifar": 8, "imagenet": 32}
 

@@ -88,7 +88,7 @@ class Groups(OfRecords):
     def fingerprint(self) -> str:
         """A SHA-256 (64 hex digits) of the records' fingerprint and of who has which."""
         header = json.dumps([self.source.fingerprint, self.rows.shape, self.without])
-        rows = self.rows.astype("<i8").tobytes()
+        rows = self.rows.astype("<i8").tobytes()  # equal bytes on all machines
         return hashlib.sha256(header.encode() + rows).hexdigest()
 
 
@@ -127,6 +127,8 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
     rows_of_user: dict[int, list[int]] = {}
     for row, user in enumerate(owners_of(owners, len(source)).tolist()):
         rows = rows_of_user.setdefault(user, [])
+        # Only the user's own rows decide which of them count, so that a neighbouring data set
+        # differs in no other user.
         if len(rows) < max_records:
             rows.append(row)
     table = np.full((len(rows_of_user), max_records), -1, np.int64)

@@ -80,5 +80,6 @@ def resize(
         picture = pillow.fromarray(np.ascontiguousarray(channel))
         return np.asarray(picture.resize(shape[::-1], resample))
 
+    # Pillow has float32 images of one channel only.
     channels = [resized(channel) for channel in np.moveaxis(image, -1, 0)]
     return np.stack(channels, axis=-1)

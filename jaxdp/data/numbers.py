@@ -106,6 +106,7 @@ def check_digits(array: np.ndarray, where: str) -> None:
             raise ValueError(
                 f"{where} has numbers that are infinite in float32. Divide by a public constant."
             )
+        # A whole number that float32 changes may be an identifier or a time.
         is_whole = finite & (wide == np.rint(wide))
         rounded = rounded or bool(np.any(is_whole & (wide != narrow)))
         low = np.minimum(low, np.min(wide, axis=0, initial=np.inf, where=finite))

@@ -147,6 +147,8 @@ def by_owners(
             number_of.setdefault(name, len(number_of))
     records_of = np.zeros(len(number_of), np.int64)
     rows = []
+    # Greedy in a random order: a record counts while each of its owners has a place left. The order
+    # and the owners are public, so the choice is.
     for row in shuffled(len(source), seed=seed).tolist():
         numbers = [number_of[name] for name in owners_of_record[row]]
         if (records_of[numbers] < max_records).all():
@@ -178,6 +180,7 @@ def families(source: Source, column: str, separator: str) -> np.ndarray:
             edges.append((row, number_of.setdefault(name, len(number_of))))
     rows, owners = np.array(edges).T
     size = len(source) + len(number_of)
+    # Records and owners are the nodes of one graph, so that a family is a connected component.
     links = sparse.coo_array((np.ones(len(rows)), (rows, owners + len(source))), (size, size))
     _, family_of = csgraph.connected_components(links, directed=False)
     return owners_of(family_of[: len(source)], len(source))

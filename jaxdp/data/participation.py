@@ -84,6 +84,7 @@ def _groups(num_examples: int, count: int, seed: bytes) -> list[np.ndarray]:
     """Returns the records of groups that each record joins independently, int64 [B] each."""
     from jax_privacy import batch_selection
 
+    # One round, so that each record is in one bin.
     strategy = batch_selection.BallsInBinsSampling(iterations=count, cycle_length=count)
     groups = strategy.batch_iterator(num_examples, rng=_generator(seed, 0, _BINS))
     return [np.sort(group.astype(np.int64)) for group in groups]
@@ -136,7 +137,7 @@ class CyclicPoissonSampler(_Sizes, _Pattern):
         """Returns the example indices of a step, int64 [B], ascending. B is random and may be 0."""
         check_count("step", step, 0)
         members = self._members[step % self.cycle_length]
-        if not len(members):
+        if not len(members):  # a sampler needs a record
             return members
         sampler = PoissonSampler(len(members), self.sampling_probability, seed=self.seed)
         return members[sampler.batch(step)]
@@ -178,6 +179,8 @@ class CyclicPoissonSampler(_Sizes, _Pattern):
                 steps=steps,
                 strategy=strategy,
             )
+        # A record is in one step of each round of b steps, so that the steps of a round compose in
+        # parallel.
         rounds = -(-steps // self.cycle_length)
         return dp_event.SelfComposedDpEvent(self.event(inner_event), rounds)
 
@@ -250,6 +253,7 @@ class SimulatedSampler(_Sizes, _Pattern):
         if self.truncated_batch_size is None:
             return 0.0
         share = self.expected_batch_size / self.num_examples
+        # n + 1, since a neighbouring data set may have one record more.
         tail = stats.binom.sf(self.truncated_batch_size, self.num_examples + 1, share)
         return min(1.0, self._batches * float(tail) * _ROUNDED_UP)
 
@@ -515,6 +519,8 @@ class _Renewals:
 
     def _restart(self) -> None:
         p = self._poisson.sampling_probability
+        # The stationary law of the wait of a record: free with weight 1, and 1, ..., b - 1 steps to
+        # go with weight p each.
         waits = np.append(1.0, np.full(self._separation - 1, p))
         rng = _generator(self._poisson.seed, 0, _FIRST_FREE)
         count = self._poisson.num_examples
@@ -525,7 +531,7 @@ class _Renewals:
     def batch(self, step: int) -> np.ndarray:
         with self._lock:
             if step < self._next and step not in self._batches:
-                self._restart()
+                self._restart()  # a batch that is no longer kept: again from the seed
             while self._next <= step:
                 self._advance()
             return self._batches[step]

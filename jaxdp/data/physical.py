@@ -120,7 +120,7 @@ class PhysicalSizes:
           devices: The number of devices that share a physical batch.
           launches_cost: Whether a call takes as long for a few rows as for many, as on a GPU.
         """
-        limit = memory or 4 * _MEMORY
+        limit = memory or 4 * _MEMORY  # a quarter is `_MEMORY`
         rows_per_device = int(limit / 4 / max(1, row_bytes.held))
         largest = max(1, rows_per_device) * devices
         overhead = row_bytes.overhead
@@ -141,7 +141,7 @@ class PhysicalSizes:
     def counts(self, size: int) -> dict[int, int]:
         """Returns {size: number of physical batches} for `size` examples, in all at least one."""
         counts = self._counts(np.array([size]))[:, 0]
-        counts[-1] += not counts.any()
+        counts[-1] += not counts.any()  # an empty batch: one of padding
         return dict(zip(self.sizes, counts.tolist(), strict=True))
 
     def cut(self, indices: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -167,6 +167,8 @@ class PhysicalSizes:
         padded[0] = -(-batch_sizes // largest)
         if len(self.sizes) == 1:
             return padded
+        # The rest after full batches of the largest size goes into smaller ones, or is padded to
+        # the largest size: what costs less.
         smaller = PhysicalSizes(self.sizes[1:], self.overhead)
         full = np.concatenate(
             [batch_sizes[None] // largest, smaller._counts(batch_sizes % largest)]

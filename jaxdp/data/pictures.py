@@ -116,7 +116,7 @@ def path_inside(root: pathlib.Path, path: str) -> bool:
         return False
     if path.startswith("/") or pathlib.PurePath(path).is_absolute():
         return False
-    return not pathlib.PureWindowsPath(path).drive
+    return not pathlib.PureWindowsPath(path).drive  # a drive on Windows only
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

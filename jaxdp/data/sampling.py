@@ -26,6 +26,7 @@ def _generator(seed: bytes, step: int, purpose: int) -> np.random.Generator:
     check_count("step", step, 0)
     if step >= 2**64:
         raise ValueError(f"step must be below 2**64, got {step}.")
+    # The two lower words count the blocks of one stream.
     counter = np.array([0, 0, step, purpose], np.uint64)
     return np.random.Generator(
         np.random.Philox(key=int.from_bytes(seed, "little"), counter=counter)

@@ -142,6 +142,7 @@ def _strongly_shifted(source: Examples, name: str, strength: float) -> Examples:
     if name not in STRENGTHS:
         raise ValueError(f"name must be one of {', '.join(STRENGTHS)}, got {name!r}.")
     columns = everything(source)
+    # `hash` of a text differs from process to process.
     rng = np.random.default_rng(zlib.crc32(name.encode()))  # public, and its own for each shift
     images = np.clip(STRENGTHS[name](columns["image"], strength, rng), 0, 1)
     return from_arrays(

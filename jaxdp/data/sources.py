@@ -231,6 +231,7 @@ class Examples:
         order = shuffled(len(self), seed=seed)
         sources = []
         start = 0
+        # Ends are rounded, and not sizes, whose sum could miss the number of examples.
         for number, fraction in enumerate(np.cumsum(fractions)):
             stop = min(len(self), round(len(self) * fraction))
             sources.append(self.take(order[start:stop], name=f"{self.name}[{number}]"))

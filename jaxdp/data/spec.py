@@ -285,7 +285,7 @@ def _open_folder(spec: DataSpec, prepare: Prepare | None) -> Examples:
         name=spec.title,
     )
     if spec.share is not None:
-        source = source.take(_rows_of_share(source, spec))
+        source = source.take(_rows_of_share(source, spec))  # before `load`
     return source.load() if spec.in_memory else source
 
 
@@ -333,6 +333,7 @@ def _rows_of_share(table: Examples, spec: DataSpec) -> np.ndarray:
     elif spec.group:
         owners = owners_of(read_ids(table, spec.group), len(table))
     order = shuffled(owners.max(initial=-1) + 1, seed=spec.split_seed)
+    # Shares that meet have the same rounded end, so no owner is between them or in both.
     first, last = (round(len(order) * end) for end in spec.share or (0, 1))
     rows = np.flatnonzero(np.isin(owners, order[first:last]))
     if spec.separator and not len(rows):

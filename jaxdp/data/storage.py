@@ -168,6 +168,7 @@ class Watched:
           TypeError, ValueError: The numbers are not such as a device has, or a watched row has
               changed.
         """
+        # A copy: a mapped file could change between its hash and its use.
         array = native(np.array(self.column[rows]), self.where)
         check_whole(array, self.where)
         if self._seen is not None:
@@ -260,6 +261,7 @@ class ExampleReader:
 
     @functools.cached_property
     def _seen(self) -> list[Seen]:
+        # The dataclass is frozen, so the list holds what `watch` sets.
         return []
 
     @functools.cached_property

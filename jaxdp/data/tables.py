@@ -103,6 +103,7 @@ def read_table(
     first_line, header = rows.pop(0)
     names = [name.strip() for name in header]
     missing = [name for name in needed if name not in names]
+    # Such a header may be one that has another separator.
     if missing or len(names) == 1:
         _check_separator("".join(names), f"line {first_line} of {where}", delimiter)
     _check_names(names, where)
@@ -164,6 +165,7 @@ def _text(content: bytes, where: str, encoding: str) -> str:
         raise ValueError(
             f"{where} is not {encoding}. Give the encoding= with which it was saved."
         ) from error
+    # Latin-1 and its relatives decode any bytes, and so UTF-8 too.
     if own is not None and own != text and "\0" not in own:
         raise ValueError(f"{where} is UTF-8, which {encoding} would garble. Leave out encoding=.")
     text = text.removeprefix("\ufeff")

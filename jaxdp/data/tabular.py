@@ -305,9 +305,12 @@ class _Columns:
         declared = self.categories.get(column, ())
         if column == self.label:
             declared = self.classes or ()
+        # A category may be spelled like a mark of a missing cell, such as "NA" or "".
         marks = self.marks.difference(declared)
         missing = [row for row, text in enumerate(texts) if text in marks]
+        # Commas and points in categories and dates are no marks of numbers.
         is_number = not declared and column not in self.dates
+        # First the marks of thousands: in "1.234,5" the points go, then the comma becomes one.
         if self.thousands and is_number:
             texts = [self._without_marks(text) for text in texts]
         if self.decimal == "," and is_number:

@@ -136,7 +136,7 @@ def is_published(name: str) -> bool:
         return True
     if name in _PUBLISHED:
         return True
-    base = name.partition("/")[0].partition(":")[0]
+    base = name.partition("/")[0].partition(":")[0]  # "name/config:version"
     return base in tfds.list_builders(with_community_datasets=False)
 
 

@@ -18,6 +18,7 @@ import optax
 
 from jaxdp.files import check_numbers
 
+# gamma' of the paper. It is needed without noise only, where Phi cannot be the floor.
 _PAPERS_FLOOR = 5e-8
 
 
@@ -77,6 +78,7 @@ def dp_adam_bc(
         if not 0 <= value < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value}.")
     variance = noise_std**2  # Phi
+    # Where v^ - Phi is below Phi, it is mostly noise. A smaller floor makes such steps huge.
     smallest = variance or _PAPERS_FLOOR
     if floor is not None:
         check_numbers(floor=floor)
@@ -92,6 +94,7 @@ def dp_adam_bc(
     def update(
         updates: Any, state: optax.ScaleByAdamState, params: Any = None
     ) -> tuple[Any, optax.ScaleByAdamState]:
+        # In bfloat16 the difference v^ - Phi would be lost in the rounding of v^.
         gradient = jax.tree.map(lambda x: x.astype(_wide(x)), updates)
         mu = optax.tree.update_moment(gradient, state.mu, b1, 1)  # m_t
         nu = optax.tree.update_moment(gradient, state.nu, b2, 2)  # v_t
@@ -100,7 +103,7 @@ def dp_adam_bc(
         square = optax.tree.bias_correction(nu, b2, count)  # v^
 
         def step(m: jax.Array, v: jax.Array) -> jax.Array:
-            return m / jnp.sqrt(jnp.maximum(v - variance, smallest))
+            return m / jnp.sqrt(jnp.maximum(v - variance, smallest))  # v^ - Phi may be negative
 
         return jax.tree.map(step, mean, square), optax.ScaleByAdamState(count, mu, nu)
 

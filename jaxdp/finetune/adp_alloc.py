@@ -98,6 +98,7 @@ def polynomial_noise(end: float, power: float, period: int) -> NoiseSchedule:
     _check("period", period, period >= 1, "at least 1 epoch")
 
     def schedule(sigma_0: float, epoch: Any) -> Any:
+        # The factor (epoch < period) keeps the noise at sigma_end in all epochs after `period`.
         left = (period - epoch) * (epoch < period) / period
         return (sigma_0 - end) * left**power + end
 
@@ -144,6 +145,8 @@ def calibrate_schedule(
     def event(sigma_0: float) -> DpEvent:
         return beside(schedule_event(schedule, sigma_0, sampler, steps), besides)
 
+    # The search raises sigma_0 until the cost meets the target. No sigma_0 can if epochs without
+    # noise to speak of, or `besides`, cost more already.
     floor = _epsilon(event(_LARGEST), delta, adjacency, method)
     if floor > epsilon:
         epochs = range(math.ceil(steps / _epoch_steps(sampler)))
@@ -174,6 +177,7 @@ def schedule_event(
     epochs = []
     for epoch, first in enumerate(range(0, steps, length)):
         sigma = float(schedule(sigma_0, epoch))
+        # A multiplier that underflows to 0 is no noise.
         step = sampler.event(GaussianDpEvent(sigma)) if sigma > 0 else NonPrivateDpEvent()
         epochs.append(SelfComposedDpEvent(step, min(length, steps - first)))
     return ComposedDpEvent(epochs)
@@ -215,6 +219,7 @@ def adp_alloc(
     """
     calibrate = functools.partial(calibrate_schedule, schedule)
     noise_multiplier, others = noise_and_options(noise_multiplier, options, sampler, calibrate)
+    # The schedule is the argument that varies. `noise_multiplier` is its sigma_0 only.
     if callable(noise_multiplier) or not 0 < noise_multiplier < math.inf:
         raise ValueError(
             f"noise_multiplier must be positive and finite, got {noise_multiplier}. Pass a "

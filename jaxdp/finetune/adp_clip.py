@@ -77,7 +77,7 @@ class QuantileClipping(Query):
     def gradient_weight(self) -> float:
         """The weight a of the gradient in the contribution."""
         n_counts = len(self.gradient.clip_norms)
-        return math.sqrt(1 - n_counts * self.count_weight**2)
+        return math.sqrt(1 - n_counts * self.count_weight**2)  # a^2 + K c^2 = 1
 
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
         """Returns 1, by the choice of the weights."""
@@ -115,7 +115,7 @@ class QuantileClipping(Query):
             return self._integer_sums(params, carried, batch, mask, key)
         gradient = self._clipped_to(carried)
         out = gradient(params, batch, mask, key=key)
-        scale = self.gradient_weight / gradient.sensitivity()
+        scale = self.gradient_weight / gradient.sensitivity()  # g / C_t times a
         present = is_example(mask)
         norms, limits = out.norms, carried
         if gradient.patterns is not None:
@@ -124,7 +124,7 @@ class QuantileClipping(Query):
         # b_i - 1/2. A norm that is not finite is not below C_t.
         below = jnp.where(present, (norms <= limits) - 0.5, 0.0)
         grads = jax.tree.map(lambda g: g * scale, out.grads)
-        total = _Contribution(grads, 2 * self.count_weight * below.sum(axis=0))
+        total = _Contribution(grads, 2 * self.count_weight * below.sum(axis=0))  # 2 c (+-1/2) = +-c
         return QuerySums.of(total, out)
 
     def _integer_sums(
@@ -164,6 +164,8 @@ class QuantileClipping(Query):
         """Returns g~ (g~ / C_t with `unit_norm`), C_{t+1} and metrics."""
         bound = self._clipped_to(carried).sensitivity()
         length = 1.0 if self.unit_norm else bound
+        # The contribution was a g / C_t. With `unit_norm` C_t stays outside, so that the learning
+        # rate does not need to follow it.
         scale = length / self.gradient_weight
         gradient = jax.tree.map(lambda g: g * scale, mean.grads)  # g~
         fraction = jnp.clip(mean.below / (2 * self.count_weight) + 0.5, 0, 1)  # b~
@@ -172,7 +174,7 @@ class QuantileClipping(Query):
         clip_norm = jnp.clip(updated, *CLIP_NORMS)
         if self.gradient.patterns is None:
             return gradient, clip_norm, {"clip_norm": carried, "fraction_below": fraction}
-        metrics = {"clip_norm": bound}
+        metrics = {"clip_norm": bound}  # S_t, the norm of all parts together
         for number, pattern in enumerate(self.gradient.patterns):
             metrics[f"clip_norm {pattern}"] = carried[number]
             metrics[f"fraction_below {pattern}"] = fraction[number]
@@ -229,8 +231,9 @@ def adp_clip(
         raise ValueError(
             f"clip_learning_rate must be in (0, 100], got {clip_learning_rate}. 0.2 is usual."
         )
-    sigma_b = batch_size / 20 if count_noise is None else count_noise
+    sigma_b = batch_size / 20 if count_noise is None else count_noise  # Andrew et al. 2021: B / 20
     n_counts = len(clip_norm) if isinstance(clip_norm, Mapping) else 1
+    # a is real only if the K counts leave budget for the gradient: K (2 sigma_b)^-2 < z^-2.
     least = math.sqrt(n_counts) * noise_multiplier / 2
     if not least < sigma_b < math.inf:
         counts = "the count alone uses" if n_counts == 1 else f"{n_counts} counts alone use"

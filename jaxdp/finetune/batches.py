@@ -59,11 +59,12 @@ def read_ahead(
     load: Callable[[int], list[PhysicalBatch]], steps: range
 ) -> Iterator[Iterator[list[PhysicalBatch]]]:
     """Yields the iterator of `load(step)` for each step, which a thread calls ahead of its use."""
+    # One thread reads in the order of the steps, and a source need not be thread-safe.
     with concurrent.futures.ThreadPoolExecutor(1, "jaxdp batches") as reader:
         try:
             yield _ahead(reader, load, steps)
         finally:
-            reader.shutdown(cancel_futures=True)
+            reader.shutdown(cancel_futures=True)  # an error in a step must not wait for reads
 
 
 def _ahead(
@@ -73,7 +74,7 @@ def _ahead(
 ) -> Iterator[list[PhysicalBatch]]:
     unread = iter(steps)
     pending = collections.deque[concurrent.futures.Future[list[PhysicalBatch]]]()
-    count = 2
+    count = 2  # until the bytes of a batch are known
     while True:
         # Small batches are read several at once, while the code is in the processor's cache.
         if len(pending) < 2:
@@ -91,6 +92,7 @@ def _ahead(
 def row_bytes(functions: StepFunctions, state: TrainState, source: Source) -> RowBytes:
     """Returns the bytes of one example of a source in a step, from the shapes of its first one."""
     gradient = functions.query.gradient
+    # Row 0 gives shapes only. What the plan of sizes sees must be public.
     row = source.gather(np.zeros(1, np.int64))
     views = functions.augmult
     example = jax.tree.map(lambda x: x[0], row)

@@ -43,12 +43,13 @@ def check_dropped(
     Warns:
       UserWarning: Some would be dropped.
     """
+    # Whole physical batches, so that the look compiles no program but those of the run.
     size = trainer.physical(state, source).sizes[0]
     looked_at = size * math.ceil(LEAST_EXAMPLES / size)
     count = min(len(source), FIRST_EXAMPLES, looked_at)
     if not count:
         return
-    state = trainer.refreshed(state)
+    state = trainer.refreshed(state)  # GEP has no basis before
     dropped = 0
     for physical in trainer.load(state, source, np.arange(count), step=0):
         sums: Any = trainer.part_sum(state, *physical)

@@ -192,6 +192,8 @@ def charged_accuracy(
             "accuracy() on public data."
         )
     noise.check_product("noise_multiplier", noise_multiplier, 1.0)
+    # The checks of parameters and logits are before the charge: an error after it would cost budget
+    # and depend on private records.
     check_finite(params)
     shapes = check_predict(predict, params, source, batch_size)
 
@@ -305,8 +307,10 @@ def _answers(
     if not each_alone:
         logits = predict(params, inputs)
         check_logits(logits, name=name, count=len(labels))
-        return judge(logits, labels)
+        return judge(logits, labels)  # as a batch, which is faster and public
 
+    # A prediction that mixed examples of a batch would let one record change many answers, and the
+    # count would move by more than 1.
     def one(example: Any) -> jax.Array:
         logits = predict(params, jax.tree.map(lambda x: x[None], example))
         check_logits(logits, name=name, count=1)

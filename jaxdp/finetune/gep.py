@@ -109,13 +109,14 @@ class GradientEmbedding(Query):
     stochastic: bool
 
     def __post_init__(self) -> None:
+        # One compiled program per function. Traced as a part of the step they are called directly.
         for name in ("_random", "_zeros", "_project", "_add_power", "_orthonormal"):
             object.__setattr__(self, name, _top_level(getattr(self, name)))
 
     @property
     def weights(self) -> tuple[float, float]:
         """The weights (a, b) of embedding and residual in the contribution."""
-        return math.sqrt(1 - self.residual_share), math.sqrt(self.residual_share)
+        return math.sqrt(1 - self.residual_share), math.sqrt(self.residual_share)  # a^2 + b^2 = 1
 
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:
         """Returns 1, by the choice of the weights."""
@@ -215,11 +216,11 @@ class GradientEmbedding(Query):
         layout = self._layout(params)
         a, b = self.weights
         bound = self.gradient.clip_rule.bound
-        scale = bound(self.gradient.clip_norm) / a
+        scale = bound(self.gradient.clip_norm) / a  # undoes a / C_0 of `sums`
         embeddings = [w * scale for w in mean.embeddings]
         gradient = _unflatten(layout, layout.lift(embeddings, carried))
         if self.residual_share:
-            residual_scale = bound(self.residual_clip_norm) / b
+            residual_scale = bound(self.residual_clip_norm) / b  # undoes b / C_1
             gradient = jax.tree.map(lambda bw, r: bw + residual_scale * r, gradient, mean.residual)
         # A basis of one step is made anew, and need not be in every checkpoint.
         basis = carried if self.refresh_every > 1 else None
@@ -291,6 +292,7 @@ class GradientEmbedding(Query):
     def _random(self, params: Any, step: Any) -> list[jax.Array]:
         """Returns L before the first power iteration."""
         layout = self._layout(params)
+        # The step is folded in, so that a direction that one start misses is not missed by all.
         key = jax.random.fold_in(jax.random.key(_PUBLIC_KEY), step)
         leaves = jax.tree.leaves(moving_params(self.gradient, params))
         basis = []
@@ -338,7 +340,7 @@ class GradientEmbedding(Query):
             members = [leaf for leaf, owner in enumerate(layout.owner) if owner == group]
             columns = layout.together(image, group)
             q = _gram_schmidt(jnp.concatenate(columns))
-            *cuts, _ = np.cumsum([len(rows) for rows in columns])
+            *cuts, _ = np.cumsum([len(rows) for rows in columns])  # the last sum is the end of all
             for leaf, rows in zip(members, jnp.split(q, cuts), strict=True):
                 basis[leaf] = rows
         return basis
@@ -359,6 +361,7 @@ def _module_groups(paths: list[str], sizes: list[int], count: int) -> list[int]:
         ends[module] = entries
         totals[module] = totals.get(module, 0) + size
     groups = {}
+    # Whole modules stay together: the group of a module is that of its middle entry.
     for module, end in ends.items():
         middle = end - totals[module] / 2
         groups[module] = int(middle * count / entries)
@@ -409,13 +412,14 @@ def _gram_schmidt(columns: jax.Array) -> jax.Array:
     def add(j: jax.Array, q: jax.Array) -> jax.Array:
         v = rows[j]
         before = jnp.linalg.norm(v)
+        # Twice: in float32 one pass leaves a part of the earlier columns in a nearly dependent one.
         for _ in range(2):
             v = v - _dot(_dot(q, v), q)
         after = jnp.linalg.norm(v)
         is_independent = after > _LEAST_SHARE * before
         unit = v / jnp.where(after > 0, after, 1)
-        v = jnp.where(is_independent, unit, 0)
-        return q.at[j].set(jnp.where(jnp.isfinite(v), v, 0))
+        v = jnp.where(is_independent, unit, 0)  # a dependent column is no direction
+        return q.at[j].set(jnp.where(jnp.isfinite(v), v, 0))  # public gradients may overflow
 
     return jax.lax.fori_loop(0, len(rows), add, jnp.zeros_like(rows)).T
 
@@ -519,7 +523,7 @@ def gep(
             gradient=gradient,
             public=_cut(anchors, count, options.get("physical_batch_size") or _ANCHORS_AT_ONCE),
             refresh_every=basis_every,
-            copies=2,
+            copies=2,  # embedding residuals beside gradients, per example
             basis_size=basis_size,
             residual_clip_norm=residual_clip_norm,
             residual_share=residual_share,

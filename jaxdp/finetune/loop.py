@@ -214,7 +214,7 @@ def fit(
         _check_options(steps, options)
         if isinstance(trainer.sampler, CyclicPoissonSampler) and not trainer.is_whole:
             trainer.sampler.check_chunks(steps, options.checkpoint_every)
-        if hosts.leads:
+        if hosts.leads:  # only process 0 has an account
             check_account(trainer, account, options.delta, source)
 
     hosts.each(check)
@@ -336,7 +336,7 @@ class _Run:
         """Takes the steps that are left, and returns the state after the last."""
         state, first = self._restored(params)
         steps = range(first, self.steps)
-        self.hosts.agree(lambda: self._shared(state, steps))
+        self.hosts.agree(lambda: self._shared(state, steps))  # before anything is charged
         self.hosts.first(lambda: self._settle(first))
         bar = progress_bar(
             total=self.steps,
@@ -363,6 +363,7 @@ class _Run:
             every = self._end(first) - first or 1
             for start in steps[::every]:
                 if start > first:
+                    # Before the chunk is paid.
                     self._check_params(state, start)
                 state = self.till.release(self._chunk(state, start))
         return state
@@ -399,6 +400,7 @@ class _Run:
                 self.hosts.each(lambda: check_finite(state.params))
         state = self.trainer.placed(state)
         evaluate = self.options.evaluate
+        # In a workdir a run survives a later error of `evaluate`. In memory it would be lost.
         if evaluate is not None and self.options.workdir is None and first < self.steps:
             params = state.params if state.ema is None else state.ema
             self.hosts.each(lambda: _numbers(evaluate(params), "Nothing is charged yet."))
@@ -488,7 +490,7 @@ class _Run:
             mark = self._mark(first)
             free = self._release(start, steps, mark or [], label=label, note=note)
             if mark is None or not self._is_fork(free, mark):
-                return free
+                return free  # the first attempt at this chunk
             whole_runs.check_fork(self.whole, first)
         label += f" of {self.whole.steps}, which are one release"
         pays = [(self.pays, self.trainer.event(0, last))]
@@ -528,7 +530,7 @@ class _Run:
                 repr(self.trainer.sampler),
                 self.trainer.query.public,
                 _resumable(start),
-                *of_pattern,
+                *of_pattern,  # another pattern of batches is another release
             ],
             # The text also holds how a batch is cut into physical batches (`jaxdp.data.physical`).
             programs=lambda: [self.programs.text],
@@ -665,7 +667,7 @@ class _Files:
         if is_end:
             state = whole_runs.without_secrets(state)
         self._checkpoints.save(step, self._checkpoint(state))
-        if is_end:
+        if is_end:  # after the last checkpoint is durable
             self._forget()
 
     def _checkpoint(self, state: TrainState) -> dict[str, Any]:

@@ -223,6 +223,7 @@ def check_optimizer(optimizer: Any) -> None:
             "optimizer must be a transformation of optax, such as optax.sgd(0.1), got "
             f"{getattr(optimizer, '__qualname__', repr(optimizer))}."
         )
+    # `MultiSteps` itself, and its `gradient_transformation()`, have bound methods of it.
     owner = getattr(optimizer.update, "__self__", None)
     if isinstance(owner, optax.MultiSteps):
         raise ValueError(_ACCUMULATES)

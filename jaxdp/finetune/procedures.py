@@ -57,6 +57,7 @@ def check_spent(ledger: Ledger, event: DpEvent) -> None:
     """
     paid = compose(composition(event))
     spent = {part: each for part, each in ledger.events("run").items() if composition(each)}
+    # The budget of a data set is for all its records, or for each of its parts (`None` is no part).
     is_once = spent == {None: paid}
     is_by_parts = bool(spent) and None not in spent and set(spent.values()) == {paid}
     if not (is_once or is_by_parts):

@@ -51,6 +51,7 @@ class Programs:
         return self
 
     def __exit__(self, *_: Any) -> None:
+        # An exception does not wait for the compiler.
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def start(self, state: TrainState, steps: range) -> None:
@@ -58,7 +59,7 @@ class Programs:
 
         A second call is free.
         """
-        if self.text:
+        if self.text:  # `_shared` has started it, and a step may call again
             return
         texts = [settings_text(self.trainer, state, self.source)]
         self._untraced = lowered(self.trainer, state, self.source, steps.stop)
@@ -144,7 +145,7 @@ def step_programs(
     if last is not None:  # A run that ends within the first steps needs the largest size only.
         physical = physical.of_step(last - 1)
     for size in physical.sizes:
-        rows = np.zeros(size, np.int64)
+        rows = np.zeros(size, np.int64)  # row 0: only shapes matter
         mask = np.zeros(size, bool)
         batch = put(state.layout, source, rows, mask, 0)
         programs[f"sum {size}"] = (trainer.part_sum, (state, *batch))

@@ -36,7 +36,7 @@ class QuerySums(NamedTuple):
         Masked examples have zeros, which are finite.
         """
         is_finite = jnp.isfinite(out.norms) & jnp.isfinite(out.losses)
-        return cls(total, ~is_finite)
+        return cls(total, ~is_finite)  # as `clipped_grad` leaves it out
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

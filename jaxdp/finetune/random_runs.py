@@ -76,7 +76,7 @@ class RandomRuns:
         """
         if len(secret) != _SEED_BITS // 8:
             raise ValueError(f"secret must be {_SEED_BITS // 8} bytes, got {len(secret)}.")
-        with decimal.localcontext(prec=_DIGITS):
+        with decimal.localcontext(prec=_DIGITS):  # of 28 digits a seed would be cut
             uniform = Decimal(int.from_bytes(secret, "little")) / 2**_SEED_BITS
         return self._inverse(uniform)
 
@@ -96,6 +96,8 @@ class RandomRuns:
             gamma = self._gamma()
             k, probability = self._first(gamma)
             cumulative = probability
+            # Inversion in decimal: float64 would stop to move when 1 - cumulative is below its
+            # rounding, and the tail of K would be lost.
             while cumulative <= uniform:
                 probability *= self._ratio(k, gamma)
                 cumulative += probability
@@ -115,8 +117,9 @@ class RandomRuns:
         eta = Decimal(self.eta)
         log_gamma = gamma.ln()
         if eta == 0:
+            # Definition 1 as eta -> 0: gamma^-eta - 1 -> -eta ln(gamma).
             return 1, (1 - gamma) / -log_gamma
-        return 1, eta * (1 - gamma) / ((-eta * log_gamma).exp() - 1)
+        return 1, eta * (1 - gamma) / ((-eta * log_gamma).exp() - 1)  # P[K = 1]
 
     def _ratio(self, k: int, gamma: Decimal) -> Decimal:
         """Returns P[K = k + 1] / P[K = k]."""

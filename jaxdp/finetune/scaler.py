@@ -76,11 +76,12 @@ class Scaler:
         def of_columns(numbers: Sequence[float]) -> jax.Array:
             return jnp.broadcast_to(jnp.asarray(numbers, features.dtype), cells.shape)
 
+        # The same cut as in the fit: a cell out of its public range has the value of the bound.
         inside = jnp.clip(cells, of_columns(self.low), of_columns(self.high))
         scaled = (inside - of_columns(self.mean)) / of_columns(self.std)
-        has_count = jnp.broadcast_to(np.array(self.missing) >= 0, cells.shape)
+        has_count = jnp.broadcast_to(np.array(self.missing) >= 0, cells.shape)  # -1 without
         is_missing = (features[..., list(self.missing)] == 1) & has_count
-        filled = jnp.where(is_missing | jnp.isnan(cells), 0, scaled)
+        filled = jnp.where(is_missing | jnp.isnan(cells), 0, scaled)  # the mean
         return features.at[..., list(self.columns)].set(filled)
 
     def apply(self, source: Examples) -> Examples:
@@ -138,7 +139,7 @@ def contributions(features: np.ndarray, measured: Columns) -> np.ndarray:
     middle = measured.middle
     filled = np.where(is_read, cells, middle)
     inside = np.clip(filled, measured.low, measured.high)
-    u = np.clip((inside - middle) / measured.half, -1, 1)
+    u = np.clip((inside - middle) / measured.half, -1, 1)  # rounding may leave [-1, 1]
     first = np.where(is_read, u, 0)
     second = np.where(is_read, u**2 - 1 / 2, 0)
     counted = np.where(is_read, 1 / 2, -1 / 2)
@@ -157,6 +158,7 @@ def column_sums(source: Source, measured: Columns) -> np.ndarray:
             of_records = contributions(np.asarray(batch.records["features"]), measured)
             present = batch.present[:, :, None, None]
             totals = (of_records * present).sum(axis=1)
+            # The mean over the rows of an owner, so that an owner counts as one, of norm <= C.
             each = totals / present.sum(axis=1)
         else:
             each = contributions(np.asarray(batch["features"]), measured)
@@ -292,10 +294,11 @@ def columns_of(source: Examples | Groups, ranges: Mapping[str, tuple[float, floa
 def _fitted(sums: np.ndarray, measured: Columns, total: int, std: float) -> Scaler:
     """Returns the scaler of noisy sums [3, k] of `total` rows or owners. It is post-processing."""
     first, second, third = sums
+    # The third numbers of a column add up to its cells less half of the rows.
     counts = np.where(measured.has_count, third + total / 2, total)
-    counts = np.clip(counts, 1, total)
+    counts = np.clip(counts, 1, total)  # noise may leave [1, n], and the next line divides
     mean = np.clip(first / counts, -1, 1)
-    square = np.clip(second / counts + 1 / 2, 0, 1)
+    square = np.clip(second / counts + 1 / 2, 0, 1)  # undoes the shift
     # A variance below the noise of the squares is noise, and its inverse would be huge.
     least = min(1.0, std / total)
     variance = np.maximum(square - mean**2, least)

@@ -54,6 +54,7 @@ class PublicScore:
     def of(self, params: Any, secret: bytes) -> float:
         """Returns the score of parameters. NaN counts as minus infinity."""
         score = float(self.function(params))
+        # NaN has no order: a comparison with it would depend on which run came first.
         return -math.inf if math.isnan(score) else score
 
 

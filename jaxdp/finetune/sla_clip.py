@@ -86,9 +86,9 @@ class SlackClipping(Query):
         A norm that is not finite has no slack.
         """
         slack = 1 - norms / clip_norm
-        slack = jnp.where(jnp.isfinite(slack), jnp.maximum(slack, 0), 0)
-        full = jnp.clip(self.slots * slack[:, None] - jnp.arange(self.slots)[None], 0, 1)
-        return full / math.sqrt(self.slots)
+        slack = jnp.where(jnp.isfinite(slack), jnp.maximum(slack, 0), 0)  # (6)
+        full = jnp.clip(self.slots * slack[:, None] - jnp.arange(self.slots)[None], 0, 1)  # (8)
+        return full / math.sqrt(self.slots)  # lambda / C_t
 
     def sums(
         self,
@@ -136,10 +136,10 @@ class SlackClipping(Query):
         """Returns g~ (g~ / C_t with `unit_norm`), C_{t+1} and metrics."""
         length = 1.0 if self.unit_norm else carried
         gradient = jax.tree.map(lambda g: g * length, mean.grads)
-        shares = mean.slots * math.sqrt(self.slots)  # F
-        near_zero = jnp.clip(shares[-1] / carried, 0, 1)  # r_t
-        target = jnp.clip(1 - (1 - near_zero) / 2, 0, 1)  # gamma_t
-        updated = carried * jnp.exp(self.clip_learning_rate * (target - shares[0]))
+        shares = mean.slots * math.sqrt(self.slots)  # F  # (11), of s / C_t
+        near_zero = jnp.clip(shares[-1] / carried, 0, 1)  # r_t  # (28)
+        target = jnp.clip(1 - (1 - near_zero) / 2, 0, 1)  # gamma_t  # (29)
+        updated = carried * jnp.exp(self.clip_learning_rate * (target - shares[0]))  # (30)
         clip_norm = jnp.clip(updated, self.least, self.most)
         metrics = {
             "clip_norm": carried,

@@ -166,7 +166,7 @@ class StepFunctions:
                 raise ValueError(
                     "source must be of jaxdp.data.by_group, because the trainer has group=True."
                 )
-            mask = mask[:, None] & examples.present
+            mask = mask[:, None] & examples.present  # padding, and places without a record
             examples = examples.records
         if self.augment is not None:
             keys = jax.random.split(augment_key, len(mask))

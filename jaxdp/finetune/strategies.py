@@ -286,6 +286,7 @@ def amplified_plans(
     """
     records = order.num_examples
     plans = []
+    # [1:]: one group is Poisson sampling, which `dp_sgd_error` stands for.
     for groups in _powers_of_two(min(order.steps_per_epoch - 1, steps, _MOST_BANDS))[1:]:
         share = order.expected_batch_size * groups / records
         sampler = CyclicPoissonSampler(records, min(1.0, share), cycle_length=groups)

@@ -125,7 +125,7 @@ class PrivateTrainer(StepFunctions):
         params = jax.tree.map(lambda x: on_device(x, jnp.result_type(x)), params)
         hosts = Hosts(self.mesh)
         hosts.agree(lambda: {"params": digest(_addressable(params))})
-        seed = bytes.fromhex(hosts.first(lambda: new_seed().hex()))
+        seed = bytes.fromhex(hosts.first(lambda: new_seed().hex()))  # equal in all processes
         layout = None
         if self.mesh is not None:
             layout = Layout.of(params, self.mesh, self.data_axes, self.param_sharding)
@@ -240,6 +240,8 @@ class PrivateTrainer(StepFunctions):
     def _sampler_of(self, state: TrainState) -> tuple[int, Sampler]:
         """Returns the step of a state, and the sampler with the secret seed of its run."""
         step, words = jax.device_get((state.step, jax.random.key_data(state.noise.key)))
+        # The noise key is secret and new in every chunk, so the batches are secret too. Another
+        # name makes another stream than that of the noise.
         seed = derive(words.tobytes(), "jaxdp sampling")
         return int(step), self.sampler.of_run(seed)
 
@@ -275,9 +277,10 @@ class PrivateTrainer(StepFunctions):
             self.privatizer.check_step(step)
             batch = self.load(state, source, sampler.batch(step), step=step)
         sums = self.total(state, batch)
+        # Without `meanwhile` a caller holds `state`, whose arrays must not be donated.
         if meanwhile is None:
             return self.update(state, sums)
-        meanwhile()
+        meanwhile()  # before `state` is donated
         return self.update_in_place(*apart(state), sums)
 
     @contextlib.contextmanager

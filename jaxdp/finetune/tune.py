@@ -158,6 +158,7 @@ def tune(
     search.check()
     with Till(options.workdir, seed=options.seed) as till:
         what = search.release()
+        # A kept answer is given again without a look at private records.
         if till.kept(what) is None:
             search.check_examples(allow_nonfinite=options.allow_nonfinite)
         arrays = till.once(what)
@@ -197,7 +198,7 @@ def with_hyperparams(trainer: PrivateTrainer, values: Mapping[str, float]) -> Pr
     # The programs hold `optimizer.update` only, and a copy keeps them.
     other = copy.copy(trainer)
     object.__setattr__(other, "optimizer", optax.GradientTransformation(init, optimizer.update))
-    object.__setattr__(other, "_plans", {})
+    object.__setattr__(other, "_plans", {})  # they hold the other optimizer
     return other
 
 
@@ -373,6 +374,8 @@ class Search:
         own: list[DpEvent] = []
         other: list[tuple[Account, DpEvent]] = []
         for account, event in self.score.charges(self.account):
+            # A record of this account is in training and score of each run. A record of another one
+            # is in the scores only, which are a search of their own for it.
             if account.name == self.account.name and account.ledger is self.account.ledger:
                 own.append(event)
             else:
@@ -414,7 +417,7 @@ class Search:
         count = self.runs.draw(derive(secret, "number of runs"))
         folder = self._folder(secret)
         if folder is not None:
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # for the owner only
             folder.mkdir(exist_ok=True)
         best = self._restored(folder)
         # The number of events would tell the number of runs.
@@ -440,11 +443,12 @@ class Search:
         candidate = drawn(derive(secret, "candidate"), len(self.trainers))
         run = None if folder is None else folder / "run"
         leaves = self.trained(list(self.trainers)[candidate], run, derive(secret, "training"))
-        score = -math.inf
+        score = -math.inf  # a diverged run loses, and still counts
         if leaves is not None:
             params = jax.tree.unflatten(jax.tree.structure(self.params), leaves)
             score = self.score.of(params, derive(secret, "score"))
         best = best._replace(runs=best.runs + 1)
+        # The first run counts with any score, so that a search with runs has a candidate.
         if best.candidate < 0 or score > best.score:
             finite_leaves = best.leaves if leaves is None else leaves
             best = best._replace(candidate=candidate, score=score, leaves=finite_leaves)

@@ -126,7 +126,7 @@ class WholeRun:
 
     def draw(self, secret: bytes) -> None:
         """Draws who takes part from the secret of the first chunk."""
-        if self.is_amplified:
+        if self.is_amplified:  # a public order has no secret
             self.seed = np.frombuffer(derive(secret, "who takes part"), np.uint8)
 
     @property
@@ -144,6 +144,7 @@ class WholeRun:
         if self.is_amplified:
             secrets["pattern"] = self.seed
         if self.is_end(state):
+            # Zeros, so that all checkpoints of a run have one structure.
             secrets = {name: np.zeros_like(value) for name, value in secrets.items()}
         return secrets
 
@@ -154,7 +155,7 @@ class WholeRun:
           ValueError: The checkpoint is of other data, steps of units, or noise.
         """
         identity, seed = saved.pop("identity"), saved.pop("pattern", _NO_SEED)
-        if step >= self.steps:
+        if step >= self.steps:  # the last checkpoint has zeros only
             return
         if not np.array_equal(identity, self.identity):
             raise ValueError(

@@ -202,7 +202,7 @@ def _check_attributes(
         if config.get(key) is not None:
             stated[attribute] = config[key]
     if naming == "augreg" and QUERY in tensors and tensors[QUERY].ndim == 3:
-        stated["num_heads"] = tensors[QUERY].shape[1]
+        stated["num_heads"] = tensors[QUERY].shape[1]  # [D, heads, D / heads]
     wrong = [
         f"{name}={value!r}, not {getattr(model, name)!r}"
         for name, value in stated.items()
@@ -224,6 +224,7 @@ _LANGUAGE_CONFIG = {
     "n_positions": "positions",
     "tie_word_embeddings": "tied",
 }
+# What each form of `LanguageModel` computes. Files that state another activation are refused.
 _ACTIVATIONS = {"activation_function": "gelu_new", "hidden_act": "silu"}
 
 
@@ -262,9 +263,10 @@ def _stated_preprocessing(path: Path, naming: str, tensors: Tensors) -> Preproce
     if hugging_face := _read_json(path.with_name("preprocessor_config.json")):
         return from_hugging_face(hugging_face)
     if naming == "augreg" and POSITIONS in tensors and "embedding/kernel" in tensors:
-        patches = tensors[POSITIONS].shape[1] - ("cls" in tensors)
+        patches = tensors[POSITIONS].shape[1] - ("cls" in tensors)  # "cls" has a position too
         patch_size = tensors["embedding/kernel"].shape[0]
         size = math.isqrt(patches) * patch_size
+        # 0.5 and 0.5 take pixels in [0, 1] to [-1, 1].
         return Preprocessing(
             size=size, mean=(0.5,) * 3, std=(0.5,) * 3, resize=math.floor(size / 0.9)
         )
@@ -400,6 +402,7 @@ class _Translation:
             self.problems.append(f"{where} of the model: not in the naming {self._naming!r}")
             return
         self._used.add(place.name)
+        # The head of the file counts as used, so that it is not superfluous.
         if new_head and keys[0] in HEADS:
             self.variables[path] = np.zeros(expected.shape, np.float32)
             return
@@ -424,7 +427,7 @@ class _Translation:
         naming = NAMINGS[self._naming]
         try:
             if place.part:
-                number = ("query", "key", "value").index(place.part)
+                number = ("query", "key", "value").index(place.part)  # in one tensor
                 tensor = np.split(tensor, 3, naming.outputs_axis)[number]
             return naming.convert(where, tensor)
         except (ValueError, IndexError, TypeError):

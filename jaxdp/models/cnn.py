@@ -53,4 +53,5 @@ class CNN(nn.Module):
         x = x.reshape(x.shape[0], -1)
         if self.dense:
             x = self.activation(Dense(self.dense, dtype=self.dtype, name="dense")(x))
+        # The head computes in float32, whatever the dtype of the layers.
         return Dense(self.num_classes, dtype=jnp.float32, name="head")(x.astype(jnp.float32))

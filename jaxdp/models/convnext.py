@@ -30,6 +30,7 @@ class ConvNeXtBlock(GivenShapes):
         y = LayerNorm(epsilon=_EPSILON, dtype=self.dtype, name="norm")(y)
         hidden = Dense(4 * width, name="mlp_0", **common)(y)
         y = Dense(width, name="mlp_1", **common)(gelu(hidden))
+        # 1e-6 is the paper's.
         scale = self.param("layer_scale", nn.initializers.constant(1e-6), (width,))
         scale = scale.astype(y.dtype)
         return x + y * scale.reshape(1, 1, 1, -1)

@@ -113,7 +113,7 @@ class LanguageModel(GivenShapes):
         embed = Embed(
             self.num_classes, self.width, embedding_init=_normal(1), dtype=self.dtype, name="embed"
         )
-        x = embed(jnp.maximum(tokens, 0))
+        x = embed(jnp.maximum(tokens, 0))  # padding reads row 0: positions before it do not see it
         if self.form == "gpt2":
             positions = self.param("positions", _normal(1), (self.positions, self.width))
             used = positions[None, : tokens.shape[1]]
@@ -162,7 +162,7 @@ class _Block(nn.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
         """Maps tokens [B, T, D] to [B, T, D]."""
         layout = self.layout
-        branches = 2 * layout.depth
+        branches = 2 * layout.depth  # two of each block
         attention = _Attention(layout, name="attention")
         y = layout.norm("norm_0")(x)
         x = x + attention(y)
@@ -229,6 +229,7 @@ def _rotated(x: jax.Array, heads: int, base: float) -> jax.Array:
     """Rotates the halves of every head of [B, T, heads d] by angles that grow with the position."""
     batch, length, width = x.shape
     half = width // heads // 2
+    # In NumPy's float64: the angles of late positions have too many turns for float32.
     frequencies = base ** (-np.arange(half) / half)
     positions = np.arange(length)
     angles = positions[:, None] * frequencies
@@ -254,8 +255,9 @@ def _continued(
     """Returns the tokens with those from `start` on filled in."""
 
     def add(place: jax.Array, tokens: jax.Array) -> jax.Array:
+        # What follows `place - 1` is padding, which causal attention does not see.
         logits = predict(params, tokens[None])[0, place - 1]
-        tempered = logits / jnp.maximum(temperature, 1e-6)
+        tempered = logits / jnp.maximum(temperature, 1e-6)  # 0 takes the argmax below
         own_key = jax.random.fold_in(key, place)
         drawn = jax.random.categorical(own_key, tempered)
         token = jnp.where(temperature > 0, drawn, logits.argmax())

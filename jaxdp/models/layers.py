@@ -92,6 +92,7 @@ class FrozenBatchNorm(GivenShapes):
         scale = self.param("scale", nn.initializers.ones, shape)
         bias = self.param("bias", nn.initializers.zeros, shape)
         dtype = self.dtype or x.dtype
+        # With all axes of x, since the tests forbid that JAX promotes ranks.
         broadcast = (1,) * (x.ndim - 1) + shape
         inverse = jax.lax.rsqrt(var.value + self.epsilon).reshape(broadcast)
         centred = x.astype(jnp.float32) - mean.value.reshape(broadcast)
@@ -134,6 +135,7 @@ class GroupNorm(GivenShapes):
             return means.reshape(len(x), *(1 for _ in pixels), channels)
 
         mean = group_mean(wide)
+        # The difference of two means may round below 0.
         var = jnp.maximum(group_mean(jnp.square(wide)) - jnp.square(mean), 0)
         row = (1,) * (x.ndim - 1) + (channels,)
         factor = jax.lax.rsqrt(var + self.epsilon) * scale.reshape(row)
@@ -166,7 +168,7 @@ def max_pool(
         span = (count - 1) * stride + 1
         edges = [(0, 0)] * x.ndim
         edges[axis] = (padding, max(0, span + size - 1 - extent - padding))
-        x = jnp.pad(x, edges, constant_values=-jnp.inf)
+        x = jnp.pad(x, edges, constant_values=-jnp.inf)  # never a maximum
         slices = (jax.lax.slice_in_dim(x, i, i + span, stride, axis) for i in range(size))
         x = functools.reduce(jnp.maximum, slices)
     return x

@@ -61,7 +61,7 @@ class Preprocessing:
             raise ValueError(
                 f"std must be positive and as long as mean, got mean={self.mean}, std={self.std}."
             )
-        if not 0 < self.size <= min(self._target(1, 1)):
+        if not 0 < self.size <= min(self._target(1, 1)):  # of a square image
             raise ValueError(
                 f"size must be in [1, resize], got size={self.size}, resize={self.resize}."
             )
@@ -191,6 +191,7 @@ def from_hugging_face(config: Mapping[str, Any]) -> Preprocessing:
     size = _side(config["size"])
     target: int | tuple[int, int] = (size, size)
     if "crop_pct" in config or processor.startswith("ConvNext"):
+        # From 384 pixels on the processor of ConvNeXt squashes the whole image.
         if size < 384:
             target = int(size / config.get("crop_pct", 224 / 256))
     elif config.get("do_center_crop", False):

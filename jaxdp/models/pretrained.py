@@ -218,4 +218,4 @@ def merge_pretrained(params: Any, pretrained: Any, *, exclude: Sequence[str] = (
 
 def _is_below(path: str, entry: str) -> bool:
     """Returns whether a path is an entry of `exclude` or below it."""
-    return f"{path}/".startswith(f"{entry}/")
+    return f"{path}/".startswith(f"{entry}/")  # "head" is not above "head_2/bias"

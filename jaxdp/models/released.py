@@ -116,6 +116,7 @@ def write_release(
     program = _exported(predict, params, list(leaves.values()), inputs)
     outputs = _answer(program, list(leaves.values()), inputs)
     _check_outputs(outputs, card.classes)
+    # All that may fail comes before the first file.
     root.mkdir(parents=True, exist_ok=True)
     save_params(root / _PARAMS, params)
     write_durably(root / _PROGRAM, bytes(program.serialize()))
@@ -126,6 +127,7 @@ def write_release(
     content = _content(card, leaves, inputs, books.entries, metrics or {})
     write_json(root / CARD, content)
     write_durably(root / _README, _readme(content).encode())
+    # The checksums are last, so that a folder that lacks a file does not load.
     sums = [f"{sha256_of(root / name)}  {name}\n" for name in _FILES]
     write_durably(root / _SUMS, "".join(sums).encode())
     return root
@@ -354,7 +356,7 @@ def check_released(folder: str | os.PathLike[str], *, tolerance: float = 1e-3) -
     smallest = float(np.finfo(np.float32).tiny)  # for outputs that are all zero
     largest = max(float(np.abs(probe["outputs"]).max()), smallest)
     difference = float(np.abs(outputs - probe["outputs"]).max()) / largest
-    if not difference <= tolerance:
+    if not difference <= tolerance:  # also for NaN
         raise ValueError(
             f"{shown(folder)} answers its probe with a difference of {difference:.3g} of the "
             f"largest output, more than tolerance {tolerance:g}. {_REMEDY}"

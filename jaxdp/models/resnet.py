@@ -68,6 +68,7 @@ class ResNet(nn.Module):
         if self.shortcut == "conv":
             x = self._conv(f"{name}_shortcut", width, 1, stride, x)
             return self._norm(f"{name}_shortcut_norm", x)
+        # Option A of the paper: every second pixel, and zeros for the new channels.
         x = jax.lax.slice(x, (0, 0, 0, 0), x.shape, (1, stride, stride, 1))
         added = width - x.shape[-1]
         channels = (added // 2, added - added // 2)

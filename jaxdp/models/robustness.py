@@ -247,6 +247,7 @@ def _ratio(
         return after.astype(jnp.float32) - before.astype(jnp.float32)
 
     moved = _moved(key, params, std)
+    # The change as the dtype of the parameters rounds it.
     delta = jax.tree.map(difference, moved, params)
     changes = predict(moved, inputs) - predict(params, inputs)
     largest = jnp.linalg.norm(changes, axis=-1).max()

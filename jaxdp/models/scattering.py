@@ -44,7 +44,7 @@ def morlet(
     carrier = np.exp(1j * wave_number * along)
     wave = _wrapped(gaussian * carrier)
     envelope = _wrapped(gaussian)
-    beta = wave.sum() / envelope.sum()
+    beta = wave.sum() / envelope.sum()  # makes the sum 0
     return wave - beta * envelope
 
 
@@ -162,6 +162,7 @@ def _average(
     """Returns Gaussian averages of sampled paths at every 2**scales pixels of the image."""
     step = (side + 2 * padding) // paths.shape[-1]
     averages = _averages(side, padding, scales)
+    # Sums over every step-th pixel, with step times the weights, stand for those over all pixels.
     sampled = step * averages[:, ::step]
     matrix = jnp.asarray(sampled, jnp.float32)
     return jnp.einsum("ih,bcphw,jw->bcpij", matrix, paths, matrix)

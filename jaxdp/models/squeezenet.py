@@ -61,7 +61,7 @@ class SqueezeNet(nn.Module):
         for k in range(2, 10):
             if k in pooled:
                 x = max_pool(x, 3, 2, ceil=True)
-            squeezed = conv(f"fire_{k}_squeeze", 16 * (k // 2), 1, x)
+            squeezed = conv(f"fire_{k}_squeeze", 16 * (k // 2), 1, x)  # 16, 16, 32, 32, 48, ...
             width = 64 * (k // 2)
             expanded_1 = conv(f"fire_{k}_expand_1", width, 1, squeezed, padding="SAME")
             expanded_3 = conv(f"fire_{k}_expand_3", width, 3, squeezed, padding="SAME")

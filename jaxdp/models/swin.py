@@ -209,6 +209,7 @@ class Swin(nn.Module):
         block = {**common, "activation": self.activation, "kernel_init": _init}
         for stage, k in self._blocks()[start:stop]:
             window, shift = self._window(stage, _side(x))
+            # Windows are shifted in every second block (Eq. 3).
             if k % 2 == 0:
                 shift = 0
             attention = functools.partial(WindowAttention, window=window, shift=shift)
@@ -252,7 +253,7 @@ class Swin(nn.Module):
 
     def _window(self, stage: int, side: int) -> tuple[int, int]:
         """Returns side and shift of the windows on a grid of `side` tokens."""
-        if side <= self.window:
+        if side <= self.window:  # one window
             return side, 0
         if side % self.window:
             raise ValueError(

@@ -88,7 +88,7 @@ def fit_public(
         return params, opt_state
 
     opt_state = optimizer.init(params)
-    key_words = jnp.frombuffer(seed[:8], jnp.uint32)
+    key_words = jnp.frombuffer(seed[:8], jnp.uint32)  # 64 bits, as a Threefry key has
     key = jax.random.wrap_key_data(key_words)
     keys = jax.random.split(key, steps)
     for step in progress_bar(range(steps), label=label, unit="step", show=progress):
@@ -208,7 +208,7 @@ def fit_until_steady(
         if loss < smallest:
             since = 0
             smallest = float(loss)
-        if since == patience > 0:
+        if since == patience > 0:  # 0 never stops
             break
     return Fitted(params, taken)
 
@@ -264,6 +264,7 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
     steps = -(-count // size)
     order_key, key = jax.random.split(key)
     order = jax.random.permutation(order_key, count)
+    # The last batch is filled up from the start of the order, with weight 0.
     repeated = jnp.concatenate([order, order])
     places = steps * size
     rows = repeated[:places].reshape(steps, size)

@@ -138,6 +138,7 @@ def with_lora(
         *stack, inputs, outputs = dense[path].shape
         down = jax.random.normal(key, (*stack, inputs, rank))
         factors[f"{path}/down"] = down / math.sqrt(inputs)
+        # B = 0: the model starts as the public one.
         factors[f"{path}/up"] = jnp.zeros((*stack, rank, outputs))
     params = {**pretrained.params, LORA: unflatten_dict(factors, sep="/")}
     return _WithLoRA(
@@ -224,7 +225,7 @@ class Features:
         lengths = largest ** (1 - whiten)
         principal = components[: len(largest)]
         whitened = principal.T / largest**whiten
-        matrix = whitened / np.linalg.norm(lengths)
+        matrix = whitened / np.linalg.norm(lengths)  # mean squared length 1
         return cls(mean, matrix)
 
     def __call__(self, features: np.ndarray) -> np.ndarray:

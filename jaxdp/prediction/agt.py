@@ -292,7 +292,7 @@ def _train(
     schedule = zip(arrays.order, np.asarray(arrays.rates), strict=True)
     with progress_bar(total=len(arrays.order), label="bounds", unit="batch") as bar:
         for step, (rows, rate) in enumerate(schedule):
-            if used is not None and step in first_steps:
+            if used is not None and step in first_steps:  # T8: an epoch counts anew
                 state, used = _with_new_budget(plan, state, results)
                 results = np.cumsum(ks + 1) - 1  # the line j = k of each k
             inputs = arrays.frozen, arrays.data, state, rows, rate, used
@@ -320,7 +320,7 @@ def _with_new_budget(plan: Plan, state: _State, results: np.ndarray) -> tuple[_S
     """
     counts = np.asarray(plan.ks) + 1
     from_last = np.repeat(results, counts)
-    lines = _take(state.lines, from_last)
+    lines = _take(state.lines, from_last)  # the box of all k changes
     used = np.concatenate([np.arange(count) for count in counts])
     return state._replace(lines=lines), used
 
@@ -386,7 +386,7 @@ def _step(
         changes = jnp.zeros_like(used)
     batch = gradients.batch(data, rows)
     descent_over = functools.partial(DESCENT[plan.threat], gradients, batch)
-    grads = gradients.mean(params, batch)
+    grads = gradients.mean(params, batch)  # D of `train_with_bounds`
     if lines is None:
         point = params, params, velocity, velocity
         descent = descent_over((params, params))  # once for all lines (T5)
@@ -494,10 +494,10 @@ def _advance(
         if plan.dampening:
             share = 1 - plan.dampening
             new = [_out(share * grad, -sign, 2) for grad in grads]
-        velocity = plus(new, plan.momentum, velocity)
+        velocity = plus(new, plan.momentum, velocity)  # momentum v + D + weight_decay theta
         steps = velocity
     if plan.nesterov:
-        steps = plus(grads, plan.momentum, velocity)
+        steps = plus(grads, plan.momentum, velocity)  # D + weight_decay theta + momentum v
     return _descend(plan, params, steps, rate, sign), velocity
 
 
@@ -587,7 +587,7 @@ def _share_budget(
     charge = jnp.asarray(share * _shift_of_mean(plan), plan.grid.dtype)
     if plan.threat == "replace_one":
         charge = jnp.where(changeable > 0, charge, 0)  # all records of this batch may be public
-    of_params = charge * (1 + plan.momentum * plan.nesterov) * rate
+    of_params = charge * (1 + plan.momentum * plan.nesterov) * rate  # nesterov: D enters twice
     of_velocity = charge
 
     def widen_line(previous: Line, current: tuple[jax.Array, Line]) -> tuple[Line, Line]:
@@ -632,7 +632,7 @@ def _spend(
     """
     count = len(used)
     most = plan.ks[-1]
-    low, high, v_low, v_high = (_filled(ends, jnp.inf) for ends in lines)
+    low, high, v_low, v_high = (_filled(ends, jnp.inf) for ends in lines)  # the hull of nothing
     nothing = low, _filled(high, -jnp.inf), v_low, _filled(v_high, -jnp.inf)
 
     def spend_line(reached: Line, row_of_line: tuple[jax.Array, Line]) -> tuple[Line, None]:

@@ -83,6 +83,7 @@ def query_epsilon(
 
     with counting(event_of, label="epsilon of a query", unit="trial") as counted:
         divisor = calibrate_noise(counted, epsilon=epsilon, delta=delta, adjacency=adjacency)
+    # Even shares add up to epsilon by basic composition.
     return max(even_share, largest / divisor)
 
 
@@ -202,6 +203,7 @@ def private_predict(
     members = _members(bounds)
     steps = _certified_steps(members, account, fixed_parts=fixed_parts)
     count, outputs = check_queries(apply_fn, members[0].params, queries, may_be_empty=True)
+    # One logit decides between two classes.
     classes = max(outputs, 2)
     noisy_vote = None
     if len(members) > 1:
@@ -209,7 +211,7 @@ def private_predict(
     if row.binary and noisy_vote is None:
         _check_two_classes(mechanism, classes)
     if count == 0:
-        return np.zeros(0, np.int32)
+        return np.zeros(0, np.int32)  # nothing is read or charged
     epsilon_each = _epsilon_each(epsilon, total, count)
     informed = _with_prior(prior, mechanism, count, epsilon=epsilon_each, num_classes=classes)
 
@@ -218,6 +220,7 @@ def private_predict(
         options = {"epsilon": epsilon_each, "num_classes": classes}
         votes, distances = _votes(members, apply_fn, queries, certified=row.certified)
         if noisy_vote is not None:
+            # A replaced record may leave one member and enter another.
             answers = noisy_vote(key, votes, changed_members=steps, **options)
             return {"answers": answers}
         if len(members) > 1:
@@ -435,6 +438,7 @@ def pate_predict(
     count, outputs = check_queries(apply_fn, members[0], queries, may_be_empty=True)
     if count == 0:
         return np.zeros(0, np.int32)
+    # One logit decides between two classes.
     classes = max(outputs, 2)
 
     def compute(secret: bytes) -> dict[str, np.ndarray]:
@@ -466,6 +470,7 @@ def pate_predict(
 
 
 def _facts(bounds: Any) -> list[Any]:
+    # Static fields are no arrays, so their text is hashed.
     static = bounds.ks, bounds.threat, bounds.trainable, bounds.product
     return [bounds.params, bounds.lower, bounds.upper, repr(static)]
 
@@ -531,6 +536,7 @@ def _labels(
     logits = np.asarray(_logits(apply_fn, params, queries))
     logits = logits.reshape(len(logits), -1)
     if logits.shape[1] == 1:
+        # As `certify` decides.
         return (logits[:, 0] > 0).astype(np.int64)
     return logits.argmax(axis=1)
 

@@ -71,6 +71,7 @@ def _rows_of_epoch(
         )
     if by_contents and batches > 1:
         # Positions shift when a record leaves, its content does not.
+        # By contents, so that two equal records share a batch.
         batch_of_record = partition_by_hash(data, batches, salt=_SALT)
     else:
         batch_of_record = np.arange(records) % batches  # a replacement keeps its position

@@ -163,6 +163,7 @@ def _certificates(
 ) -> Certificates:
     """Returns the certificates from the certain labels and the ends of logits of every row."""
     certain, (low, high) = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    # A NaN end tells nothing.
     low = jnp.where(jnp.isnan(low), -jnp.inf, low)
     high = jnp.where(jnp.isnan(high), jnp.inf, high)
     params = layout.join(moving, frozen)
@@ -182,6 +183,7 @@ def _certificates(
     labels = jnp.where(is_certain, certain_labels, nominal_labels)
     # A gap ends the count: row i counts if all rows up to it are certain.
     is_stable = jnp.cumprod(certain == labels[None], axis=0)
+    # A label that is certain at k = 0 is at the distance 0.
     is_distance = np.asarray(ks) > 0
     distance = jnp.sum(is_stable[is_distance], axis=0, dtype=jnp.int32)
     return Certificates(labels, distance, unchecked(low, high))

@@ -104,11 +104,14 @@ class Gradients:
         rows = rows.reshape(self.plan.blocks[0], -1)
         may_change = rows >= 0
         is_public = rows < -1
+        # `Arrays.order` has -2 - row for a public record.
         places = jnp.where(is_public, -2 - rows, rows)
         weights = (places >= 0).astype(self.plan.grid.dtype)
+        # A place without a record reads row 0, with the weight 0.
         first_for_none = jnp.maximum(places, 0)
         examples = jax.tree.map(lambda x: x[first_for_none], data)
         records = examples, weights
+        # Once for the batch, and not once for each k.
         values = lax.map(jax.vmap(self.stages[0]), records)
         fixed = values, weights, may_change
         size = jnp.sum(weights)
@@ -177,6 +180,7 @@ class Gradients:
         """Returns the least integer contributions of a block's records once they change."""
         plan = self.plan
         poisoning = plan.poisoning
+        # A removed record contributes 0 (T11).
         if poisoning is None:
             return [jnp.zeros_like(x) for x in unchanged]
         bias = plan.grid.bias()
@@ -192,6 +196,7 @@ class Gradients:
         def of_record(example: Any, weight: jax.Array) -> Leaves:
             results = poisoning.results(example)
             bits = jax.vmap(of_result, (0, None))(results, weight)
+            # The worst of all labels that the record can get (T12).
             least = [jnp.min(x, axis=0) for x in bits]
             return [x - bias for x in least]
 
@@ -246,7 +251,7 @@ def _add_remove(
     def descent(k: jax.Array) -> LeafBounds:
         lows = []
         for total in totals:
-            least = add_units(total, -k, grid.charge)
+            least = add_units(total, -k, grid.charge)  # sum d_L - k clip (T4)
             lows.append(grid.mean(least))
         return _from_lower_ends(lows)
 
@@ -298,6 +303,7 @@ def _replace_one(
     of_changeable = [add_units(total, unchangeable, charge) for total in both[-ends:]]
 
     def descent(k: jax.Array) -> LeafBounds:
+        # A batch has no more changes than records that may change (T13).
         k = batch.at_most(k)
         # At one end of the search all entries exceed tau, at the other end none does.
         left = []
@@ -312,10 +318,12 @@ def _replace_one(
         left, right = lax.fori_loop(0, _HALVINGS, halve, (left, right))
         lows = []
         for total, a, b in zip(sums, left, right, strict=True):
+            # k tau + sum max(d - tau, 0), at both ends of the last interval (T6).
             at_left = add_units(a.excess, k, a.tau)
             at_right = add_units(b.excess, k, b.tau)
             largest = _smaller(at_left, at_right)
             rest = _minus(total, largest)
+            # The k records that take their places may have the gradient -clip.
             least = add_units(rest, -k, charge)
             lows.append(grid.mean(least))
         return _from_lower_ends(lows)
@@ -423,6 +431,7 @@ def _replace_per_batch(
     places = weights.size
 
     def descent(k: jax.Array) -> LeafBounds:
+        # A batch has no more changes than records that may change (T13).
         k = batch.at_most(k)
         relative_error = slack(plan.grid.dtype, places + most + 8)
         error = relative_error * clip * (1 + 2 * k / batch.size)
@@ -439,6 +448,7 @@ def _replace_per_batch(
             # Column j is the sum of the j largest, which leave.
             leaving = jnp.pad(jnp.cumsum(largest, axis=1), ((0, 0), (1, 0)))
             remaining = total - jnp.take(leaving, k, axis=1)
+            # (SEMin_{b-k} d_L - k clip) / b of Theorem 4.6.
             mean = (remaining - k * clip) / batch.size - error
             return mean.reshape(x.shape[1:])
 
@@ -504,6 +514,7 @@ def _by_record(
     def descent(k: jax.Array) -> LeafBounds:
         lows = []
         for total, (high, low) in zip(totals, taken_off, strict=True):
+            # Each coordinate loses its own k records, which only lowers the bound.
             rest = _minus(total, (high[k], low[k]))
             lows.append(grid.mean(rest))
         return _from_lower_ends(lows)
@@ -515,6 +526,8 @@ def _insert(largest: Leaves, xs: Leaves) -> tuple[Leaves, None]:
     """Inserts an integer into each list of the largest, [most, ...] in falling order."""
     inserted = []
     for tops, x in zip(largest, xs, strict=True):
+        # new[i] = max(old[i], min(old[i - 1], x)): a place keeps its integer, gets x, or gets what
+        # x pushes down.
         first = jnp.full_like(tops[:1], jnp.iinfo(tops.dtype).max)
         above = jnp.concatenate([first, tops])[:-1]
         pushed = jnp.minimum(above, x[None])

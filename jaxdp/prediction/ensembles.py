@@ -85,6 +85,7 @@ def partition_by_hash(
         digest = keyed.copy()
         digest.update(content)
         number = int.from_bytes(digest.digest(), "little")
+        # A number of 128 bits, so its remainder prefers no part noticeably.
         part_of_record[i] = number % num_parts
     return part_of_record
 
@@ -196,7 +197,7 @@ def vote(
             b = np.maximum(gap - 2 * a, 0)
             (cost_of_b,) = np.take_along_axis(joining, b[None], axis=0)
             cost = leaving[a] + cost_of_b
-            reachable = np.where(winner == rival, _UNREACHABLE, cost)
+            reachable = np.where(winner == rival, _UNREACHABLE, cost)  # the winner is no rival
             least = np.minimum(least, reachable)
     distance = np.clip(least - 1, 0, np.iinfo(np.int32).max)
     return winner.astype(np.int32), distance.astype(np.int32)
@@ -395,6 +396,7 @@ class ConfidentGNMax:
         largest = counts.max(axis=1)
         noisy_largest = _noisy(noise.gaussian, key_threshold, largest, self.sigma_threshold)
         passed = noisy_largest >= self.threshold
+        # In the order of the queries, so that no later check decides on an earlier answer.
         is_answered = passed & (np.cumsum(passed) <= max_answers)
         noisy_counts = _noisy(noise.gaussian, key_votes, counts, self.sigma_votes)
         labels_with_noise = noisy_counts.argmax(axis=1)

@@ -115,6 +115,7 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     log_total = float(np.logaddexp(epsilon, log_others))  # of e^epsilon + C - 1
     # The first distance at which p <= e^epsilon / (1 + e^epsilon).
     log_turn = float(np.logaddexp(0.0, epsilon))
+    # 1 - p(k) = e^(epsilon (k + 1)) / (e^epsilon + C - 1) until there.
     steps_to_turn = math.ceil((log_total - log_turn) / epsilon)
     turn = max(0, steps_to_turn - 1)
     if turn == 0:
@@ -144,6 +145,7 @@ def needed_distance(epsilon: float, *, flip: float = 1e-3, num_classes: int = 2)
     if not 0 < flip < 1:
         raise ValueError(f"flip must be in (0, 1), got {flip!r}.")
     flips = functools.partial(flip_probability, epsilon=epsilon, num_classes=num_classes)
+    # Flip probabilities fall with the distance, so doubling soon passes the last one.
     largest = 1
     while flips(largest) > flip:
         largest *= 2
@@ -455,6 +457,7 @@ def flip_labels(
     Each other label gets `threshold` numbers. The rest keep the label.
     """
     # The numbers below (C - 1) r form C - 1 runs of r, one for each other label.
+    # A threshold of 0 would divide by 0. `is_flipped` leaves it out.
     run_length = np.maximum(thresholds, np.uint64(1))
     runs = draws // run_length
     is_flipped = (runs < num_classes - 1) & (thresholds > 0)
@@ -578,6 +581,7 @@ def default_beta(epsilon: float) -> float:
     not raise the scale at distance 0.
     """
     epsilon = positive("epsilon", epsilon)
+    # log(2 cosh(epsilon) - 1), which does not overflow here.
     free = epsilon + math.log1p(math.exp(-2 * epsilon) - math.exp(-epsilon))
     largest = (1 - 1e-9) * epsilon
     return max(0.8 * epsilon, min(free, largest))
@@ -623,6 +627,7 @@ def _add_noise(
     low, high = check_range(output_range)
     like = jax.ShapeDtypeStruct(scale.shape, jnp.float32)
     standard = np.asarray(draw(key, like, 1.0), np.float64)
+    # A value that is NaN must not show, so the middle of the range stands for it.
     middle = (low + high) / 2
     noisy = _clip(values, middle, low, high) + scale * standard
     return np.clip(noisy, low, high).astype(np.float32)

@@ -294,6 +294,7 @@ def make_plan(
     is_add_remove = training.threat == "add_remove"
     records = check_data(data, "data", may_be_empty=is_add_remove)
     rows = rows_of_batches(data, records, training)
+    # max(learning_rate / (1 + lr_decay t), lr_min).
     slowdown = 1 + training.lr_decay * np.arange(len(rows))
     rates = training.learning_rate / slowdown
     rates = np.maximum(rates, training.lr_min)
@@ -311,6 +312,7 @@ def make_plan(
     _check_sizes(rows, ks[-1], training.threat, grid.most)
 
     blocks = cut_batch(rows.shape[1], sum(x.size for x in moving))
+    # Places behind the records of a batch have none.
     order = np.full((len(rows), math.prod(blocks)), -1, np.int32)
     encoded = _with_public(rows, records, training.public)
     order[:, : rows.shape[1]] = encoded
@@ -409,6 +411,7 @@ def _check_sizes(
     """Refuses batches that an exact sum has no room for."""
     if threat == "add_remove":
         # The number of records is private. A sum of too many is clipped instead.
+        # A total has room for half as many changes as records.
         if most_changed > room // 2:
             raise ValueError(
                 f"ks reaches {most_changed}, but exact sums have room for {room // 2} changes. "
@@ -447,7 +450,8 @@ def _check_influence(rates: np.ndarray, training: Training) -> None:
     velocity = np.zeros(steps + 1)
     for t, rate in enumerate(rates):
         gradient = training.weight_decay * theta
-        gradient[t] -= 1
+        gradient[t] -= 1  # the sign with which a step moves theta
+        # The first step is not dampened.
         new = 1 - training.dampening if t else 1
         velocity = training.momentum * velocity + new * gradient
         step = velocity

@@ -91,6 +91,7 @@ class Poisoning:
                 others = jnp.asarray(self.labels)
                 others = others.astype(x.dtype)
                 ones = (1,) * x.ndim
+                # Entry 0 keeps the label of the record.
                 return repeated.at[1:].set(others.reshape(-1, *ones))
             radius = radii.get(_name(path), 0.0)
             if not radius:

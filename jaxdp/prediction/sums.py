@@ -82,6 +82,8 @@ class Grid(NamedTuple):
             ints=ints,
             unit=unit,
             one=math.ceil(clip / unit),
+            # With 1.5 a sum stays between 2^m and 2^(m + 1) units for both signs of x, where a unit
+            # is the last bit of the mantissa.
             magic=1.5 * 2**mantissa * unit,
             most=most,
         )
@@ -99,6 +101,7 @@ class Grid(NamedTuple):
             end = self.one * self.unit
             x = jnp.where(x > -end, x, -end)  # a NaN becomes the least possible gradient
             x = jnp.where(x < end, x, end)
+        # In that range the bits of a float count units.
         return lax.bitcast_convert_type(x + self.magic, self.ints)
 
     def bias(self, *, nearest: bool = False) -> jax.Array:
@@ -115,6 +118,7 @@ class Grid(NamedTuple):
     def sum(self, bits: jax.Array, *, nearest: bool = False) -> jax.Array:
         """Adds up over the first axis, without the bias."""
         count = bits.shape[0]
+        # Each of `count` integers has the bias once.
         biased = jnp.sum(bits, axis=0, dtype=self.ints)
         return biased - count * self.bias(nearest=nearest)
 
@@ -209,6 +213,7 @@ def narrow(grid: Grid, total: Total) -> Total:
     if grid.clipped:
         # In units of the upper part. An error instead would tell the number of records.
         records = min(public_rows(grid.divisor), grid.most)
+        # Rounded down, so that all data sets have the same end.
         end = records * grid.one >> 2 * SHIFT
         is_clipped = (high < -end) | (high >= end)
         low = jnp.where(is_clipped, 0, low)

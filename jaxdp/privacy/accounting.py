@@ -191,14 +191,17 @@ def delta(
         return 1.0 if is_boundless(counts) else 0.0
     if is_boundless(counts):
         return 1.0
+    # A pure release has delta 0 from its epsilon on.
     if pure_epsilon(counts, adjacency) <= epsilon:
         return 0.0
     bound = 1.0
+    # RDP is above PLD up to the rounding of PLD, so it counts where there is no PLD.
     if "rdp" in rules and "pld" not in rules:
         bound = delta_from_rdp(total_rdp(counts, adjacency), epsilon)
     if rules & _BY_LOSSES:
         with_pairs = _with_pairs(counts, adjacency, rules)
         bound = min(bound, _delta_by_losses(with_pairs, adjacency, epsilon))
+    # Delta is 0 for pure releases only, so it never becomes 0 by underflow.
     return min(1.0, max(bound, _LEAST_DELTA))
 
 
@@ -319,6 +322,7 @@ def merge_gaussians(counts: Mapping[DpEvent, int]) -> Mapping[DpEvent, int]:
     if sum(gaussians.values()) <= 1:
         return counts
     rest = {leaf: count for leaf, count in counts.items() if leaf not in gaussians}
+    # k Gaussians of precisions s_i^-2 are one whose precision is their sum.
     return {GaussianDpEvent(precision(gaussians) ** -0.5): 1, **rest}
 
 
@@ -335,6 +339,7 @@ def _with_pairs(
         leaf: count for leaf, count in counts.items() if "pld" not in leaf_rules(leaf, adjacency)
     }
     rest = {leaf: count for leaf, count in counts.items() if leaf not in without}
+    # A tuple, which can be hashed: the pair of the curve is kept by it.
     divergences = tuple(total_rdp(without, adjacency).tolist())
     curve = RenyiCurve(divergences, pure_epsilon(without, adjacency))
     return {curve: 1, **rest}
@@ -343,6 +348,7 @@ def _with_pairs(
 def _epsilon_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, delta: float) -> float:
     """Returns the larger epsilon of both directions."""
     certain, rest = _without_certain(counts, adjacency)
+    # From the total variation on, epsilon 0 is enough.
     if _largest_delta(rest, adjacency) <= delta:
         return certain
     mu = _only_gaussian(rest, adjacency)
@@ -350,9 +356,12 @@ def _epsilon_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, delt
         return certain + gaussian_epsilon(mu, delta)
     losses = losses_of(rest, adjacency, delta, reverse=False)
     bound = epsilon_bound(losses, delta)
+    # A symmetric pair has the same losses in both directions.
     if not all(is_symmetric(leaf, adjacency) for leaf in rest):
         reversed_losses = losses_of(rest, adjacency, delta, reverse=True)
+        # A second direction matters only if it is the larger one.
         bound = max(bound, epsilon_bound(reversed_losses, delta, enough=bound))
+    # Where sampling probabilities are near 1, the closed form of whole Gaussians is tighter.
     unsampled_mu = _only_gaussian(_unsampled(rest), adjacency)
     if unsampled_mu is not None:
         bound = min(bound, gaussian_epsilon(unsampled_mu, delta))

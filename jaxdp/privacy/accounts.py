@@ -88,6 +88,7 @@ class Account:
 
     def __post_init__(self) -> None:
         check_label(self.label)
+        # Raises for a dataset that is not registered.
         self.ledger.adjacency(self.name)
 
     @property
@@ -221,6 +222,7 @@ class Hold:
 
         A hold that extends another one returns only the room that it added.
         """
+        # Two threads that close the hold return its room once.
         with self.ledger._store.lock:
             if not self._closed:
                 self.ledger._release(self._id, self._added)

@@ -135,5 +135,7 @@ def _beside(held: dict[str | None, Counts], requests: Sequence[Request]) -> tupl
             held_by_others += counts
     with_own_holds: Counts = Counter()
     for hold, step in steps.items():
+        # The union has the larger count of each event. So what a request takes out of its own hold
+        # counts once.
         with_own_holds += held.get(hold, Counter()) | step
     return held_by_others, with_own_holds

@@ -180,6 +180,7 @@ class BudgetCheck:
             return True
         if any(tally.covers(exceeding) for exceeding in self._exceeding):
             return False
+        # RDP is an upper bound, so what fits by RDP fits.
         if tally.rdp_epsilon(dataset.delta) <= dataset.epsilon * (1 + ROUNDING):
             return True
         # RDP is an upper bound of what a PLD gives, so it denies nothing where a PLD decides.
@@ -228,6 +229,7 @@ class BudgetCheck:
         assert dataset.epsilon is not None and dataset.delta is not None
         fits = epsilon_of(dataset, tally.counts, dataset.delta) <= dataset.epsilon * (1 + ROUNDING)
         if fits:
+            # A fitting composition that the new one covers answers nothing more.
             stronger = [old for old in self._fitting if not tally.covers(old)]
             self._fitting = [tally, *stronger][:remember]
         else:

@@ -61,6 +61,7 @@ def calibrate_noise(
         raise ValueError(f"tol must be in (0, 0.1], got {tol!r}.")
     if not 0 <= delta < 1:
         raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
+    # An event without a rule fails before the search begins.
     check_rules(composition(make_event(1.0)), adjacency=adjacency, method=method)
     costs: dict[float, float] = {}
 
@@ -88,6 +89,7 @@ def calibrate_noise(
     # it.
     start = 1.0
     low, high = _bracket(rough_cost, epsilon, 1.0, 2.0)
+    # Without both ends RDP says nothing, and the search starts at 1.
     if low > 0 and high < math.inf:
         start = _refine(rough_cost, epsilon, low, high, tol=0.01)
     low, high = _bracket(cost, epsilon, start, 1.1)
@@ -134,7 +136,7 @@ def _bracket(
         if low > 0 and high < math.inf:
             break
         multiplier = multiplier * factor if high == math.inf else multiplier / factor
-        factor *= factor
+        factor *= factor  # steps grow, so 2^40 is few of them away
     return low, high
 
 

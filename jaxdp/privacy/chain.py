@@ -27,6 +27,7 @@ from jaxdp.files import parse_json
 from jaxdp.privacy.damage import damaged
 
 HEAD_BYTES = 256
+# The hash takes them in this order, so neither names nor order may ever change.
 TERMS = "name, adjacency, unit, epsilon, delta, accounting, renyi_order, allow_unproven, created_at"
 _LINKED = "id, partition, json, label, token, run, version, reserved_at, who, host"
 _LAST = "SELECT id, link FROM spends ORDER BY id DESC LIMIT 1"
@@ -51,6 +52,7 @@ class Head:
 
 
 def _digest(value: Any) -> str:
+    # The blanks that Python puts into JSON are part of the format.
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
@@ -61,6 +63,7 @@ def origin_of(ledger: str) -> str:
 
 def terms_of(row: Mapping[str, Any]) -> str:
     """Returns a hash of a dataset's terms, which never change."""
+    # By names and not by `tuple(row)`, because a query may have other columns.
     return _digest([row[name] for name in TERMS.split(", ")])
 
 
@@ -99,6 +102,7 @@ def head_of(text: bytes, path: str, what: str = "head") -> Head:
     `what` is the word for the file: head or anchor.
     """
     try:
+        # The check tells a torn write from a head that is only old.
         fields, check = parse_json(text)
         if check != _digest(fields):
             raise ValueError("its check differs.")
@@ -125,6 +129,7 @@ def link_at(db: sqlite3.Connection, spend: int, origin: str) -> str | None:
     if row is not None:
         link: str | None = row["link"]
         return link
+    # Spend 0 is the start of the history, before any spend.
     return origin if spend == 0 else None
 
 
@@ -143,6 +148,7 @@ def relinked(db: sqlite3.Connection, ledger: str) -> Iterator[tuple[sqlite3.Row,
 
 def find_broken_link(db: sqlite3.Connection, ledger: str) -> str | None:
     """Returns why the spends of a database are not one chain, in words, or None."""
+    # Spends are never deleted, so their numbers have no gap.
     for number, (row, link) in enumerate(relinked(db, ledger), start=1):
         if row["id"] != number:
             return f"has lost history: spend {number} is missing"

@@ -15,6 +15,7 @@ COMBINATIONS = 1000
 def maximal(compositions: Iterable[Counts]) -> list[Counts]:
     """Returns the compositions that no other one covers. Equal ones are returned once."""
     maximal: list[Counts] = []
+    # Only a larger composition covers another one, so those come first.
     for counts in sorted(compositions, key=Counter.total, reverse=True):
         if not any(counts <= larger for larger in maximal):
             maximal.append(counts)
@@ -36,6 +37,7 @@ def combinations(datasets: Iterable[Sequence[Counts]]) -> list[Counts]:
         longer_sums = []
         for counts in sums:
             longer_sums += [counts + part for part in counts_of_parts]
+        # Reduced after each dataset, which keeps the sums few.
         sums = maximal(longer_sums)
     return sums
 

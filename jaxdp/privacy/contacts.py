@@ -43,6 +43,7 @@ def checked(fields: Mapping[str, Any]) -> dict[str, str]:
 def rows(db: sqlite3.Connection) -> list[dict[str, Any]]:
     """Returns the history of all data sets, the oldest row first."""
     stored = db.execute("SELECT key, value FROM meta WHERE key LIKE 'contact %'").fetchall()
+    # As text, 10 would come before 2.
     stored.sort(key=lambda row: int(row["key"].removeprefix(_KEY)))
     return [
         {"number": int(row["key"].removeprefix(_KEY))} | parse_json(row["value"]) for row in stored
@@ -72,12 +73,14 @@ def append(
     """
     history = rows(db)
     row = {"dataset": name, **current(history, name), **changes, **about}
+    # The first link depends on the ledger, so that rows of another one do not fit.
     row["link"] = _link(history[-1]["link"] if history else ledger, row)
     key = f"{_KEY}{len(history) + 1}"
     db.execute("INSERT INTO meta VALUES (?, ?)", (key, json.dumps(row)))
 
 
 def _link(before: str, row: Mapping[str, Any]) -> str:
+    # "number" is a part of the key, and "link" is the result.
     linked = {key: value for key, value in row.items() if key not in ("number", "link")}
     text = json.dumps([before, linked], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -46,12 +46,16 @@ def curve_pair(
 
 def hull_pair(epsilons: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> CurvePair:
     """Returns the pair of `curve_pair`. `backward` may lack the bounds at the last epsilons."""
+    # a = exp(-epsilon), ascending, without a = 1.
     below = np.exp(-epsilons[len(backward) - 1 : 0 : -1])
     # Delta is 1 at a = 0.
     points = np.concatenate([[0.0], below, np.exp(epsilons)])
+    # H(a) = 1 - a + a delta'(log 1 / a).
     bounds_below = 1 - below + below * backward[:0:-1]
+    # At a = 1 both directions have one divergence, the total variation.
     at_one = min(forward[0], backward[0])
     bounds = np.concatenate([[1.0], bounds_below, [at_one], forward[1:]])
+    # H falls with a, so each bound holds for all later points.
     bounds = np.minimum.accumulate(bounds)
     corners = _lower_hull(points, bounds)
     points = points[corners]
@@ -61,7 +65,9 @@ def hull_pair(epsilons: np.ndarray, forward: np.ndarray, backward: np.ndarray) -
     second = np.maximum(np.diff(slopes), 0.0)
     losses = np.log(points[1:])
     is_atom = second > 0
+    # Under the first distribution a mass is exp(loss) times that under the second.
     log_masses = np.log(second[is_atom]) + losses[is_atom]
+    # Near a = 0, H(a) is 1 - a times the mass of the second where the first has any.
     only_second = float(max(0.0, 1 + slopes[0]))
     return CurvePair((losses[is_atom], log_masses), float(bounds[-1]), only_second)
 

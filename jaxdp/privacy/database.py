@@ -151,6 +151,7 @@ def copy_database(db: sqlite3.Connection, path: pathlib.Path, mode: int = 0o644)
     `mode` is that of the file, without the bits of the umask.
     """
     with _appearing(path) as temporary:
+        # It has its mode before it has any content.
         os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_RDWR, mode))
         with contextlib.closing(sqlite3.connect(temporary)) as copy:
             db.backup(copy)
@@ -180,6 +181,7 @@ def _appearing(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
     Raises FileExistsError if `path` exists.
     """
+    # A random name, because several processes may make the ledger at once.
     temporary = path.with_name(f".{path.name}.new-{secrets.token_hex(8)}")
     try:
         yield temporary

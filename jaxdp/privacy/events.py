@@ -277,6 +277,7 @@ def _alternatives(value: Any) -> tuple[DpEvent, ...]:
     compositions = {}
     for event in value:
         counts = composition(event)
+        # Equal events have equal texts, so each stands here once.
         compositions[_dumps(_encode(compose(counts)))] = counts
     if not compositions:
         raise ValueError("must not be empty.")
@@ -400,6 +401,7 @@ def composition(event: DpEvent) -> Counts:
                 add(leaf, count)
             elif not isinstance(leaf, NoOpDpEvent):
                 counts[leaf] += count
+                # Nested counts multiply, and float64 has every integer up to this one only.
                 if counts[leaf] > _MOST:
                     raise ValueError(
                         "SelfComposedDpEvent.count: nested counts must multiply to at most 2^53 "

@@ -165,6 +165,7 @@ def _units(parts: Mapping[str, Groups]) -> list[Groups]:
 
 
 def _merged(whole: Groups, part: Groups) -> Groups:
+    # In the order of the whole dataset, then of the part.
     names = [*whole, *(name for name in part if name not in whole)]
     empty: Counts = Counter()
     return {name: whole.get(name, empty) + part.get(name, empty) for name in names}

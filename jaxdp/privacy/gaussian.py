@@ -59,6 +59,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 def gaussian_delta(mu: float, epsilon: float) -> float:
     """Returns the delta of N(0, 1) against N(mu, 1), rounded up, at a finite epsilon >= 0."""
+    # Rounded down, so that delta is rounded up.
     u = epsilon / mu - mu / 2 - 4 * _UNIT * (epsilon / mu + mu)
     if u > 40:  # Delta is below the smallest float.
         return 5e-324

@@ -219,11 +219,12 @@ class _Conversion:
         epsilons, deltas = self._curve()
         powers = np.arange(size)[:, None] * epsilons
         with np.errstate(divide="ignore", over="ignore"):
+            # 1 + e^epsilon + ... + e^((m-1) epsilon), in logarithms.
             log_deltas = np.log(deltas) + np.logaddexp.reduce(powers, axis=0)
             is_enough = log_deltas <= np.log(self.delta)
         if not is_enough.any():
             return math.inf
-        return float(size * epsilons[np.argmax(is_enough)])
+        return float(size * epsilons[np.argmax(is_enough)])  # the first that is enough
 
     def _curve(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns ascending epsilons and their deltas for one unit."""
@@ -238,6 +239,7 @@ class _Conversion:
             return np.zeros(1), np.ones(1)
         # Small epsilons are the likely ones.
         epsilons = last * np.linspace(0, 1, _POINTS) ** 2
+        # Among the epsilons only the last one, which is pure, has delta 0.
         if self.delta == 0:
             return epsilons[-1:], np.zeros(1)
         return epsilons, deltas_of(dataset, self.counts, epsilons, least)
@@ -259,6 +261,7 @@ def of_account(account: Mapping[str, Any]) -> GroupPrivacy | None:
     if not any(compositions) or any(map(is_boundless, compositions)):
         return None
     dataset = terms_of(account)
+    # Whether an event has a rule does not depend on the size.
     if any(_counts_of_group(counts, 2, dataset) is None for counts in compositions):
         return None
     return group_privacy_of(dataset, compositions, account["delta"], SIZES)

@@ -49,6 +49,7 @@ def take(db: sqlite3.Connection, dataset: Dataset, hold: str, step: Counts) -> N
     # Counters drop what is not positive, so nothing is left where `step` asks for more.
     left = to_json(compose(room - step))
     db.execute("UPDATE holds SET json = ? WHERE id = ? AND dataset = ?", (left, hold, dataset.id))
+    # All rows of the hold, those of other datasets too, lapse together.
     db.execute("UPDATE holds SET lapses = ? + seconds WHERE id = ?", (clock(), hold))
 
 
@@ -59,6 +60,7 @@ def begin(
 
     Deletes holds that lapsed, and the one that a new hold of the same key replaces.
     """
+    # Room that has lapsed must not be taken over.
     db.execute("DELETE FROM holds WHERE lapses <= ?", (clock(),))
     row = db.execute("SELECT key, seconds FROM holds WHERE id = ?", (outer,)).fetchone()
     # A hold that lapsed meanwhile is replaced by a new one.
@@ -79,6 +81,7 @@ def extend(
     enough = room | needed
     json = to_json(compose(enough))
     lapses = clock() + terms.seconds
+    # A hold that is extended keeps its label, run and length.
     db.execute(
         "INSERT INTO holds VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET json "
         "= excluded.json",

@@ -34,6 +34,7 @@ def find_problem(db: sqlite3.Connection) -> str | None:
             return "is damaged: it has no ledger identity"
         if meta.get("schema") != chain.schema_of(db):
             return "is damaged: its tables differ from the original schema"
+        # Terms may never change, and `records` only once, by the ledger itself.
         for row in db.execute(f"SELECT {chain.TERMS}, records, seal FROM datasets"):
             if row["seal"] != chain.seal_of(row, meta["id"]):
                 name = repr(row["name"])

@@ -201,6 +201,7 @@ class Ledger(LedgerReader):
                 return
             dataset.check_unchanged(terms)
             self._fill_in(db, name, people)
+            # The number of records may be declared later, once, and is sealed with the terms.
             if records is not None and dataset.records is None:
                 db.execute("UPDATE datasets SET records = ? WHERE id = ?", (records, dataset.id))
                 self._store.seal(name)
@@ -242,6 +243,7 @@ class Ledger(LedgerReader):
                 self._fill_in(db, name, people)
                 return
             before = contacts.current(contacts.rows(db), name)
+            # A call that changes nothing leaves no row in the history.
             if before | people != before:
                 self._store.describe(name, people)
 
@@ -442,6 +444,7 @@ class Ledger(LedgerReader):
         partition: str | None,
         token: str | None,
     ) -> tuple[Spend, ...]:
+        # Inside of the transaction, so that no other process pays with the token meanwhile.
         replays = [_replayed(db, request, partition, token) for request in requests]
         unpaid = [
             request for request, replay in zip(requests, replays, strict=True) if replay is None
@@ -459,6 +462,7 @@ class Ledger(LedgerReader):
         number = self._store.append(
             dataset.id, partition or "", to_json(event), request.label, token, self._run
         )
+        # What is charged leaves the hold in the same transaction, and never counts twice.
         if request.hold is not None:
             holds.take(db, dataset, request.hold, request.step)
         return Spend(number, request.name, event, replay=False)
@@ -472,6 +476,7 @@ class Ledger(LedgerReader):
         seconds: float,
     ) -> Hold:
         """Makes a hold, or extends the live hold `outer`."""
+        # First, so that the hold that this one replaces takes no room.
         terms, is_nested = holds.begin(db, outer, key, self._run, seconds)
         own = [request._replace(hold=terms.id) for request in requests]
         # A hold asks once for its whole plan, so no similar request is likely to follow.
@@ -497,6 +502,7 @@ class Ledger(LedgerReader):
                 holds.take(db, dataset_of(db, name), hold, counts)
 
     def _finish(self, spends: Sequence[Spend], status: Literal["committed", "failed"]) -> None:
+        # The mark is in no link, and changes no number.
         with self._transaction() as db:
             rows = [(status, now(), spend.id) for spend in spends]
             db.executemany("UPDATE spends SET status = ?, finished_at = ? WHERE id = ?", rows)

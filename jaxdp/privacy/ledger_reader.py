@@ -175,6 +175,7 @@ class LedgerReader:
         check_numbers(delta=delta)
         if not 0 <= delta < 1:
             raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
+        # All are read in one transaction, and so at one instant.
         accounts = []
         with self._transaction("DEFERRED") as db:
             for name in dict.fromkeys(names):
@@ -207,6 +208,7 @@ class LedgerReader:
         step: Counts | None = None,
     ) -> float:
         """Returns epsilon of all releases, of the proven ones, or of all with a next `step`."""
+        # Epsilon is computed after the transaction, because a PLD is slow.
         with self._transaction("DEFERRED") as db:
             dataset = dataset_of(db, name)
             compositions = self._spends.compositions(db, dataset, partition)

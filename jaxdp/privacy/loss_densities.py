@@ -39,6 +39,7 @@ def _unsampled(loss: np.ndarray, q: float) -> np.ndarray:
         return loss
     # Losses below log(1 - q) have no inverse: their logarithms are NaN.
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        # exp(loss) = 1 + (exp(sampled loss) - 1) / q.
         small = np.log1p(np.expm1(np.minimum(loss, 1.0)) / q)
         large = loss - math.log(q) + np.log1p((q - 1) * np.exp(-loss))
     unsampled = np.where(loss < 1, small, large)
@@ -165,6 +166,7 @@ def one_sided(weight: float, sigma: float, q: float, depth: float) -> Piece:
     """
 
     def density(offsets: np.ndarray, centre: float) -> tuple[np.ndarray, np.ndarray]:
+        # log N(1) / N(0) at x = centre + sigma offset is (x - 1/2) / sigma^2.
         loss_of_whole = offsets / sigma + (centre - 0.5) / sigma / sigma
         loss = sampled_loss(loss_of_whole, q)
         log_density_at_1 = math.log(q) + _log_normal(offsets + (centre - 1) / sigma)
@@ -176,6 +178,7 @@ def one_sided(weight: float, sigma: float, q: float, depth: float) -> Piece:
     def inverse(losses: np.ndarray, centre: float) -> np.ndarray:
         return sigma * _unsampled(losses, q) + (0.5 - centre) / sigma
 
+    # Both parts of the mixture are equal there.
     bend = 0.5 / sigma + sigma * _log_odds(q)
     means = (1.0,) if q == 1 else (0.0, 1.0)
     intervals = _intervals(means, [bend], sigma, depth)

@@ -137,8 +137,9 @@ def total_variation(leaf: DpEvent, adjacency: Adjacency) -> float:
     factor = float(distance_factor(adjacency))
     match leaf:
         case PureDpEvent(epsilon=loss):
-            return math.tanh(loss / 2)
+            return math.tanh(loss / 2)  # (e^epsilon - 1) / (e^epsilon + 1)
         case GaussianDpEvent(noise_multiplier=sigma):
+            # 2 Phi(mu / 2) - 1 with mu = factor / sigma.
             return math.erf(factor / min(sigma, MOST_NOISE) / math.sqrt(8))
         case LaplaceDpEvent(noise_multiplier=scale):
             return -math.expm1(-factor / scale / 2)
@@ -147,6 +148,7 @@ def total_variation(leaf: DpEvent, adjacency: Adjacency) -> float:
         case OwnedGaussianDpEvent(sampling_probability=q, noise_multiplier=sigma):
             records = leaf.records
             whole = math.erf(records / min(sigma, MOST_NOISE) / math.sqrt(8))
+            # The probability that some record is sampled, times the distance if all are.
             return whole if q == 1 else -math.expm1(records * math.log1p(-q)) * whole
     return 1.0
 
@@ -157,6 +159,7 @@ def distribution(
 ) -> LossDistribution:
     """Returns the losses of a leaf. `depth` is one of `DEPTHS`."""
     factor = float(distance_factor(adjacency))
+    # One entry of the cache then serves both directions.
     reverse = reverse and not is_symmetric(leaf, adjacency)
     # What no interval covers: at most two tails of two Gaussians and two gaps between them. Masses
     # may underflow too.
@@ -209,6 +212,7 @@ def randomized_response(
     leaf: RandomizedResponseDpEvent, adjacency: Adjacency
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns losses and log probabilities of the answers (true, other record's, all others)."""
+    # The true answer has the probability 1 - p + p / buckets, and each other one p / buckets.
     buckets = leaf.num_buckets
     p = leaf.noise_parameter
     log_other = math.log(p) - math.log(buckets)

@@ -114,6 +114,7 @@ def balls_in_bins_event(
         return NonPrivateDpEvent()
     taking_part = (np.arange(steps)[:, None] % bins == np.arange(bins)).astype(float)
     shifts = taking_part if matrix is None else _whole(matrix) @ taking_part
+    # The products of the shifts are all that the losses depend on, [b, b] for any T.
     mixture = Bins(shifts.T @ shifts / noise_multiplier**2)
     name = f"BallsInBins({bins}, {steps}, {_text(noise_multiplier, strategy)})"
     return _event(mixture, name, draws, failure_probability, seed)
@@ -224,6 +225,7 @@ def _event(
     if not 0 < failure_probability < 1:
         raise ValueError(f"failure_probability must be in (0, 1), got {failure_probability}.")
     if mixture.largest > _LONGEST:
+        # A Gaussian of as long a shift, for all who take part in any way.
         return GaussianDpEvent(mixture.largest**-0.5)
     if mixture.largest == 0:
         return NoOpDpEvent()
@@ -325,6 +327,7 @@ class Bins:
         if not (self._products - np.diag(self._squares)).any():
             return None
         values, vectors = np.linalg.eigh(self._products)
+        # Rounding may leave an eigenvalue just below 0.
         root: np.ndarray = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
         return root
 
@@ -347,6 +350,7 @@ class Bins:
 
     def log_ratio(self, values: np.ndarray, scale: float) -> np.ndarray:
         """Returns the logarithm of the density ratio of scaled shifts, float64 [count]."""
+        # log E_j exp(<s m_j, y> - |s m_j|^2 / 2), for the scale s.
         exponents = scale * values - scale * scale * self._squares / 2
         largest = exponents.max(axis=1)
         exponents -= largest[:, None]
@@ -404,6 +408,7 @@ class Renewals:
     @functools.cached_property
     def largest(self) -> float:
         """The largest squared length of a shift, over all x with steps b or more apart."""
+        # best[t] is the largest sum of squares over steps from t on.
         best = np.zeros(self.width + self.separation)
         for step in reversed(range(self.width)):
             taken = self._squares[step] + best[step + self.separation]
@@ -434,6 +439,8 @@ class Renewals:
 
     def first_free(self, rng: np.random.Generator, count: int) -> np.ndarray:
         """Returns the steps from which records may take part, in 0, ..., b - 1, int64 [count]."""
+        # In the stationary process a record waits w > 0 steps if it took part b - w steps before
+        # the first one.
         waits = np.full(self.separation, self.rate)
         waits[0] = self._may_begin
         return rng.choice(self.separation, size=count, p=waits / waits.sum())

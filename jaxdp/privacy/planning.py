@@ -118,6 +118,7 @@ def plan_training(
         size = records
         # The smallest x at which batches of records / x meet the target.
         if cost(size, noise, count) > target:
+            # No batch has more than all records.
             x = smallest(lambda x: event(int(records * min(1, 1 / x)), noise, count))
             size = int(records / x)
     spent = cost(size, noise, count)
@@ -231,6 +232,7 @@ _epsilon = epsilon
 
 
 def _event(sampling_probability: float, noise_multiplier: float, steps: int) -> DpEvent:
+    # A batch that is rounded to no record costs nothing.
     if sampling_probability == 0:
         steps = 0
     step = PoissonSampledDpEvent(sampling_probability or 1.0, GaussianDpEvent(noise_multiplier))

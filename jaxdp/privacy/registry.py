@@ -151,6 +151,7 @@ class Registry:
                     (place, dataset, records.astype("<u8").tobytes(), now()),
                 )
                 return
+            # Records that were once counted stay counted.
             together = np.union1d(_digests(own["records"]), records)
             db.execute(
                 "UPDATE claims SET records = ? WHERE id = ?",
@@ -176,6 +177,7 @@ class Registry:
             raise OSError(f"registry {self.path!r} cannot be opened: {error}.") from error
         db.row_factory = sqlite3.Row
         try:
+            # Two processes cannot both find the same records free.
             db.execute("BEGIN IMMEDIATE")
             yield db
             db.execute("COMMIT")

@@ -43,7 +43,7 @@ def leaf_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) -> np
     if isinstance(leaf, GaussianDpEvent):
         sigma: float = leaf.noise_multiplier / distance_factor(adjacency)
         with np.errstate(over="ignore"):
-            return np.asarray(orders) / 2 / sigma / sigma + SLACK
+            return np.asarray(orders) / 2 / sigma / sigma + SLACK  # alpha / (2 sigma^2)
     return _computed_rdp(leaf, adjacency, orders)
 
 

@@ -56,6 +56,7 @@ def check_rules(
     for leaf in counts:
         _check_claim(leaf, adjacency)
     missing: dict[str, list[DpEvent]] = {}
+    # Which leaves keep each method from covering the composition.
     for way in ("pld", "rdp") if method == "auto" else (method,):
         missing[way] = [leaf for leaf in counts if way not in leaf_rules(leaf, adjacency)]
     rules = {way for way, leaves in missing.items() if not leaves}

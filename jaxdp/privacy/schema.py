@@ -133,6 +133,7 @@ def migrate(db: sqlite3.Connection, path: str) -> None:
         db.execute("UPDATE datasets SET seal = ? WHERE id = ?", (seal, row["id"]))
     # Spends of version 1 have numbers without gaps, because none was deleted and a failed insert
     # takes no number.
+    # Read as a whole before the rows change.
     for row, link in list(chain.relinked(db, ledger)):
         db.execute("UPDATE spends SET link = ? WHERE id = ?", (link, row["id"]))
     db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")

@@ -35,8 +35,10 @@ def selection_rdp(
     """
     alpha = np.asarray(orders)
     if shape == math.inf:
+        # Theorem 6.
         bound = rdp + mean * _deltas(orders, rdp)
     else:
+        # Theorem 2.
         log_halt = -math.log(stopping_probability(mean, shape))
         # One order for the cost of K, whatever the order of the bound.
         cost = np.min((1 - 1 / alpha) * rdp + log_halt / alpha)

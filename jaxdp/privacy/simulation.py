@@ -139,6 +139,7 @@ def _backward(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns log W at the epsilons, and sums of the terms of delta of the reversed pair."""
     length = mixture.square_of_mean
+    # As there, for the W of this direction.
     s = max(0.0, (aim - mixture.mean_square / 2) / length)
     sums = np.zeros(len(epsilons))
     for count in _blocks(draws, mixture.width):
@@ -168,6 +169,7 @@ def _sums(loss: np.ndarray, log_weight: np.ndarray, epsilons: np.ndarray) -> np.
     sums = np.zeros(size)
     above = 0.0
     discount = 0.0
+    # The epsilons are equally far apart.
     step = math.exp(-(epsilons[1] - epsilons[0]))
     for index in reversed(range(size)):
         above += whole[index]
@@ -186,6 +188,7 @@ def _upper(sums: np.ndarray, log_most: np.ndarray, draws: int, log_inverse: floa
     estimate = np.minimum(sums / draws / most, 1.0)
     low = estimate
     high = np.ones_like(estimate)
+    # More halvings than float64 has digits.
     for _ in range(60):
         middle = (low + high) / 2
         distance = special.rel_entr(estimate, middle)
@@ -193,6 +196,7 @@ def _upper(sums: np.ndarray, log_most: np.ndarray, draws: int, log_inverse: floa
         is_enough = draws * distance >= log_inverse
         high = np.where(is_enough, middle, high)
         low = np.where(is_enough, low, middle)
+    # The upper end is a bound after any number of halvings.
     bounds: np.ndarray = high * most
     return bounds
 

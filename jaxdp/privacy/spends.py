@@ -84,6 +84,7 @@ class Spends:
             (snapshot.position, dataset.id),
         ).fetchall():
             if row["partition"]:
+                # A part's history is in the file only.
                 counts_of_parts = None
             else:
                 whole = whole.plus(self._event(db, row["event"]), row["spends"])

@@ -32,6 +32,7 @@ def epsilon_of(dataset: Dataset, counts: Counts, delta: float) -> float:
     spent = renyi_spent(dataset, counts)
     if spent == 0 or math.isinf(spent):
         return spent
+    # No Renyi loss converts to a finite epsilon there.
     if delta == 0:
         return math.inf
     bound = dataset.renyi_bound
@@ -108,6 +109,7 @@ def total_epsilon(accounts: Sequence[tuple[Dataset, list[Counts]]], delta: float
     for dataset, parts in accounts:
         if dataset.accounting != "renyi_filter":
             fixed_parts.append(parts)
+        # A filter counts from its first spend on.
         elif any(parts):
             filtered.append(dataset)
     sums = combinations(fixed_parts)

@@ -133,6 +133,7 @@ def leaf_rho(leaf: DpEvent, adjacency: Adjacency) -> float | None:
     """
     match leaf:
         case ZCDpEvent(rho=rho, xi=xi):
+            # A loss of xi has no rho alone.
             return float(rho) if xi == 0 else None
         case GaussianDpEvent(noise_multiplier=sigma):
             return (distance_factor(adjacency) / float(sigma)) ** 2 / 2

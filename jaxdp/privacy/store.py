@@ -110,6 +110,7 @@ class Store:
                     f"path {self.path!r} cannot be opened as a ledger: {shown(error)}. "
                     f"{remedy}".rstrip()
                 ) from error
+            # The finalizer also closes the files of a store that nobody closes.
             self.close = weakref.finalize(self, files.pop_all().close)
 
     def _connect(self, files: contextlib.ExitStack, path: str) -> None:
@@ -138,6 +139,7 @@ class Store:
             schema.version_of(self.db, self.path)
             # Writers lock the head, so it exists from here on, if only empty.
             os.close(os.open(self._head_path, os.O_RDWR | os.O_CREAT, 0o666))
+            # Nobody writes while the file is compared with its heads.
             with self._locked():
                 # Another process may have migrated the file meanwhile.
                 is_old = schema.version_of(self.db, self.path) < SCHEMA_VERSION
@@ -145,6 +147,7 @@ class Store:
                     self._migrate()
                 self._check(self._read_head(), new=is_old)
                 self._check_anchor(self._read_anchor(), new=is_old)
+                # A head that a crash left behind is brought up to date.
                 self._write_head()
                 database.share_with_group(path, self._head_path, self._anchor_path)
                 database.remove_unfinished(path)
@@ -216,6 +219,7 @@ class Store:
             text = self._anchor_path.read_bytes()
         except FileNotFoundError:
             return None
+        # An empty anchor was made by a process that died before it wrote.
         return chain.head_of(text, self.path, "anchor") if text else None
 
     def _check_anchor(self, anchor: Head | None, *, new: bool) -> None:
@@ -366,6 +370,7 @@ class Store:
     def _read_head(self) -> Head | None:
         """Returns the head beside the database, or None if it is missing or empty."""
         if not self.read_only:
+            # Twice as much as a head has, so that a longer file does not pass for one.
             text = os.pread(self._head_file, 2 * chain.HEAD_BYTES, 0)
         else:
             try:
@@ -532,7 +537,7 @@ def accept(path: str | os.PathLike[str]) -> Head:
             # A restored file has the mode of whoever copied it.
             database.share_with_group(pathlib.Path(path), head_path, anchor_of(path))
     finally:
-        os.close(head_file)
+        os.close(head_file)  # which ends the lock
     return head
 
 

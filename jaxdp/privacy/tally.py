@@ -100,6 +100,7 @@ class Tally:
 
         It then costs at least as much.
         """
+        # A sum of precisions depends on the order of the spends, in its last digits.
         if len(other.others) > len(self.others) or other.precision > self.precision * (1 + 1e-12):
             return False
         return all(count <= self.others[leaf] for leaf, count in other.others.items())
@@ -111,6 +112,7 @@ class Tally:
         sums = self._known_sums()
         if self.precision:
             gaussian = GaussianDpEvent(self.precision**-0.5)
+            # A Gaussian has no pure epsilon.
             sums = sums + np.append(leaf_rdp(gaussian, self.adjacency, self.orders), math.inf)
         rdp, pure = sums[:-1], float(sums[-1])
         if np.isinf(rdp).all():

@@ -110,9 +110,11 @@ def trade_off_of(dataset: Dataset, compositions: Sequence[Counts], slack: float)
     deltas = np.zeros(len(epsilons))
     for counts in compositions:
         bounds = deltas_of(dataset, counts, epsilons, least)
+        # The curve must hold for the units of every part.
         deltas = np.maximum(deltas, bounds)
     alpha, beta = corners(epsilons, deltas)
     exact_mu = max(total_mu(dataset, counts) for counts in compositions)
+    # If some mass stays beyond every epsilon, no mu covers it.
     needed = needed_mu(alpha, beta, 0.0) if deltas[-1] == 0 else math.inf
     mu = min(exact_mu, needed)
     mu_up_to_slack = mu
@@ -170,6 +172,7 @@ def corners(epsilons: np.ndarray, deltas: np.ndarray) -> tuple[np.ndarray, np.nd
     # The curve is symmetric. It meets the diagonal where the first line does.
     middle = float(np.max(heights / (1 + slopes)))
     lines: list[tuple[float, float, float]] = []  # where a line begins to be the largest, and it
+    # The steepest line is the largest one near alpha = 0.
     for height, slope in sorted(zip(heights, slopes, strict=True), key=lambda line: -line[1]):
         begin = 0.0
         while lines:
@@ -187,6 +190,7 @@ def corners(epsilons: np.ndarray, deltas: np.ndarray) -> tuple[np.ndarray, np.nd
             lines.append((begin, float(height), float(slope)))
     left = [(begin, height - slope * begin) for begin, height, slope in lines if begin < middle]
     left.append((middle, middle))
+    # The mirror image, because the curve is its own inverse.
     right = [(beta, alpha) for alpha, beta in reversed(left[:-1])]
     points = np.array([*left, *right, (1.0, 0.0)])
     return points[:, 0], points[:, 1]

@@ -126,11 +126,13 @@ class Checkpoints:
         self._hosts.first(lambda: self._keep_only(newest))
 
     def _keep_only(self, step: int) -> None:
+        # The list must not name what a crash could still bring back, or lose.
         sync_tree(self._folder)
         self._digests = {number: both for number, both in self._digests.items() if number >= step}
         self._write(self._digests)
 
     def _name(self, step: int, state: Any) -> None:
+        # The files are on the disk before the list names them.
         sync_tree(self._folder)
         digest_of_files = _digest_of_files(self._folder / str(step))
         self._digests[step] = digest_of_files, _digest_of_state(state)
@@ -168,6 +170,7 @@ class Checkpoints:
         steps = [int(path.name) for path in self._folder.glob("*") if path.name.isdecimal()]
         if not steps:
             return {}
+        # Only the newest one is restored.
         newest = max(steps)
         return {newest: (_digest_of_files(self._folder / str(newest)), "")}
 

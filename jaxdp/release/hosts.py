@@ -71,6 +71,7 @@ class Hosts:
             # The others have to know. They would wait for this process in their next exchange.
             own_error = error
             message = {"error": [type(error).__name__, str(error), vars(error)]}
+        # An attribute of an error may be nothing that JSON holds.
         messages = self._gathered(json.dumps(message, default=repr).encode())
         if own_error is not None:
             raise own_error

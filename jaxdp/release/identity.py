@@ -83,6 +83,7 @@ def _bytes_of(name: str, leaf: Any) -> bytes:
     The line determines the length of the bytes, so different trees never give the same bytes.
     """
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
+        # By index, so that replicas of a part count once.
         own_parts = {repr(part.index): part.data for part in leaf.addressable_shards}
         return f"{name} {leaf.dtype} {leaf.shape}\n{digest(own_parts)}".encode()
     is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
@@ -95,6 +96,7 @@ def _bytes_of(name: str, leaf: Any) -> bytes:
             )
         return f"{name} {array.dtype} {array.shape}\n".encode() + array.tobytes()
     if isinstance(leaf, bool | int | float | complex | str | bytes):
+        # `repr` tells any two floats apart, and 0.0 from -0.0.
         text = leaf if isinstance(leaf, bytes) else repr(leaf).encode()
         return f"{name} {type(leaf).__name__} {len(text)}\n".encode() + text
     raise TypeError(

@@ -60,6 +60,7 @@ class Mark:
 
     def is_begun(self) -> bool:
         """Returns whether this workdir or another one has begun the chunk."""
+        # The notes of a copied workdir may lack the attempt. The ledger has its mark.
         return bool(self._attempts) or self.account.paid(self.token)
 
     def is_foreign(self, attempt: str) -> bool:

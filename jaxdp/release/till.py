@@ -171,6 +171,7 @@ class Till:
         to the process that opened the till.
         """
         if self.forked:
+            # Both processes share one open file, so closing it here frees no lock of the other.
             self._files.close()
             return
         # Releases of a "run" share the seed, so a run that failed needs it when it is resumed. So
@@ -222,8 +223,10 @@ class Till:
         token = self.token(what)
         # The stack commits the reservation when the body ends.
         with contextlib.ExitStack() as reservation:
+            # JSON carries text between processes, and no bytes.
             secret = self._hosts.first(lambda: self._pay(what, token, reservation).hex())
             yield bytes.fromhex(secret)
+        # The reservation is committed by now, so a repetition is a new release.
         self._unfinished = False
         self._left_unfinished = False
         if self._forget == "release":
@@ -355,8 +358,9 @@ class Till:
         with contextlib.ExitStack() as files:
             files.enter_context(alone(self.workdir))
             if self._seed_path.exists() or self._given_seed is not None:
-                # Raises if the file is damaged or holds another seed.
+                # Before `stored`, which makes the file if it is missing.
                 self._left_unfinished = self._seed_path.exists()
+                # Raises if the file is damaged or holds another seed.
                 secrets.stored(self._seed_path, self._given_seed)
             writer = MetricsWriter(self.workdir / charge_notes.FILE, fsync=True)
             self._writer = files.enter_context(writer)
@@ -367,6 +371,7 @@ class Till:
 
         `reservation` commits the charges when it ends.
         """
+        # A ledger that has lost noted charges gets them back before it grants more.
         if isinstance(what.charges, Sequence):
             self.settle([account for account, _ in what.charges])
         paid_token = token
@@ -388,7 +393,9 @@ class Till:
             if charges:
                 account, _ = charges[0]
                 note["head"] = dataclasses.astuple(account.ledger.head)
+            # On the disk before anything is computed.
             self._writer.write(0, **note, **what.note)
+        # By the token without the count: the bits are the same, whichever count pays.
         return secrets.derive(self._seed(), f"release {token}")
 
     def _facts(self, what: Release[Any]) -> list[Any]:

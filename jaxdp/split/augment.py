@@ -203,10 +203,12 @@ def retrieve_neighbors(representations: jax.Array) -> jax.Array:
         token = token / jnp.where(largest > 0, largest, 1)
         norm = jnp.linalg.norm(token, axis=1, keepdims=True)
         token = token / jnp.where(norm > 0, norm, 1)
+        # Products in TF32 could make another token the largest.
         cosine = jnp.matmul(token, token.T, precision="highest")
         others = jnp.where(itself, -jnp.inf, cosine)
         return jnp.argmax(others, axis=1).astype(jnp.int32)  # Eq. 13
 
+    # Position by position: all cosines at once would be [tokens, n, n].
     return jax.lax.map(nearest, jnp.arange(tokens))
 
 
@@ -256,7 +258,7 @@ def augmented_batch(
         """Returns which tokens of a copy another image gives, [tokens]."""
         copy_key = jax.random.fold_in(jax.random.fold_in(key, row), copy)
         order = jax.random.permutation(copy_key, tokens - prefix_tokens)
-        return jnp.pad((order < n_patches) & (copy > 0), (prefix_tokens, 0))
+        return jnp.pad((order < n_patches) & (copy > 0), (prefix_tokens, 0))  # copy 0 has none
 
     # The image that gives each token, [B, tokens].
     from_neighbour = jax.vmap(replaced)(rows, copies)

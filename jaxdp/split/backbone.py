@@ -188,7 +188,7 @@ def in_batches(run: Callable[[Any], jax.Array], x: Any, batch_size: int) -> jax.
     results = []
     for start in range(0, len(x), size):
         batch = np.asarray(x[start : start + size], np.float32)
-        missing = size - len(batch)
+        missing = size - len(batch)  # one program for all batches
         padding = np.zeros((missing, *batch.shape[1:]), np.float32)
         padded = np.concatenate([batch, padding])
         results.append(run(padded)[: len(batch)])

@@ -351,6 +351,7 @@ def divide_trained(recipe: Recipe, params: Params) -> tuple[dict[str, Any], dict
     return trained, frozen
 
 
+# Equal pieces give one function object, and `fit_until_steady` compiles each object once.
 @functools.lru_cache
 def training_loss(pieces: tuple[Piece, ...]) -> Loss:
     """Returns the cross-entropy of (inputs, labels) behind `pieces`, for `fit_until_steady`.
@@ -466,5 +467,5 @@ def _half(candidates: list[int], drop: str, seed: int) -> list[int]:
     if count < 2:
         middle = len(candidates) // 2
         return candidates[middle:][:count]
-    step = (len(candidates) - 1) / (count - 1)
+    step = (len(candidates) - 1) / (count - 1)  # both ends stay
     return [candidates[round(i * step)] for i in range(count)]

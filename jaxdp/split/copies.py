@@ -69,6 +69,7 @@ class Copies:
         def with_noise() -> jax.Array:
             return x + self.laplace_scale * jax.vmap(unit_noise)(images, numbers)
 
+        # No draw of T D numbers for each copy where the noise is 0.
         return jax.lax.cond(self.laplace_scale > 0, with_noise, lambda: x)
 
     def materialized(self) -> np.ndarray:
@@ -80,6 +81,7 @@ class Copies:
         copies = []
         for number in range(1 + self.copies):
             numbers = jnp.full_like(images, number)
+            # The copies of one number at a time are on the device.
             copies.append(np.asarray(_batch(self, images, numbers)))
         return np.stack(copies)
 

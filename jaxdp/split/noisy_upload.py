@@ -106,6 +106,7 @@ def public_projection(representations: Any, k: int) -> Projection:
     values = values[::-1]
     directions = vectors[:, ::-1]
     if count < size:
+        # The eigenvalues are the squared lengths of these columns.
         directions = x.T @ directions / np.sqrt(values)
     return Projection(jnp.asarray(mean, jnp.float32), jnp.asarray(directions, jnp.float32))
 

@@ -379,6 +379,7 @@ def observe(
         def tapped(path: str, operands: _Operands, y: jax.Array) -> jax.Array:
             operands_of[path] = operands
             shapes[path] = jax.ShapeDtypeStruct(y.shape, y.dtype)
+            # The tap is 0. The gradient by it is the gradient by y.
             return y + taps[path]
 
         def tap(

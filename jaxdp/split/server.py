@@ -133,7 +133,7 @@ def calibrate_frontends(
     at_least(1, samples=samples)
     options = ScaleSearch(**search)
     check_labels(labels, len(images), backbone.num_classes)
-    order_key, *keys = jax.random.split(key, 2 + frontends)
+    order_key, *keys = jax.random.split(key, 2 + frontends)  # one for all rows, one for each part
     order = np.arange(len(images))
     if partition == "random":
         order = np.asarray(jax.random.permutation(order_key, len(images)))
@@ -212,6 +212,7 @@ def tune_backend(
     return tuned
 
 
+# One function object for equal arguments, since `fit_until_steady` compiles each object once.
 @functools.lru_cache
 def mixup_loss(backbone: Backbone, beta: float) -> Loss:
     """Returns the loss of Eq. 11 per image, for `fit_until_steady`."""
@@ -323,7 +324,7 @@ def adapt(
     return Adapted(backbone, fitted.params, fitted.epochs)
 
 
-@functools.lru_cache
+@functools.lru_cache  # one object, as `mixup_loss`
 def copies_loss(backbone: Backbone) -> Loss:
     """Returns the loss of Eq. 14 per copy, corrected for label noise, for `fit_until_steady`."""
 
@@ -338,6 +339,7 @@ def copies_loss(backbone: Backbone) -> Loss:
         representations = copies.batch(images, numbers)
         logits = backbone.back(back, representations)
         log_p = jax.nn.log_softmax(logits)
+        # Without label noise this is 0 for the own label and -inf for the others.
         observed = jnp.log(label_noise.T[labels[images]])  # [B, K]: log P(observed label | class)
         return -jax.nn.logsumexp(log_p + observed, axis=-1)
 

@@ -59,6 +59,8 @@ def _ragged_dot(
     row = jnp.arange(len(x))[:, None]
     is_in_group = (row >= ends - sizes) & (row < ends)
     zero = jnp.zeros((), x.dtype)
+    # Each row lies in the columns of its own group, so one product with the stacked weights serves
+    # all groups. Rows after the last group give 0, as those of the primitive do.
     rows = jnp.where(is_in_group[:, :, None], x[:, None], zero)
     rows = rows.reshape(len(x), -1)
     return rows @ w.reshape(-1, w.shape[-1])

@@ -117,6 +117,7 @@ def _outward(value: Any, direction: int) -> jax.Array:
     if not is_host_float or not jnp.issubdtype(array.dtype, jnp.floating):
         return array
     converted = np.asarray(array)
+    # Both fit into float64, so the comparison is exact.
     rounded = np.asarray(array, np.float64)
     exact = np.asarray(value, np.float64)
     is_inward = rounded > exact if direction < 0 else rounded < exact
@@ -167,6 +168,7 @@ class Box(Interval):
         nonnegative: bool = False,
         zero_sum: bool = False,
     ) -> None:
+        # Outward rounding may have moved an end below 0, where there is no point.
         self.lower = jnp.maximum(lower, 0) if nonnegative else lower
         self.upper = upper
         self.nonnegative = nonnegative
@@ -202,6 +204,7 @@ def moved(
     """Applies an `f` that only moves, repeats or exactly converts entries. Keeps a known sign."""
     if not isinstance(x, Interval):
         return f(x)
+    # `zero_sum` is not kept: `f` may move entries along the last axis.
     return Box(f(x.lower), f(x.upper), nonnegative=is_nonnegative(x))
 
 
@@ -216,6 +219,8 @@ def is_nonnegative(x: Operand) -> bool:
     """Returns whether x >= 0 is known while tracing."""
     if isinstance(x, Box):
         return x.nonnegative
+    # A box of a caller has no facts. A sign read from its ends would make a rule that is not
+    # inclusion-isotonic.
     if isinstance(x, Interval):
         return False
     if isinstance(x, np.ndarray | np.generic | float | int):  # a constant of the program

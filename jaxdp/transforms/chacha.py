@@ -36,6 +36,7 @@ import numpy as np
 from jax import lax
 from jax.extend.random import define_prng_impl
 
+# RFC 8439, section 2.3.
 _CONSTANTS = np.frombuffer(b"expand 32-byte k", dtype="<u4").astype(np.uint32)
 # 10 in RFC 8439. `jaxdp.transforms.noise` says why 6 are enough.
 DOUBLE_ROUNDS = 6
@@ -110,6 +111,7 @@ def _double_round(rows: Any, roll: Callable[..., Any]) -> Any:
 
     Four quarter rounds are computed at once.
     """
+    # RFC 8439, section 2.3, the "inner block".
     a, b, c, d = _quarter_round(*rows)
     # Rolled, the diagonals are columns.
     b = roll(b, -1)
@@ -128,6 +130,7 @@ def _quarter_round(
     c: Any,
     d: Any,
 ) -> tuple[Any, Any, Any, Any]:
+    # RFC 8439, section 2.1, in two halves.
     for rotation_of_d, rotation_of_b in ((16, 12), (8, 7)):
         a = a + b
         d = _rotate_left(d ^ a, rotation_of_d)
@@ -146,6 +149,7 @@ def _rotate_left(x: Any, bits: int) -> Any:
 def _seed(seed: jax.Array) -> jax.Array:
     """Returns key words with the 64 bits of a seed in the first two. The others are 0."""
     low = seed.astype(jnp.uint32)
+    # Without x64 a seed has 32 bits.
     if seed.dtype.itemsize > 4:
         high = (seed >> 32).astype(jnp.uint32)
     else:
@@ -181,6 +185,7 @@ def _random_bits(
         return halves[0] << 32 | halves[1]
     count = math.prod(shape)
     block_count = -(-count // WORDS_OF_BLOCK)
+    # Word 12 would wrap, and the stream repeat.
     if block_count > _MOST_BLOCKS:
         raise ValueError(
             f"shape {shape} takes {block_count} blocks, but one key has {_MOST_BLOCKS}. Split the "

@@ -91,6 +91,7 @@ class _Value(NamedTuple):
 
     def with_derivative(self, primal: Any, factor: Vector) -> "_Value":
         """Returns a function of each entry of the value, whose derivative is `factor`."""
+        # The product has rows, and a value without rows has no place for them.
         if factor.base is not None and not self.is_full:
             raise _Unknown
         diagonal = None if self.diagonal is None else self.diagonal.times(factor)
@@ -158,6 +159,7 @@ def of_program(
     own_channels = shape[-1:]
     kernels = [k for k in members if leaves[k].shape == shape]
     others = [k for k in members if leaves[k].shape == own_channels]
+    # Two kernels would have a diagonal each, and the form has one.
     if len(shape) < 2 or len(kernels) != 1:
         return None
     if len(others) != len(members) - 1:
@@ -190,6 +192,7 @@ def _form(weight: _Value, kernel: int) -> Form:
     diagonal = weight.diagonal
     if diagonal is None or not weight.is_full:
         raise _Unknown
+    # s has to be one number of each channel.
     if diagonal.base is not None:
         raise _Unknown
     of_channel = (1, weight.primal.shape[-1])
@@ -197,6 +200,7 @@ def _form(weight: _Value, kernel: int) -> Form:
     merged: list[tuple[Any, int, Functional]] = []
     for p, q in weight.terms:
         place = _place(bases, p.base)
+        # J^T dV has multiples of q, so its base needs a place too.
         if q.leaf == kernel:
             _place(bases, q.base)
         merged.append((p.number, place, q))
@@ -207,6 +211,7 @@ def _form(weight: _Value, kernel: int) -> Form:
 
 def _place(bases: list[Any], base: Any) -> int:
     """Returns the place of a base, which is added if it is new."""
+    # Identity is enough. One vector in two places costs time only.
     for place, known in enumerate(bases):
         if known is base:
             return place
@@ -263,6 +268,7 @@ def _applied(
     """Returns the result of an equation."""
     name = eqn.primitive.name
     shape = tuple(eqn.outvars[0].aval.shape)
+    # A cast to bfloat16 leaves the form: models of bfloat16 keep the gradients.
     if eqn.outvars[0].aval.dtype != jnp.float32:
         raise _Unknown
     if name in _LINEAR:
@@ -312,6 +318,7 @@ def _sum(eqn: Any, x: _Value, kernel: int) -> _Value:
         raise _Unknown
     terms = []
     if x.diagonal is not None:
+        # The sum over rows of d * dw is the inner product of dw with the base of d.
         functional = Functional(kernel, x.diagonal.base)
         terms.append((Vector(x.diagonal.number, None), functional))
     rows = len(x.primal)
@@ -335,6 +342,7 @@ def _linear(
     if y is None:
         return x
     y = y.with_derivative(sign_y * y.primal, Vector(float(sign_y), None))
+    # The sum of two diagonals with different bases is no multiple of one base.
     if x.diagonal is not None and y.diagonal is not None:
         raise _Unknown
     diagonal = x.diagonal if y.diagonal is None else y.diagonal
@@ -451,6 +459,7 @@ def low_rank(
     terms = form.with_terms([(output * cotangents).sum((1, 2)) for output in outputs])
     eps = rounding.eps(jnp.float32)
     rows = form.rows
+    # M of `rounding` for each channel: sum_t |u_t||w_t|, with |u_t| from a window of squares.
     squares = jnp.square(x).sum(3, keepdims=True)
     windows = _window_sums(rule, squares)
     products_of_lengths = rounding.root(windows) * jnp.abs(of_scaled)
@@ -464,6 +473,7 @@ def low_rank(
         rounded = additions * eps
         if base is not None:
             rounded += _BFLOAT16_ROUNDING
+        # By Cauchy and Schwarz, <p, s dV> is off by at most |p| M for each rounding.
         errors.append(rounded * rounding.root(_inner(base, base, rows)) * lengths)
     return terms, *_added_squares(form, terms, crossed, errors)
 
@@ -520,15 +530,18 @@ def _added_squares(
         length = rounding.root(_inner(base, base, form.rows))
         size = jnp.abs(multiple) * length
         summands = [2 * multiple * crossed[j]]
+        # The sum over r and s is symmetric, so each pair stands once, twice as large.
         for k, other in enumerate(form.bases[: j + 1]):
             twice = 1 if k == j else 2
             product = multiple * terms.of_kernel[k]
             summands.append(twice * product * _inner(base, other, form.rows))
+        # An error of <q, s dV> enters through 2 b <q, s dV>.
         of_products = 2 * jnp.abs(multiple) * errors[j]
         spread = spread + of_products.sum(1)
         for summand in summands:
             added = added + summand.sum(1)
             spread = spread + _EVALUATED * eps * jnp.abs(summand).sum(1)
+        # The triangle inequality over all terms.
         longest = longest + rounding.root(jnp.square(size).sum(1))
     for term in terms.of_leaves.values():
         squares = jnp.square(term).sum(1)

@@ -66,6 +66,7 @@ class ParamsTree:
 
 def row_spec(batch: Any) -> PartitionSpec:
     """Returns how values of examples are divided over Explicit mesh axes: like the batch."""
+    # A value of an example has the leading axis only.
     axes = shards.spec_of(jax.tree.leaves(batch)[0])[:1]
     return PartitionSpec(*axes)
 

@@ -68,6 +68,7 @@ def split_clip_norm(
     if not any(sizes.values()):
         raise ValueError("params must have a trainable leaf with entries to divide `total` among.")
     if by == "uniform":
+        # m squares of it add up to C^2.
         each = total / math.sqrt(len(sizes))
         return dict.fromkeys(sizes, each)
     entries = sum(sizes.values())
@@ -93,6 +94,7 @@ def total_norm(norms: Iterable[Any]) -> Any:
     if any(isinstance(norm, jax.core.Tracer) for norm in norms):
         squares = map(jnp.square, norms)
         return jnp.sqrt(sum(squares))
+    # `hypot` scales its arguments, so squares neither overflow nor vanish.
     numbers = map(float, norms)
     return math.hypot(*numbers)
 
@@ -142,6 +144,7 @@ def _part_numbers(patterns: tuple[str, ...], paths: tuple[str, ...]) -> tuple[in
         for number, pattern in enumerate(patterns):
             if re.fullmatch(pattern, path):
                 own.append(number)
+        # A leaf in no part would have no bound, and one in two parts would have two.
         if len(own) != 1:
             matches = [patterns[n] for n in own] or "none"
             raise ValueError(

@@ -120,8 +120,10 @@ def clip_factors(
     clip_norm, bound = (jnp.asarray(x, norms.dtype) for x in (clip_norm, bound))
     clip_norm, bound = (jnp.where(x > _SMALLEST_NORM, x, 0) for x in (clip_norm, bound))
     factors = _factors(rule, norms, clip_norm)
+    # A rule of a user cannot break the sensitivity that `bound` states.
     largest = bound / jnp.maximum(norms, _SMALLEST_NORM)
     factors = jnp.minimum(factors, largest)
+    # NaN compares as False.
     return jnp.where(factors > 0, factors, 0)
 
 

@@ -119,10 +119,13 @@ def _clipped_sums_jvp(
     (inputs,) = primals
     result = clipped_sums(options, program, inputs)
     contributes = result.examples.contributes
+    # `argmax` refuses an axis without entries.
     if len(contributes) == 0:
         return result, jax.tree.map(_zero_tangent, result)
 
     def of_contributing(inputs: SumInputs) -> ClippedSums:
+        # Examples that do not contribute are replaced by one that does: the derivative of a NaN is
+        # NaN also behind a factor of 0.
         first = jnp.argmax(contributes)
 
         def shown(x: jax.Array) -> jax.Array:
@@ -142,6 +145,7 @@ def _clipped_sums_jvp(
         return sums
 
     def differentiated(inputs: SumInputs) -> ClippedSums:
+        # `argmax` would choose example 0 if none contributes, whose derivatives may be NaN.
         sums: ClippedSums = lax.cond(contributes.any(), of_contributing, of_none, inputs)
         return sums
 
@@ -397,6 +401,7 @@ def _cleared_in_place(
     def clear(state: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         needed, xs = state
         still_needed = needed & False
+        # This False varies over the same mesh axes as `needed`.
         return still_needed, [sites.rows_kept(x, keep) for x in xs]
 
     _, cleared = lax.while_loop(is_needed, clear, (needed, xs))

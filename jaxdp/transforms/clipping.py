@@ -202,6 +202,7 @@ class ClippedGrad:
         Raises:
           ValueError: The clip norm of the grid is not `sensitivity()`.
         """
+        # The noise is calibrated to the clip norm of the grid, and so is the proof of rounding.
         if grid is not None and grid.clip_norm != self.sensitivity():
             raise ValueError(
                 f"grid must have the clip norm {self.sensitivity()}, got {grid.clip_norm}. Take "
@@ -326,6 +327,8 @@ class ClippedGrad:
           RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
         """
         arguments = self._arguments(params, batch, mask, key)
+        # Clip norms may be traced. So they are arguments of the program, and are not read from
+        # `self`.
         limits = ClipLimits(self.clip_norms, self.bounds, self.grid)
         result: ClippedSum = _clipped_sum(self, *arguments, limits)
         return result
@@ -529,6 +532,7 @@ def _clipped_sum(
 ) -> ClippedSum:
     rows: Any = row_spec(batch)
     whole: Any = PartitionSpec()
+    # By the order of the fields. All but the sum and the count have one row for each example.
     specs = ClippedSum(tree.specs(arrays), rows, rows, rows, whole, rows)
     summed = shards.automatic(functools.partial(_summed, f, tree), specs)
     result: ClippedSum = summed(arrays, batch, *others)
@@ -555,6 +559,7 @@ def _summed(
     chex.assert_equal_shape([examples.norms, examples.losses, batched.unmasked])
     part_norms = None
     if f.patterns is not None:
+        # A single part has the norms of the whole gradient.
         of_parts = examples.part_norms or [examples.norms]
         pairs = zip(f.patterns, of_parts, strict=True)
         part_norms = dict(pairs)

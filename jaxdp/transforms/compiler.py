@@ -46,5 +46,6 @@ def _options(text: str) -> dict[str, bool]:
     options = {}  # a later option replaces an earlier one
     for word in without_quotes.split():
         name, _, value = word.lstrip("-").partition("=")
+        # XLA takes an option without a value as true.
         options[name] = value.lower() in ("", "true", "1")
     return options

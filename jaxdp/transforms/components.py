@@ -184,6 +184,8 @@ class Component:
         preferred = choose(all_sites, self.size, has_kernel)
         method = applied(preferred, weights)
         self._form: channel_weights.Form | None = None
+        # J^T does more than move entries here, but may have a form whose gradients need not be
+        # kept.
         if method != preferred and has_kernel:
             self._form = channel_weights.of_program(weights, leaves, self._members)
         self._scales_sum = False  # whether sums are those of dV, to be multiplied by s
@@ -224,6 +226,7 @@ class Component:
             spread = jnp.zeros_like(squares)
             lengths = [one.without_cancellation() for one in self._tapped]
             apart = total(lengths, squares.dtype)
+        # Each site adds its gradient to that of the leaf, which is one more term.
         most = max(one.site.terms for one in self._tapped)
         terms = most + len(self._tapped) + sites.lost_in_parts()
         # Twice, for the gradients of the norm and those of the sum.
@@ -259,6 +262,7 @@ class Component:
         sums, apart = one.site.column_sums(one.record, one.cotangent, bases)
         self._low_rank, squares, spread, error = channel_weights.of_column_sums(self._form, sums)
         terms = one.site.terms + 1 + sites.lost_in_parts()
+        # What is summed here is dV, so its error is multiplied by s as well.
         longest = jnp.abs(self._form.scale).max()
         error = error + 2 * rounding.of_sum(terms, squares.dtype) * longest * apart
         return rounding.covered(squares, spread, error)
@@ -433,6 +437,7 @@ def _pull_back(
     def pull(of_weights: list[jax.Array]) -> list[jax.Array]:
         pairs = zip(of_weights, primals, strict=True)
         grads: list[jax.Array]
+        # `jax.vjp` takes cotangents in the dtype of the weights only.
         cotangents = [dv.astype(v.dtype) for dv, v in pairs]
         (grads,) = transpose(cotangents)
         return grads

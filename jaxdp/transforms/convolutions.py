@@ -115,6 +115,7 @@ class Conv(Rule):
             return 0
         if self.groups > 1 or self.channels >= _FEW_ENTRIES:
             return len(self.window)
+        # As many dimensions as fit become part of the rows, so that few channels fill them.
         for looped in range(len(self.window)):
             if self._part_rows(looped) <= _PATCH_ROWS:
                 return looped
@@ -167,6 +168,7 @@ class Conv(Rule):
         """
         batch, feature, *spatial = self.numbers.lhs_spec
         x = record.transpose((batch, *spatial, feature))
+        # `lax.pad` counts the zeros between two entries, and a dilation counts steps.
         padding = zip(self.padding, self.data_dilation, strict=True)
         spatial_padding = [(low, high, dilation - 1) for (low, high), dilation in padding]
         none = (0, 0, 0)
@@ -174,6 +176,7 @@ class Conv(Rule):
         x = lax.pad(x, zero, [none, *spatial_padding, none])
         if joined == 0 and self._joins_at_once:
             return self._patches(x)
+        # Each dimension goes in front of those before it, so the last one goes first.
         for d in reversed(range(joined, len(self.window))):
             x = self._patches_along(x, d)
         return x
@@ -224,6 +227,7 @@ class Conv(Rule):
         """Moves the entries of each stride of dimension d into the channels, in front."""
         axis = 1 + d
         stride = self.strides[d]
+        # A multiple of the stride, because the window is one.
         used = self._span(d) + self.window[d] - 1
         x = lax.slice_in_dim(x, 0, used, axis=axis)
         before = x.shape[:axis]
@@ -248,6 +252,7 @@ class Conv(Rule):
         spans = [self._span(d) for d in range(looped)]
         start_of_rest = [0] * len(rest)
         starts = (0, *start, *start_of_rest)
+        # `dynamic_slice` knows no strides, so the span is cut out first and thinned afterwards.
         met = lax.dynamic_slice(x, starts, (len(x), *spans, *rest))
         steps_of_rest = [1] * len(rest)
         steps = [1, *self.strides[:looped], *steps_of_rest]
@@ -364,11 +369,13 @@ class Conv(Rule):
         """
         if len(self.window) == 1 or self.window[0] == 1:
             return False
+        # The shift in `_grads_by_split_windows` holds for a stride of 1 only.
         if self.strides[0] != 1 or self.positions == 0:
             return False
         patches = self.positions * self.rows
         rows_per_position = self._part_rows(1) + self.window[0] * self.cols
         positions_of_row = self.positions // self.out_window[0]
+        # The entries of both factors of that product.
         split = positions_of_row * self._met_rows * rows_per_position
         grads = self.rows * self.cols
         return split < patches and grads <= patches
@@ -468,12 +475,15 @@ class Conv(Rule):
             # The last turns may have examples in common.
             start = jnp.minimum(i * size, examples - size)
             patches = lax.gather(
+                # All row numbers follow from shapes (`_patch_rows`), so none needs a check in the
+                # gather.
                 x,
                 start * rows_of_one + rows,
                 whole_row,
                 (1, self._row_entries),
                 mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
             )
+            # XLA would fuse the reshape into the gather, and copy entries and not rows.
             u = barriers.materialised(patches, zero)
             u = u.reshape(size, positions, self.rows)
             cotangents = lax.dynamic_slice_in_dim(w, start, size)
@@ -485,8 +495,10 @@ class Conv(Rule):
             shape = (self.rows, self.cols)
         else:
             shape = (self.cols, self.rows)
+        # XLA would write constant zeros long before there is a cotangent.
         wide_zero = zero.astype(wide_dtype(x, w))
         zeros = jnp.full((examples, *shape), wide_zero)
+        # Under `jax.shard_map` a carry has to vary over the same axes as the result of the body.
         zeros = shards.vary(zeros, shards.varying_axes(x, w))
         grads = lax.fori_loop(0, number, turn, zeros)
         window = (*self.window, self.channels)

@@ -76,6 +76,7 @@ def gram_norm(
     frobenius_w = _frobenius(sums.squares_w, sums.rows_w)
     additions_u, additions_w = gram.additions(positions, u.shape[-1], w.shape[-1])
     additions_of_products = 2 * positions + 64  # as `gram_norms` states
+    # E of `rounding`, its three sums each bounded by Cauchy and Schwarz.
     error = additions_u * sums.rows_u.sum(1) * frobenius_w
     error += additions_w * frobenius_u * sums.rows_w.sum(1)
     error += additions_of_products * frobenius_u * frobenius_w
@@ -96,6 +97,7 @@ def _frobenius(squares: jax.Array, rows: jax.Array) -> jax.Array:
     """
     positions = rows.shape[1]
     flushed = positions * positions * rounding.FLUSHED
+    # A Gram matrix is positive semidefinite, so its trace bounds its Frobenius norm.
     return jnp.minimum(rounding.root(squares + flushed), rows.sum(1))
 
 

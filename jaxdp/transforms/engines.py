@@ -143,6 +143,7 @@ def by_bookkeeping(
         own_sites = [met[number] for number in members]
         own_weights = jaxprs.restricted(weights, members)
         spans = spans_parts([one.site for one in own_sites], part_of)
+        # Each part has a norm of its own, so a gradient in several parts has to be formed.
         choice = keep_all if spans else choose
         component = Component(own_sites, own_weights, wide, choice)
         pieces = component.in_parts(part_of)
@@ -279,6 +280,7 @@ class _ComponentSums:
             for leaf, grads in component.kept.items():
                 columns = grads.reshape(n_examples, -1)
                 self._columns[leaf] = columns.astype(dtype)
+        # Concatenation needs an array, also in a part without small gradients.
         no_column = jnp.zeros((n_examples, 0), dtype)
         side_by_side = jnp.concatenate([no_column, *self._columns.values()], 1)
         norms = [sum_of_squares([side_by_side])]

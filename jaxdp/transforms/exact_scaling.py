@@ -53,6 +53,8 @@ def times_power(x: jax.Array, powers: jax.Array) -> jax.Array:
     not_finite = _not_finite(x.dtype)
     powers = powers.astype(ints)
     after = before + powers
+    # An integer added to the bits of the exponent multiplies by a power of two. Where the exponent
+    # leaves its range the bits are nonsense, which the selections below replace.
     words = lax.bitcast_convert_type(x, ints) + powers * ints(1 << stored)
     scaled = lax.bitcast_convert_type(words, x.dtype)
     is_in_range = after < not_finite

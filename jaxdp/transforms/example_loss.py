@@ -92,6 +92,7 @@ def _on_this_shard(
     Otherwise JAX sums their gradients over the shards, before they are clipped.
     """
     varied = [shards.vary(x, axes) for x in leaves]
+    # Traced once for the axes over which the loss varies.
     program, _ = trace_loss(loss, varied, batch)
     axes |= shards.varying_axes(program.value)  # loss_fn may close over values of this shard
     return [shards.vary(x, axes) for x in leaves]
@@ -148,6 +149,7 @@ def _one_loss(
     key: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     """Returns (loss, aux) of one example, with None in place of an aux that `loss_fn` lacks."""
+    # A loss without randomness has no parameter `key`.
     keys = {} if key is None else {"key": key}
     _check_signature(loss_fn.function, params, example, **keys)
     try:

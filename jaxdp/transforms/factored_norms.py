@@ -60,12 +60,15 @@ def squared_norms(
       Squares that underflow count at their upper bound, so a tiny u and a huge w cannot hide a
       gradient. A norm of 0 is reported as up to about 1e-16.
     """
+    # Two cases need no Gram matrix: rows of a table, and one position, whose gradient is an outer
+    # product.
     if _all_lookups(pairs):
         return _squared_norms_of_rows(pairs)
     if len(pairs) == 1 and _positions(pairs[0]) == 1:
         return _squared_norms_of_one_position(pairs[0])
     rows, cols = _sizes(pairs)
     kind = wide_dtype(*jax.tree.leaves(pairs))
+    # Of length 1, which broadcasts against [B].
     total, spread, lengths_u, lengths_w = jnp.zeros((4, 1), kind)
     apart = jnp.zeros((1, 1), kind)
     lengths: list[Lengths] = []
@@ -82,6 +85,7 @@ def squared_norms(
             spread = spread + 2 * its_spread
         lengths.append(own_lengths)
         length_u, length_w = own_lengths
+        # M of `rounding`, slice by slice.
         apart = apart + (length_u * length_w).sum(2)
         lengths_u = lengths_u + length_u.sum((1, 2))
         lengths_w = lengths_w + length_w.sum((1, 2))
@@ -192,6 +196,7 @@ def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
         return _BLOCK + terms // _BLOCK + 1
 
     most = max(map(of_part, xs, ys))
+    # The inner products of the parts are added up as well.
     return most + len(xs) - 1
 
 
@@ -219,6 +224,7 @@ def _squared_norms_of_rows(pairs: Sequence[Pair]) -> jax.Array:
     looked_up = (index >= 0).sum((1, 2)).astype(w.dtype)
     flushed = rounding.FLUSHED * w.shape[-1] * looked_up
     (first, *_), _ = pairs[0]
+    # No row is met twice, so the squares of the rows add up.
     are_distinct = len(pairs) == 1 and (first.distinct or w.shape[2] == 1)
     if are_distinct:
         return square(w).sum((1, 2, 3)) + flushed
@@ -259,6 +265,8 @@ def sums_of_equal_rows(
         index: jax.Array,
         w: jax.Array,
     ) -> tuple[jax.Array, jax.Array]:
+        # Distinct indices are numbered in ascending order. So T places hold all sums, however long
+        # the table is.
         order = jnp.argsort(index)
         ranked = index[order]
         first_is_new = jnp.zeros(1, bool)
@@ -316,6 +324,7 @@ def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
     counts = _counts(pair, pair)
     if size == positions:
         grams = _grams(pair, pair, kind)
+        # Their diagonals are the squared lengths.
         squares = (jnp.diagonal(gram, axis1=2, axis2=3) for gram in grams)
         length_u, length_w = map(rounding.root, squares)
         lengths = (length_u, length_w)
@@ -396,6 +405,7 @@ def _gram_sums(
     abs_u = jnp.abs(gram_u)
     abs_w = jnp.abs(gram_w)
     eps = rounding.eps(gram_u.dtype)
+    # E = eps sum (r_u |u||u'||W| + r_w |U||w||w'| + r_T |U W|), as in `rounding`.
     r_u, r_w, r_t = (eps * count for count in counts)
     of_u = r_u * most_u * abs_w
     of_w = r_w * most_w * abs_u

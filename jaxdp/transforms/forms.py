@@ -95,6 +95,7 @@ def for_platform(function: Form, *args: Any) -> Any:
 
         return traced
 
+    # The form of this platform is the default, so derivatives are of what a user runs here.
     others = {name: form(name) for name in PLATFORMS if name != own}
     return by_platform(*args, default=form(own), kernels=None, **others)
 

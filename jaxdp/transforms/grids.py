@@ -126,6 +126,7 @@ class GridAt(NamedTuple):
         along_unit = u * (self.unit / jnp.where(is_number, length, 1))[:, None]
         a = _integers(jnp.round(along_unit), self.unit, is_number)
         own_length = jnp.sqrt(jnp.square(a.astype(jnp.float32)).sum(1))
+        # ||a|| ||b|| is then the clipped length in steps.
         per_entry = factors * self.scale * length / jnp.maximum(own_length, 1)
         b = _integers(w * per_entry[:, None], _MOST_COORDINATE, is_number)
         return Outer(a, b, outer.place)
@@ -233,6 +234,8 @@ class Grid:
                 raise ValueError(
                     f"{name} must be positive and finite for exact noise, got {value!r}."
                 )
+        # P(N >= mu + t) <= exp(-t^2 / (2 mu + 2 t / 3)), and 64 ln 2 = 44.4. So it suffices that
+        # t^2 >= 88.8 (mu + t / 3).
         deviation = math.sqrt(92 * divisor)
         most = math.ceil(divisor + deviation + 64)
         for bits in range(MOST_BITS, _LEAST_BITS - 1, -1):
@@ -241,6 +244,7 @@ class Grid:
             of_examples = most * largest
             of_noise = LARGEST * 2**bits
             fits = of_examples + of_noise <= _MOST_SUM
+            # Steps are computed in float32, which has all integers up to this one.
             if fits and largest <= _MOST_COORDINATE:
                 return grid
         raise ValueError(
@@ -257,6 +261,7 @@ class Grid:
     @property
     def longest(self) -> int:
         """The squared norm in steps that no contribution exceeds, at most (2^bits / sigma)^2."""
+        # In rational numbers, so that no rounding lengthens the radius.
         sigma = fractions.Fraction(self.noise_multiplier)
         radius = 2**self.bits / sigma
         steps: int = math.floor(radius**2)
@@ -266,6 +271,8 @@ class Grid:
         """Returns the numbers of the grid, which are those of every step."""
         high, low = divmod(self.longest, 2**32)
         scale = np.float32(_ROOM / self.step)
+        # The root of the radius, so that both factors of a dense layer have about as many digits.
+        # `longest` is the square of the radius.
         root = math.log2(max(1, self.longest)) / 4  # of the longest contribution
         unit = np.float32(2.0 ** min(_MOST_UNIT, round(root)))
         return GridAt(scale, np.float32(self.step), np.uint32(high), np.uint32(low), unit)
@@ -347,6 +354,7 @@ def _kept(x: jax.Array, is_short: jax.Array) -> jax.Array:
 def _summed(x: jax.Array | Outer, is_short: jax.Array) -> jax.Array:
     """Returns the sum of the short rows, int32."""
     if isinstance(x, Outer):
+        # A row of zeros in w is enough, since the other factor multiplies it.
         return dataclasses.replace(x, w=_kept(x.w, is_short)).summed()
     return jnp.sum(_kept(x, is_short), axis=0, dtype=jnp.int32)
 
@@ -379,6 +387,7 @@ def _product_words(
     halves = []
     for high, low in (of_u, of_w):
         is_long = is_long | (high > 0) | (low >= _MOST_SQUARES)
+        # Halves of 13 bits, of numbers below 2^26. No product of two overflows a word.
         halves.append((low >> 13, low & 0x1FFF))
     (upper_u, lower_u), (upper_w, lower_w) = halves
     of_upper = upper_u * upper_w
@@ -418,7 +427,9 @@ def _add_words(
     right: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
     low = left[1] + right[1]
+    # An unsigned sum that has wrapped is smaller than its summands.
     carry = (low < left[1]).astype(jnp.uint32)
     high = left[0] + right[0]
+    # Words are cut at every addition, so the upper one cannot wrap.
     high = jnp.minimum(high + carry, jnp.uint32(_ENDLESS))
     return high, low

@@ -95,6 +95,7 @@ _FUNCTIONS = ("exp_neg_sq", "logaddexp", "logaddexp2")
 def _function_of_jax(eqn: Any, producers: Producers) -> Match | None:
     body = eqn.params["call_jaxpr"].jaxpr
     name, _, place = (body.debug_info.func_src_info or "").partition(" at ")
+    # A user's function may have the same name.
     if name in _FUNCTIONS and place.startswith(JAX_FOLDER):
         return name, eqn.invars
     return None
@@ -124,6 +125,7 @@ def _finite(x: Any, producers: Producers) -> Any:
     select = _producer(x, producers, "select_n")
     if select is None:
         return x
+    # `select_n` has the case of False first.
     predicate, z = select.invars[:2]
     test = _producer(predicate, producers, "eq")
     if test is None or not _same(test.invars[0], z):

@@ -142,6 +142,7 @@ def bound(
     def expand(x: Any) -> Any:
         """Replaces an interval of pytrees by a pytree of intervals."""
         if _is_interval(x):
+            # Endpoints that are pytrees have a box for each pair of leaves.
             return jax.tree.map(Box, x.lower, x.upper)
         return x
 
@@ -234,6 +235,8 @@ class _Stages:
         self.fixed = jaxpr.invars[moving:]
         eqns = _live(jaxpr)
         self.producers = _producers(eqns)
+        # What depends on no interval is computed once for a batch, and not once for each distance
+        # k.
         self.early, late = self._split_by_dependence(eqns)
         final = _final_outer_products(jaxpr, late)
         self.body = [eqn for eqn in late if eqn not in final]
@@ -241,6 +244,7 @@ class _Stages:
         self.outer = [eqn for eqn in final if _is_dot(eqn) and product == "tight"]
         self.tail = [eqn for eqn in final if eqn not in self.outer]
         outer_results = set(_producers(self.outer))
+        # The third stage computes the outer products by itself, so they are not handed over.
         self.to_third = self._needed(self.tail, jaxpr.outvars, outer_results)
         second_stage = [*self.body, *self.outer]
         self.to_second = self._needed(second_stage, self.to_third, set(self.moving))
@@ -280,6 +284,7 @@ class _Stages:
     def _hand_over(self, values: Values, variables: Sequence[Any]) -> list[Any]:
         self.signs.update({v: is_nonnegative(values[v]) for v in variables})
         operands = [values[v] for v in variables]
+        # Loops carry the class that JAX knows as a node of pytrees, which has no facts.
         return [unchecked(x.lower, x.upper) if _is_interval(x) else x for x in operands]
 
     def _take_over(self, variables: Sequence[Any], handed: Sequence[Any]) -> Values:
@@ -314,6 +319,7 @@ class _Stages:
             arrays, function = interval_rules.outer_parts(equation, *operands)
             factors.append(arrays)
             multiply.append(function)
+        # Replaced and not extended, because the stage may be traced again.
         self.outer_products[:] = multiply
         return self._hand_over(values, self.to_third), factors
 
@@ -351,6 +357,7 @@ def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
     final = []
     for v in _variables(jaxpr.outvars):
         chain = []
+        # A value with a second reader is needed before the third stage.
         while v in producers and uses.count(v) == 1:
             eqn = producers[v]
             chain.append(eqn)
@@ -401,7 +408,7 @@ def _evaluate(
     jaxpr = closed.jaxpr
     values: Values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
-    eqns = _live(jaxpr)
+    eqns = _live(jaxpr)  # others need no rule
     producers = _producers(eqns)
     _run(jaxpr, eqns, values, producers, product)
     return [_read(values, atom) for atom in jaxpr.outvars]
@@ -420,6 +427,7 @@ def _run(
         if any(map(_is_complex, (*eqn.invars, *eqn.outvars))):
             problem = "`interval` does not support complex numbers."
             raise UnsupportedPrimitive(_message(eqn, problem))
+        # The rounding of known operands is uncertain as well, unless the primitive rounds nothing.
         if any(map(_is_interval, inputs)) or not _is_exact(eqn):
             name, atoms = rewrite(eqn, producers)
             operands = [_read(values, atom) for atom in atoms]
@@ -431,6 +439,7 @@ def _run(
 
 def _read(values: Values, atom: Any) -> Any:
     if isinstance(atom, jex.Literal):
+        # A Python scalar lacks the dtype that the program gives it.
         return np.asarray(atom.val, atom.aval.dtype)  # type: ignore[attr-defined]
     return values[atom]
 
@@ -444,6 +453,7 @@ def _is_exact(eqn: Any) -> bool:
     if eqn.primitive.name in interval_rules.EXACT:
         return True
     has_body = bool([*jex.jaxprs_in_params(eqn.params)])
+    # A body may compute in floats, whatever it returns.
     return not has_body and not any(is_float(v.aval) for v in eqn.outvars)
 
 

@@ -36,6 +36,7 @@ def inner_program(
 def called_program(params: Mapping[str, Any]) -> jex.ClosedJaxpr:
     """Returns the program among the parameters of a primitive that calls one."""
     body = next(params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in params)
+    # The body of `remat` is a jaxpr without constants.
     return body if hasattr(body, "consts") else jex.ClosedJaxpr(body, ())
 
 
@@ -127,6 +128,7 @@ def bind_equation(
     JAX has no public interface to bind the primitive of an equation.
     """
     pairs = zip(eqn.invars, operands, strict=True)
+    # Literals belong to the equation and are no inputs.
     values = {variable: x for variable, x in pairs if not isinstance(variable, jex.Literal)}
     program = jaxpr.replace(
         constvars=[],
@@ -143,6 +145,7 @@ def bind_equation(
 def restricted(program: jex.ClosedJaxpr, results: Sequence[int]) -> jex.ClosedJaxpr:
     """Returns the program of some results, without the equations that they do not need."""
     outvars = [program.jaxpr.outvars[number] for number in results]
+    # By identity, because literals have no hash.
     needed = set(map(id, outvars))
     eqns: list[Any] = []
     for eqn in reversed(program.jaxpr.eqns):

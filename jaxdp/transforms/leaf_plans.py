@@ -85,6 +85,7 @@ def treatments(
 
 
 def _by_vmap(program: Program, leaves: Sequence[Any]) -> list[Treatment]:
+    # A leaf can be a result itself.
     read = {id(variable) for variable in program.jaxpr.outvars}
     for eqn in program.jaxpr.eqns:
         read.update(map(id, eqn.invars))
@@ -93,6 +94,7 @@ def _by_vmap(program: Program, leaves: Sequence[Any]) -> list[Treatment]:
     for leaf, variable in zip(leaves, program.jaxpr.invars, strict=False):
         if id(variable) in read:
             size = math.prod(jnp.shape(leaf))
+            # The engine counts no work. A gradient is float32, of 4 bytes an entry.
             result.append(Treatment((), "vmap", math.nan, 4 * size))
         else:
             result.append(_NO_GRADIENT)

@@ -75,6 +75,7 @@ def corrected_cross_entropy(logits: jax.Array, likelihood: jax.Array) -> jax.Arr
             f"likelihood must be [K] for logits [K], got shapes {likelihood.shape} and "
             f"{logits.shape}."
         )
+    # A likelihood of 0 has the logarithm -inf, which adds nothing to the sum.
     log_likelihood = jnp.log(likelihood.astype(logits.dtype))
     log_shares = jax.nn.log_softmax(logits)
     return -jax.nn.logsumexp(log_shares + log_likelihood)
@@ -104,6 +105,7 @@ def next_token(logits: jax.Array, targets: jax.Array) -> jax.Array:
         targets = targets.astype(jnp.int32)
     logits = _at_least_float32(logits)
     known = targets >= 0
+    # Padding looks up class 0, whose loss is left out below.
     places = jnp.maximum(targets, 0)[:, None]
     picked = jnp.take_along_axis(logits, places, axis=1, mode="fill", fill_value=jnp.nan)
     logits_of_targets = picked[:, 0]
@@ -193,10 +195,12 @@ def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
         ValueError: The shapes do not match.
     """
     logits = _at_least_float32(logits)
+    # One logit is a binary decision, whatever its shape.
     if logits.size == 1:
         label = _like(label, logits)
         sign = jnp.where(label > 0, 1.0, -1.0)
         sign = sign.astype(logits.dtype)
+        # A comparison counts a NaN label as -1.
         sign = jnp.where(jnp.isnan(label), label, sign)
         return _binary_hinge(logits, sign)
     weights = _class_weights(logits, label)
@@ -223,7 +227,7 @@ def _softmax_label_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def _sigmoid_value(logits: jax.Array, label: jax.Array) -> jax.Array:
-    linear = jnp.maximum(logits, 0) - label * logits
+    linear = jnp.maximum(logits, 0) - label * logits  # overflows for no logit
     exponential = jnp.exp(-jnp.abs(logits))  # it does not overflow
     return linear + jnp.log1p(exponential)
 
@@ -267,6 +271,7 @@ def _multiclass_hinge_parts(
         return jax.nn.one_hot(largest, logits.shape[-1], dtype=logits.dtype)
 
     true = one_hot_of_largest(weights)
+    # The label itself is no rival.
     others = jnp.where(true > 0, -jnp.inf, logits)
     rival = one_hot_of_largest(others)
     margin = jnp.max(others, axis=-1) - _weighted_sum(true, logits)
@@ -312,6 +317,7 @@ def _primitive(
         return primitive.bind(*moved), 0
 
     def differentiated(primals: Any, tangents: Any) -> Any:
+        # `jax.jvp` takes no symbolic zeros.
         tangents = tuple(map(ad.instantiate_zeros, tangents))
         return jax.jvp(function, primals, tangents)
 

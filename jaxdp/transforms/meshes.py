@@ -143,6 +143,7 @@ class Layout:
         """
         slices = self.rows.addressable_devices_indices_map((size,)).values()
         positions = np.arange(size)
+        # Devices along the other axes of the mesh hold the same rows.
         return np.unique(np.concatenate([positions[own] for own in slices]))
 
     def batch(self, tree: Any, size: int) -> Any:

@@ -73,9 +73,11 @@ def method_costs(
     factorable = can_factor(component)
     if not keep:
         room = sum(cost.activations for cost in costs)
+    # Factors take this memory anyway, so gradients of about their size cost no more of it.
     elif factorable:
         room = max(_ROOM, 1.25 * sum(cost.factors for cost in costs))
     else:
+        # There is no other way than to form the gradients.
         room = math.inf
     if _FLOAT * leaf_size <= room:
         # The sum multiplies and adds each entry of a gradient that is kept.
@@ -139,7 +141,7 @@ def _gram_cost(site: sites.Site) -> float:
     positions = rule.positions * site.repeats
     slices = rule.groups * site.slices
     if positions == 1:
-        return _FLOAT * slices * (rule.rows + rule.cols)
+        return _FLOAT * slices * (rule.rows + rule.cols)  # the product of two squared norms
     # Of symmetric matrices, the blocks on and above the diagonal are computed.
     computed = (1 + sites.gram_rows(positions) / positions) / 2
     width_u = 0 if isinstance(rule, sites.Lookup) else rule.rows

@@ -189,6 +189,7 @@ def check(
             findings.append(Finding("warning", counts.advice("source")))
     if _requires_key(loss_fn) and not stochastic:
         findings.append(Finding("warning", f"loss_fn takes key=. {_PASS_KEY}"))
+        # The checks go on as the calls will, once this is mended.
         stochastic = True
     findings += _check_leaves(params)
     if not any(_is_floating(leaf) for _, leaf in paths_of(params)):
@@ -493,6 +494,7 @@ def _looks_like_a_batch(
     """
     leaves = jax.tree.leaves(shapes)
     lengths = {x.shape[:1] for x in leaves}
+    # One array may have a leading axis for other reasons, such as the tokens of a text.
     if len(leaves) < 2 or len(lengths) > 1 or lengths == {()}:
         return []
     length = leaves[0].shape[0]
@@ -592,6 +594,7 @@ def _check_plan(
         return f.loss_fn(rebuild(arrays), example, **keys)
 
     program = jax.make_jaxpr(loss)(arrays, first)
+    # Scalars are constants, and no weights.
     closed_over = [x for x in program.consts if jnp.size(x) > 1 and _is_floating(x)]
     findings = []
     for leaf in leaves:
@@ -654,6 +657,7 @@ def _check_source(f: ClippedGrad, params: Any, source: Any, key: Any) -> list[Fi
     for start in range(0, count, _ROWS_AT_ONCE):
         rows = np.arange(start, start + _ROWS_AT_ONCE)
         mask = rows < count
+        # Copies of the first example fill the last batch, and are masked.
         batch = source.gather(np.where(mask, rows, 0))
         if hasattr(batch, "present"):  # `jaxdp.data.Records`
             batch, mask = batch.records, mask[:, None] & batch.present

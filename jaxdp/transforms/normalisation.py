@@ -234,6 +234,7 @@ def normalisation_leaves(program: jex.ClosedJaxpr, count: int) -> Affine:
         inputs.append(_leaf(number, variable.aval.shape) if is_leaf else _Data())
     walk = _Walk({}, set())
     outputs = walk.evaluate(program, inputs)
+    # The first output is the prediction, and the others are state.
     last = _last(*outputs[:1])
     return Affine(walk.uses, last, frozenset(walk.opaque))
 
@@ -458,6 +459,7 @@ def _stored_power(x: _Constant, exponent: float) -> _Stored | None:
         if exponent == -1:
             return _Stored(-x.stored.power)
         return None
+    # A root of a vector without data is taken for that of a stored variance.
     is_root = abs(exponent) == 0.5 and x.is_vector
     if is_root:
         return _Stored(int(2 * exponent))
@@ -516,6 +518,7 @@ def _powers(facts: _Facts, exponent: float) -> dict[object, _Fact]:
     """Returns the facts about a power. A root of a sum of squares makes them rooted."""
 
     def power(fact: _Fact) -> _Fact:
+        # Of degree 2 without x itself: a sum of squares, such as a variance.
         is_root = abs(exponent) == 0.5 and fact.degree == 2 and not fact.pointwise
         return fact._replace(degree=fact.degree * exponent, rooted=fact.rooted or is_root)
 
@@ -545,6 +548,7 @@ def _contracted(
     is_product = eqn.primitive.name == "dot_general"
     if is_product and not eqn.params["dimension_numbers"][0][0]:  # nothing is contracted
         return _scaled(data[0], factor, name="mul")
+    # Weights mix the entries, so nothing is known of the result by what came before.
     return _Data(last=factor.leaves)
 
 

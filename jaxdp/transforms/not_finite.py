@@ -79,6 +79,7 @@ def count_not_finite(source: Any, *, examples: int = FIRST_EXAMPLES) -> NotFinit
       The counts. They are private, and for the owner of the data.
     """
     first = np.arange(min(len(source), examples))
+    # One row tells the bytes of every row.
     row_bytes = sum(column.nbytes for column in jax.tree.leaves(floats(source, first[:1])))
     first = first[: max(1, _MOST_BYTES // max(1, row_bytes))]
     return NotFinite.among(floats(source, first), len(first))

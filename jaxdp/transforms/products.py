@@ -57,6 +57,7 @@ def settled(x: jax.Array) -> jax.Array:
     exact = x.astype(jnp.float32)
     rounded = lax.reduce_precision(exact, kind.nexp, kind.nmant)
     if x.dtype == jnp.float16:  # reduce_precision flushes subnormal numbers to zero
+        # 2^-14 is the smallest normal float16, and 2^-24 the step between those below.
         subnormal = jnp.abs(exact) < 2.0**-14
         rounded = jnp.where(subnormal, jnp.round(exact * 2.0**24) * 2.0**-24, rounded)
     return rounded.astype(x.dtype)
@@ -107,6 +108,7 @@ def contracted(
     settled, unless a precision is given.
     """
     kind = wide_dtype(x, y)
+    # `dot_general` takes operands of one dtype only.
     if x.dtype != y.dtype:
         x = x.astype(kind)
         y = y.astype(kind)

@@ -65,6 +65,7 @@ def response_threshold(num_classes: int, epsilon: float) -> int:
         return 0
     ratio = _below_exp(epsilon)
     others = num_classes - 1
+    # own <= E r means 2^64 <= (E + K - 1) r.
     threshold: int = math.ceil(_WHOLE / (ratio + others))
     if ratio <= 1 or threshold > ratio * (_WHOLE - others * threshold):
         raise ValueError(
@@ -134,7 +135,7 @@ class Response(NamedTuple):
             return np.broadcast_to(places, (every, classes))
         is_class = (labels >= 0) & (labels < classes)
         columns = np.where(is_class, labels, 0).astype(np.int64)
-        rows = np.arange(len(labels)) if len(places) > 1 else 0
+        rows = np.arange(len(labels)) if len(places) > 1 else 0  # one order may serve all labels
         of_labels: np.ndarray = np.where(is_class, places[rows, columns], classes)
         return of_labels
 
@@ -147,6 +148,7 @@ def _top(numbers: np.ndarray, places: np.ndarray, size: int, epsilon: float) -> 
     run = numbers // np.uint64(threshold)
     shift = np.where(run < size - 1, run + np.uint64(1), np.uint64(0)).astype(np.int64)
     inside = (places + shift) % size
+    # The last class has what division leaves. `_check_exact` counts it so.
     equal = numbers // np.uint64(_WHOLE // size)
     outside = np.minimum(equal, np.uint64(size - 1)).astype(np.int64)
     return np.where(places < size, inside, outside)
@@ -206,6 +208,7 @@ def best_sizes(prior: np.ndarray, epsilon: float) -> np.ndarray:
     """
     largest = -np.sort(-prior, axis=1)
     others = np.arange(prior.shape[1])
+    # Divided by e^eps, which overflows for a large epsilon.
     right = largest.cumsum(1) / (1 + others * math.exp(-epsilon))
-    sizes: np.ndarray = right.argmax(1) + 1
+    sizes: np.ndarray = right.argmax(1) + 1  # the first of equal ones
     return sizes.astype(np.int32)

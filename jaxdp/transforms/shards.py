@@ -96,6 +96,8 @@ def collectives(
         own_axes = _bound_axes(eqn)
         outside = _named_axes(eqn) - bound - own_axes
         if name in _LOCAL:
+            # The place of a shard says nothing of its values. Along `jax.vmap` it would number the
+            # examples.
             outside -= manual_axes()
         found.update((name, str(axis)) for axis in outside)
         for inner in jex.jaxprs_in_params(eqn.params):

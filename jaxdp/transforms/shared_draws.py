@@ -44,6 +44,7 @@ def _follow(
         if eqn.primitive.name in _DRAWS:
             key_varies = inputs[0]
             has_shared |= not key_varies
+        # A body knows more than "any operand varies", so its answer replaces that.
         for body in jex.jaxprs_in_params(eqn.params):
             body_has_shared, body_outputs = _follow_body(eqn, body, inputs)
             has_shared |= body_has_shared

@@ -123,6 +123,7 @@ def _exact_parts(
     if bits is None:
         return [x]
     first = lax.reduce_precision(x, products.EXPONENT_BITS, bits)
+    # What the first part has rounded away, rounded again.
     second = lax.reduce_precision(x - first, products.EXPONENT_BITS, bits)
     first = first.astype(dtype)
     second = second.astype(dtype)
@@ -205,6 +206,7 @@ class Site:
 
     def _by_slice(self, tree: Any) -> Any:
         """Reshapes [B, *loops, ...] to [B, slices, repeats, ...]."""
+        # Loops over slices come first. The sort is stable, so loops of one kind keep their order.
         order = sorted(range(len(self.sliced)), key=lambda i: not self.sliced[i])
         loops = len(order)
 
@@ -267,7 +269,7 @@ class Site:
             return "", ""
         multiplied = {jnp.dtype(jnp.bfloat16)}
         if multiplied_bits() == products.BFLOAT16_BITS:
-            multiplied.add(jnp.dtype(jnp.float32))
+            multiplied.add(jnp.dtype(jnp.float32))  # as XLA rounds float32
         if not {record.dtype, g.dtype} <= multiplied:
             return "", ""
         norm = total = ""
@@ -286,6 +288,7 @@ class Site:
                 norm = "dense"
             if "weighted" in served:
                 total = "dense"
+        # Kernels of convolutions form gradients for their norms, as only "drop" does.
         if method != "drop" and norm != "dense":
             norm = ""
         return norm, total
@@ -408,6 +411,7 @@ class Site:
             record = jax.tree.map(without_zero, record)
         if without_cotangent:
             g = rows_kept(g, factors != 0)
+        # The product with a factor has more bits than bfloat16.
         kind = wide_dtype(g)
         g = g.astype(kind)
         g = g * _along_batch(factors.astype(kind), g.ndim)

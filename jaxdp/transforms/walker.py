@@ -144,6 +144,7 @@ class Plan:
         for step in self.steps:
             operands = _read(values, step.eqn.invars)
             if step.kind == "meet":  # the tap is on the result
+                # Sites and records have one order, so their number is that of the next site.
                 site = self.sites[len(records)]
                 records.append(site.rule.record(operands))
                 (result,) = bind_equation(self.jaxpr, step.eqn, operands)
@@ -173,6 +174,7 @@ class Plan:
             return _forward_inner(step, step.inner, operands, inner_taps)
         name = step.eqn.primitive.name
         if step.kind == "tap" and name in _BROADCASTING:
+            # Bound as it is, the sum of its transpose would include axes of length one.
             shape = jnp.broadcast_shapes(*(x.shape for x in operands))
             operands = [_broadcast(x, shape) for x in operands]
             return [_BROADCASTING[name](*operands)], []
@@ -355,6 +357,7 @@ def _weights_of_scan(
     for i in range(first_x, len(values)):
         if values[i] is not None:
             in_axes[i] = 0
+    # `jax.vmap` refuses a call in which it maps nothing.
     if not inner.sites or all(axis is None for axis in in_axes):
         weights, _ = inner.weights(values)
         return weights
@@ -588,6 +591,7 @@ def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
     For example, it is (1, 0) for the transpose of a matrix that is a leaf, () for the matrix
     flattened, and None for its square.
     """
+    # An equation of several operands, such as `concatenate`, does more than move one leaf.
     if value.source is None or len(eqn.invars) != 1:
         return None
     name = eqn.primitive.name
@@ -597,6 +601,7 @@ def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
         return tuple(value.source[i] for i in eqn.params["permutation"])
     size_before = math.prod(eqn.invars[0].aval.shape)
     size_after = math.prod(eqn.outvars[0].aval.shape)
+    # A broadcast that repeats entries is no permutation, so it changes norms.
     if name in MOVES and size_before == size_after:
         return ()
     return None
@@ -615,6 +620,7 @@ def _rule(
     name = eqn.primitive.name
     if name == "dot_general" and len(weights) == 1:
         return sites.Dot.of(eqn, weights[0])
+    # Operand 1 is the kernel. A weight in place of the data has no rule.
     if name == "conv_general_dilated" and weights == (1,):
         if eqn.params["batch_group_count"] == 1:
             return sites.Conv.of(eqn)

@@ -224,13 +224,14 @@ class Lookup(Rule):
             missing = (*numbers.operand_batching_dims, *numbers.collapsed_slice_dims)
             windows = [d for d in out_dims if d not in numbers.offset_dims]
 
-        def is_row(d: int) -> bool:
+        def is_row(d: int) -> bool:  # the windows along it can differ
             return sizes[d] < weight[d] or d in missing
 
         dims = range(len(weight))
         rows = tuple(filter(is_row, dims))
         columns = tuple(d for d in dims if d not in rows)
         n_rows = entries_along(weight, rows)
+        # Rows are numbered in int32.
         if not rows or n_rows > jnp.iinfo(jnp.int32).max:
             return None
         present = [d for d in dims if d not in missing]
@@ -272,6 +273,7 @@ class Lookup(Rule):
             last = self.weight_shape[d] - self.sizes[d]
             most = int(jnp.iinfo(start.dtype).max)
             place = jnp.clip(start, 0, min(last, most))
+            # A start outside of the table has been moved by the clip.
             inside &= start == place
             places[d] = place.astype(jnp.int32)
         if self.numbers is not None:
@@ -288,6 +290,7 @@ class Lookup(Rule):
         inside = _repeated(inside, shape)
         first_axis = inside.ndim - len(self.row_dims)
         for axis, d in enumerate(self.row_dims, first_axis):
+            # Rows are numbered with the last dimension running fastest.
             row = row * self.weight_shape[d]
             row = row + lax.broadcasted_iota(jnp.int32, shape, axis)
             if d in places:
@@ -353,6 +356,7 @@ class OnWeight(Rule):
         return ()
 
     def factors(self, record: Any, g: jax.Array) -> Factors:
+        # dV as an outer product, whose other factor is 1.
         one = jnp.ones((1, 1, 1), g.dtype)
         return (one,), g.reshape(1, 1, -1)
 

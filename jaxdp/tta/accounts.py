@@ -239,6 +239,8 @@ class StreamAccount:
         self._check_process()
         with self._lock:
             visits = self._visits
+            # A sum that another batch has entered since is not that of the unfinished state any
+            # more.
             sums = {name: visits.under_way(name) for name in visits.unfinished}
             current = {name: held for name, held in sums.items() if held is not None}
             visits.unfinished = current | {state: held}
@@ -261,7 +263,7 @@ class StreamAccount:
             tokens = self._visits.tokens
             lengths = self._visits.lengths
             if token in tokens:
-                return Sum(tokens[token], batches), []
+                return Sum(tokens[token], batches), []  # a repeat after a crash, bit for bit
             release = entering.release
             units = payment.units
             if lengths.get(release, len(entering.batches)) != len(entering.batches):
@@ -303,6 +305,7 @@ class StreamAccount:
                 token = None
             reservation.enter_context(self._account.spend(charge, label=label, token=token))
             charged.append((self._account, charge))
+        # Only now: a refused charge raises above and counts no visit.
         self._visits.counts.update(after)
         self._visits.run = run
         self.worst = worst
@@ -314,6 +317,7 @@ class StreamAccount:
             return True
         if not isinstance(self.event, GaussianDpEvent):
             return False
+        # The precisions 1 / sigma^2 of composed Gaussians add up.
         precisions = [
             count / event.noise_multiplier**2
             for event, count in spent.items()
@@ -434,7 +438,7 @@ def _composed(release: DpEvent, times: int) -> DpEvent:
     if times == 0:
         return NoOpDpEvent()
     if isinstance(release, GaussianDpEvent):
-        return GaussianDpEvent(release.noise_multiplier / math.sqrt(times))
+        return GaussianDpEvent(release.noise_multiplier / math.sqrt(times))  # = `times` Gaussians
     return release
 
 
@@ -450,6 +454,8 @@ def _identified(visits: Visits) -> Visits:
 
 
 def _cost(releases: Mapping[Hashable, int]) -> int:
+    # k records of a unit in one sum move it by k clip norms, which costs as much as k^2 sums.
+    # Different sums have independent noise, and their costs add up.
     return sum(count**2 for count in releases.values())
 
 

@@ -203,6 +203,7 @@ class Adapter:
             clipped=self.method.unit if isinstance(self.method, Clipped) else None,
             layout=layout,
         )
+        # The optimizer sees float32 or wider, as in every step.
         constants = StepConstants(params, moving, self.optimizer.init(widened(moving)))
         constants = constants._replace(opt_state=self._placed(constants.opt_state, constants))
         if isinstance(self.method, Clipped):
@@ -250,6 +251,7 @@ class Adapter:
             )
         # Raises the method's own errors about the number of classes.
         jax.eval_shape(self._method, jax.ShapeDtypeStruct(logits.shape[1:], logits.dtype))
+        # Only the first images decide: later ones must not change which parameters adapt.
         if self._form_by_name is not None and not self._checked:
             leaves = adapted_leaves(params, self._rule, program)
             if {leaf.path for leaf in leaves} != self._program.adapted:
@@ -477,6 +479,7 @@ def next_row(adapter: Any, state: Any) -> int:
         return 0
     step = int(state.step)
     every = adapter.reset_every
+    # The step itself resets before its update, so that the state still has the old row.
     is_reset = every is not None and step > 0 and step % every == 0
     return 0 if is_reset else int(rows.number)
 
@@ -502,7 +505,7 @@ def _typed(key: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _mixes(apply_fn: ApplyFn, shape: tuple[int, ...], dtype: Any, params: Any) -> jax.Array:
     """Returns whether a row of logits depends on another image of the batch, on random images."""
-    scale = 1 if jnp.issubdtype(dtype, jnp.floating) else 256
+    scale = 1 if jnp.issubdtype(dtype, jnp.floating) else 256  # integers are pixels
     uniform = jax.random.uniform(jax.random.key(0), (3, *shape))
     image, one, other = (scale * uniform).astype(dtype)
     beside_one = apply_fn(params, jnp.stack([image, one]))[0]

@@ -60,6 +60,7 @@ def opinion_entropy(logits: jax.Array, *, num_classes: int) -> jax.Array:
     masked = jnp.isneginf(logits)  # masked classes have no evidence
     f = jnp.where(masked, 0, logits.astype(jnp.float32))
     squared = jnp.vdot(f, f)
+    # The root of 0 has an infinite gradient, and the outer select would make it NaN.
     norm = jnp.sqrt(jnp.where(squared > 0, squared, 1))
     l = f * (jax.lax.stop_gradient(norm) / norm)  # noqa: E741
     # Evidence and K are both divided by exp(shift), so that no exponential overflows.

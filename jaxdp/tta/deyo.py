@@ -86,6 +86,8 @@ class DeYO(Method):
         other = -1 - axis
         fits = image.ndim == 3
         if fits:
+            # An image is refused only if its other end looks like channels and the declared one
+            # does not.
             fits = image.shape[axis] in _CHANNELS or image.shape[other] not in _CHANNELS
         if not fits:
             raise ValueError(
@@ -95,6 +97,7 @@ class DeYO(Method):
         image = jnp.moveaxis(image, axis, -1)
         if self.augmentation == "pixel":
             flat = image.reshape(-1, image.shape[-1])
+            # One permutation for all images of a batch, as in the public code.
             view = flat[jax.random.permutation(common_key, len(flat))].reshape(image.shape)
         elif self.augmentation == "occlusion":
             view = _occlude(image)

@@ -110,7 +110,7 @@ class EATA(Method):
         p = jax.nn.softmax(sample.logits.astype(jnp.float32))
         product = jnp.vdot(mean, p)
         norms = jnp.linalg.norm(mean) * jnp.linalg.norm(p)
-        cosine = product / jnp.maximum(norms, 1e-8)
+        cosine = product / jnp.maximum(norms, 1e-8)  # the bound of PyTorch's `cosine_similarity`
         return ~started | (jnp.abs(cosine) < self.diversity)
 
     def remember(self, memory: Average, samples: Sample, kept: jax.Array) -> Average:

@@ -26,10 +26,13 @@ def without_bad_rows(compute: Compute, rows: Any, present: jax.Array) -> tuple[A
     first, finite = compute(rows, present)
 
     def with_replacements() -> tuple[Any, jax.Array]:
+        # The first finite row stands in for the others: a loss of NaN has a NaN gradient even if it
+        # is multiplied by 0.
         source = jnp.where(finite, jnp.arange(len(finite)), jnp.argmax(finite))
         replaced = jax.tree.map(lambda x: x[source], rows)
         result, still_finite = compute(replaced, present & finite)
         return result, still_finite & finite
 
+    # The second pass is only for batches that need it.
     last, finite = jax.lax.cond(finite.all(), lambda: (first, finite), with_replacements)
     return first, last, finite

@@ -128,7 +128,7 @@ class Method:
         if view_logits is not None:
             before = jax.nn.softmax(logits.astype(jnp.float32))
             after = jax.nn.softmax(view_logits.astype(jnp.float32))
-            drop = before.max() - after[jnp.argmax(before)]
+            drop = before.max() - after[jnp.argmax(before)]  # PLPD of DeYO, Eq. 5
         return Sample(
             logits=jax.lax.stop_gradient(logits),
             uncertainty=self.uncertainty(logits),
@@ -148,6 +148,7 @@ def moving_average(memory: Average, values: jax.Array, kept: jax.Array) -> Avera
     count = kept.sum()
     weights = kept.reshape(-1, *[1] * (values.ndim - 1))
     mean = jnp.where(weights, values, 0).sum(0) / jnp.maximum(count, 1)
+    # The first mean starts the average.
     updated = jnp.where(started, 0.9 * average + 0.1 * mean, mean)
     return jnp.where(count > 0, updated, average), started | (count > 0)
 

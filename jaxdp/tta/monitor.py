@@ -122,13 +122,14 @@ def _measure(
     logits = apply_fn(params, images)
     judged = judge(logits, expected)
     p = jax.nn.softmax(logits.astype(jnp.float32)).mean(axis=0)
-    entropy = jax.scipy.special.entr(p).sum() / jnp.log(logits.shape[-1])
+    entropy = jax.scipy.special.entr(p).sum() / jnp.log(logits.shape[-1])  # 1 is uniform
     moved = jnp.zeros(())
     norm = jnp.zeros(())
     for new, old in zip(jax.tree.leaves(params), jax.tree.leaves(source), strict=True):
         old = old.astype(jnp.float32)
         distance = jnp.square(new.astype(jnp.float32) - old).sum()
         moved += distance
+        # Leaves that did not move stay out, since frozen ones would hide the drift of the others.
         norm += jnp.where(distance > 0, jnp.square(old).sum(), 0)
     drift = jnp.where(moved > 0, jnp.sqrt(moved / norm), 0)
     return judged.correct.mean(), entropy, drift, (~judged.finite).sum()

@@ -49,6 +49,7 @@ def normalisation(path: str, leaf: Any) -> bool:
     which does not go by names.
     """
     *modules, name = re.split("[/.]", path)
+    # Haiku has modules named "~", and lists of layers have numbers.
     modules = [module for module in modules if module.strip("~0123456789")]
     if name.lower() not in _AFFINE or not modules:
         return False
@@ -85,6 +86,7 @@ def lower_blocks(params: Any) -> LowerBlocks:
     matches = [_BLOCK.search(path) for path, _ in paths_of(params)]
     blocks = [match for match in matches if match is not None]
     lists = {match.string[: match.start()] for match in blocks}
+    # Several lists of blocks have no common depth.
     if len(lists) != 1:
         return LowerBlocks(None)
     depth = 1 + max(int(match[1]) for match in blocks)
@@ -122,6 +124,7 @@ def goes_by_structure(adapted: Adapted | None) -> bool:
 def traced(apply_fn: Callable[..., Any], params: Any, images: Any) -> tuple[jex.ClosedJaxpr, Any]:
     """Returns the program of a model for two images like `images`, and the form of its result."""
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), params)
+    # With one image the axis of the batch would look like any other axis of length 1.
     two = jax.ShapeDtypeStruct((2, *images.shape[1:]), images.dtype)
     result: tuple[jex.ClosedJaxpr, Any] = jax.make_jaxpr(apply_fn, return_shape=True)(shapes, two)
     return result

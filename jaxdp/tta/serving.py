@@ -301,6 +301,7 @@ class _Loop:
         self.till.release(what)
         if payment is not None:
             self.entering = payment.entered
+        # The batch may have ended its sum.
         self.entering = self._next(self.entering, self.step, next_row(self.adapter, self.state))
 
     def _step(
@@ -333,6 +334,8 @@ class _Loop:
         self.step += 1
         self.rows.append(row)
         if self.files is not None:
+            # The row first: on resuming, a row without its state is cut off, and its batch served
+            # again.
             self.files.add(len(self.rows), row)
             self._save()
 
@@ -361,6 +364,7 @@ class _Loop:
         rows = getattr(self.state, "rows", None)
         # A reset that is due has not cleared them yet.
         holds_noise = rows is not None and int(rows.number) != 0
+        # An unfinished sum lacks its noise, and kept rows are noise of released updates.
         if self.step % self.adapter.accumulate or holds_noise:
             secrets = {"pending": self.state.pending, "rows": self.state.rows}
             self.state = self.state._replace(**jax.tree.map(jnp.zeros_like, secrets))

@@ -205,6 +205,8 @@ def _second_views(
     own_keys = jax.random.split(view_key, size)
     common_key = jax.random.fold_in(view_key, size)
     if size < len(images):
+        # Rows of padding take the last key, so that the keys of the images are those without a
+        # mesh.
         own_keys = own_keys[np.minimum(np.arange(len(images)), size - 1)]
     return jax.vmap(method.augment, in_axes=(0, None, 0))(own_keys, common_key, images)
 
@@ -269,7 +271,7 @@ def _weighted(
     reliable, novel = method.reliable(fixed), method.novel(memory, fixed)
     _check_hooks(method, sample.uncertainty, weight, reliable, novel)
     selected = candidate & finite & reliable & novel
-    loss = jnp.where(selected, weight * sample.uncertainty, 0)
+    loss = jnp.where(selected, weight * sample.uncertainty, 0)  # 0 times NaN would be NaN
     return loss, _PerImage(logits, fixed, finite, selected)
 
 
@@ -358,7 +360,7 @@ def _clipped_mean(
 ) -> tuple[Any, _PerImage]:
     """Returns the gradient of the mean loss, clipped as a whole."""
     gradient, per_image = published(moving, candidates)
-    factor = jnp.minimum(1, constants.clip_norm / optax.tree.norm(gradient))
+    factor = jnp.minimum(1, constants.clip_norm / optax.tree.norm(gradient))  # norm 0: min(1, inf)
     return jax.tree.map(lambda g: factor * g, gradient), per_image
 
 
@@ -395,7 +397,7 @@ def _private_step(
         ahead = merge(_add(state.params, _ascent(method.radius, state.released)), constants.params)
         clipped = clipped_sum(ahead, examples, mask)
         images, _ = examples
-        logits = _predict(program, params, images)
+        logits = _predict(program, params, images)  # of theta_t, not theta_t + e_t
     else:
         clipped = clipped_sum(params, examples, mask)
         logits = clipped.aux

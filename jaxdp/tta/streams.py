@@ -318,10 +318,12 @@ class Stream:
         # The shuffle uses the first `count` words. Later words make phases independent of the order
         # in a phase.
         _, stray_words, phase_words = _words(self.seed, 3 * count).reshape(3, count)
+        # Each other class is `imbalance` times less likely than the own one.
         in_own_phase = 1 / (1 + (classes - 1) / self.imbalance)  # the probability
         uniform = (stray_words >> np.uint64(11)) * 2.0**-53  # 53 bits fit a float64
         other = 1 + (phase_words % np.uint64(classes - 1)).astype(np.int64)
         phase = (labels + np.where(uniform >= in_own_phase, other, 0)) % classes
+        # A stable sort keeps the random order within a phase.
         return order[np.argsort(phase[order], kind="stable")]
 
 

@@ -73,6 +73,7 @@ def _initial_state(
         return _without_facts(body(state))
 
     kinds = _kinds(init)
+    # Kinds only change from points to intervals, so this ends.
     while True:
         state = _as_kinds(init, kinds)
         results = jax.eval_shape(one_iteration, state)
@@ -92,7 +93,7 @@ def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
     init = operands[carry_start:x_start]
     xs = _without_facts(operands[x_start:])
 
-    def zeros_like_one(x: jax.Array) -> jax.Array:
+    def zeros_like_one(x: jax.Array) -> jax.Array:  # `eval_shape` reads shapes only
         return jnp.zeros(x.shape[1:], x.dtype)
 
     like_x = jax.tree.map(zeros_like_one, xs)

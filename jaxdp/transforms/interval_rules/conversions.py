@@ -36,6 +36,7 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
         low, high = _rounded_ends(x.dtype, low, high)
     nonnegative = is_nonnegative(x) or _is_unsigned(x.dtype)
     result = Box(low, high, nonnegative=nonnegative)
+    # Rounding would break both facts.
     if is_exact and isinstance(x, Box):
         result.zero_sum = x.zero_sum
         result.differences = x.differences
@@ -53,6 +54,7 @@ def _fits(x: Operand, target: Any) -> bool:
     if jnp.issubdtype(source, jnp.floating):
         of = jnp.finfo(source)
         has_digits = of.nmant <= to.nmant
+        # The smallest subnormal number is 2^(minexp - nmant).
         has_smallest = of.minexp - of.nmant >= to.minexp - to.nmant
         return has_digits and has_smallest and of.maxexp <= to.maxexp
     if isinstance(x, np.ndarray | np.generic):  # a constant of the program
@@ -73,6 +75,8 @@ def _rounded_ends(
     to = jnp.finfo(low.dtype)
     # Integers up to 2^(nmant + 1) are converted exactly. The range of float16 ends earlier.
     limit = min(2.0 ** (to.nmant + 1), float(to.max))
+    # Widened ends stop at the limit, from either side. Otherwise a smaller box could have a larger
+    # result.
     is_large = low >= limit
     if_large = jnp.maximum(below, limit)
     otherwise = jnp.where(low > -limit, low, below)
@@ -103,8 +107,10 @@ def _to_integer(
 
     def fits(end: jax.Array, converted: jax.Array) -> jax.Array:
         if is_float(end):
+            # Digits behind the point are cut off, so numbers up to `largest` + 1 fit.
             return (end >= float(smallest)) & (end < float(largest) + 1)
         is_same = converted.astype(end.dtype) == end
+        # A number that wraps may be converted back to itself, with the other sign.
         has_same_sign = (converted < 0) == (end < 0)
         return is_same & has_same_sign
 

@@ -77,7 +77,9 @@ def _monotone(
             high = jnp.maximum(high, start)
         low = eqn.bind(low)[0]
         high = eqn.bind(high)[0]
+        # A unit in the last place is at most eps, which is two roundings of eps / 2.
         low, high = widen(low, high, 2 * ulps)
+        # A widened end may lie outside of the range.
         low = jnp.maximum(low, below)
         high = jnp.minimum(high, above)
         return Box(low, high, nonnegative=below >= 0)
@@ -136,7 +138,7 @@ def _power(x: Operand, exponent: int) -> Box:
 @register_rule("one_minus_square")
 def _one_minus_square(eqn: Equation, x: Operand) -> Operand:
     """Bounds 1 - x^2, which JAX computes as (1 + x)(1 - x)."""
-    high, low = eqn.ends(absolute(x))
+    high, low = eqn.ends(absolute(x))  # it falls with |x|
     return Box(*widen(low, high, 4))
 
 
@@ -163,6 +165,7 @@ def _pow(
     def power(base_end: jax.Array, exponent: jax.Array) -> jax.Array:
         return eqn.bind(base_end, exponent)[0]
 
+    # x^y is monotone in x >= 0 and monotone in y, so its ends are at corners.
     corners = [
         power(lower(base), lower(y)),
         power(lower(base), upper(y)),
@@ -262,6 +265,7 @@ def _add(
         if not isinstance(logits, Box) or logits.differences is None:
             continue
         bias_axis = np.shape(lower(bias))[-1:]
+        # Each class needs a bias of its own, which the differences then contain.
         if logits.shape == result.shape and bias_axis == logits.shape[-1:]:
             result.differences = functools.partial(_shifted, logits.differences, bias)
             break
@@ -371,6 +375,7 @@ def _reciprocal(x: Operand) -> Box:
     low = lower(x)
     high = upper(x)
     if is_nonnegative(x):
+        # 1 / 0 is inf, which is the right end if `low` is 0.
         below, above = widen(1 / high, 1 / low, 2)
         return Box(below, above, nonnegative=True)
     is_nonzero = (low > 0) | (high < 0)

@@ -173,6 +173,7 @@ def corner_products(x: Operand, y: Operand) -> Ends:
     if is_nonnegative(x):
         x_low = lower(x)
         x_high = upper(x)
+        # The sign of an end of y decides which end of x it meets.
         low = least([lower(y) * x_low, lower(y) * x_high])
         high = most([upper(y) * x_low, upper(y) * x_high])
         return low, high

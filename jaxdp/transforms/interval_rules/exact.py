@@ -137,7 +137,7 @@ def _keeps_last_axis(
         return True
     if eqn.name not in _KEEP_LAST_AXIS:
         return False
-    if x.ndim == 0 or x.shape[-1] == 1:
+    if x.ndim == 0 or x.shape[-1] == 1:  # after a reshape an axis of 1 may be another one
         return False
     keeps_all_entries = math.prod(x.shape) == math.prod(result.shape)
     return keeps_all_entries and x.shape[-1:] == result.shape[-1:]
@@ -158,6 +158,7 @@ def _monotone(eqn: Equation, *operands: Operand) -> list[Box]:
 
 @register_rule("max")
 def _max(eqn: Equation, *operands: Operand) -> list[Box]:
+    # One operand without a minus sign is enough.
     return at_both_ends(eqn, *operands, nonnegative=any(map(is_nonnegative, operands)))
 
 
@@ -193,6 +194,7 @@ def _xor(
     y: Operand,
 ) -> Operand:
     _check_boolean(x)
+    # No operand is monotone: the result is known only where both operands are.
     x_is_unknown = lower(x) != upper(x)
     y_is_unknown = lower(y) != upper(y)
     unknown = x_is_unknown | y_is_unknown
@@ -227,6 +229,7 @@ def _equality(
     x: Operand,
     y: Operand,
 ) -> Operand:
+    # Only two equal points are equal for certain.
     certain = (lower(x) == upper(y)) & (upper(x) == lower(y))
     is_different = (upper(x) < lower(y)) | (lower(x) > upper(y))
     possible = ~is_different

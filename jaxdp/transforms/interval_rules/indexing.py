@@ -104,6 +104,7 @@ def _argmax(eqn: Equation, x: Operand) -> Operand:
         low = -upper(x)
         high = -lower(x)
     largest_low = jnp.max(low, axis, keepdims=True)
+    # A NaN compares as False, so it may win.
     may_win = ~(high < largest_low)
     first, last = _first_and_last(may_win, axis)
     dtype = eqn.outputs[0].dtype
@@ -117,6 +118,7 @@ def _first_and_last(
     axis: int,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the indices of the first and of the last True along an axis."""
+    # `argmax` of booleans is the first True.
     first = jnp.argmax(flags, axis)
     backwards = jnp.flip(flags, axis)
     last = flags.shape[axis] - 1 - jnp.argmax(backwards, axis)
@@ -164,6 +166,7 @@ def _top_k(eqn: Equation, x: Operand) -> list[Box]:
     high = eqn.bind(upper(x))[0]
     index_dtype = eqn.outputs[1].dtype
     rows = _axis_last(x, axis)
+    # Place 0 of `top_k` is the last one of an ascending order.
     descending = rows.shape[-1] - 1 - np.arange(low.shape[axis])
     may_stand = _may_stand(rows, descending)
     first, last = _first_and_last(may_stand, -1)

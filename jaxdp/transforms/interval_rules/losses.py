@@ -62,6 +62,7 @@ def _softmax_gradient(
     low = low - upper(weights)
     high = high - lower(weights)
     low, high = widen(low, high)
+    # sum_c (Y p_c - y_c) = 0 with Y = sum_k y_k, because probabilities sum to 1.
     return Box(low, high, zero_sum=True)
 
 
@@ -73,11 +74,13 @@ def _softmax_value(
 ) -> Operand:
     """Bounds sum_k y_k log sum_j exp(z_j - z_k)."""
     gaps = pairwise_gaps(logits, eqn.product)
+    # As in `probabilities`, z_j - z_c is at least minus the gap [c, j].
     low = log_sum_exp(-gaps, axis=-1)
     high = log_sum_exp(gaps, axis=-2)
     error = slack(low.dtype, gaps.shape[-1] + 24)
     low = low - error * (1 + jnp.abs(low))
     high = high + error * (1 + jnp.abs(high))
+    # The term j = k is 1, so no logarithm is negative.
     loss_by_class = Box(low, high, nonnegative=True)
     low, high = widen(*corner_products(weights, loss_by_class))
     # A class without weight adds nothing even if its loss is unbounded.
@@ -127,12 +130,14 @@ def _sigmoid_value(
 
     # The loss is linear in y, so its ends are at ends of y.
     labels = [lower(label)]
+    # A known label is one array at both ends.
     if upper(label) is not lower(label):
         labels.append(upper(label))
     tops = []
     bottoms = []
     for y in labels:
         at_ends = [value(low, y), value(high, y)]
+        # sigmoid(z) = y at z = log(y / (1 - y)).
         log_of_label = jnp.log(jnp.clip(y, 0, 1))
         log_odds = log_of_label - jnp.log1p(-jnp.clip(y, 0, 1))
         turning_point = jnp.clip(log_odds, low, high)

@@ -163,6 +163,7 @@ def _midpoint_radius(
 ) -> Ends:
     """Bounds |a b - a_m b_m| <= |a_m| b_r + a_r (|b_m| + b_r) (Rump 1999)."""
     b_mid = (lower(b) + upper(b)) / 2
+    # The midpoint is rounded, so its distances to the ends may differ.
     b_radius = jnp.maximum(upper(b) - b_mid, b_mid - lower(b))
     # The second term covers the rounding of the midpoints, the products and their sums.
     b_radius = b_radius + slack(b.dtype, terms + 8) * magnitude(b)
@@ -217,6 +218,7 @@ def _conv(
     terms = math.prod(b.shape[axis] for axis in kernel_axes)
 
     def multiply(x: jax.Array, y: jax.Array) -> jax.Array:
+        # What is bounded is computed in full: a TPU would multiply in bfloat16.
         return lax.conv_general_dilated(x, y, **geometry, precision=lax.Precision.HIGHEST)
 
     nonnegative = are_nonnegative(a, b)

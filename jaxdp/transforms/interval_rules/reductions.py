@@ -114,6 +114,7 @@ def _select_and_scatter_add(
     A cotangent may go to any entry that can be the largest of its window. All windows are treated
     at once, one place in the window after the other.
     """
+    # A minimum of x is selected as a maximum of -x is.
     if eqn.params["select_prim"].name == "le":  # min pooling
         if isinstance(x, Interval):
             x = Box(-upper(x), -lower(x))
@@ -136,6 +137,7 @@ def _select_and_scatter_add(
     low = jnp.zeros_like(lows)
     high = jnp.zeros_like(lows)
     zero = jnp.zeros((), low.dtype)
+    # An entry is in at most as many windows as a window has places.
     cotangents = inflate(source, len(places) + 1)
     nothing = jnp.full_like(low_entries[0], -jnp.inf)
     x_is_interval = isinstance(x, Interval)
@@ -149,12 +151,14 @@ def _select_and_scatter_add(
             certain = (entry > earlier) & (entry >= later)
             return certain, certain
         rivals = most([nothing, *high_entries[:i], *high_entries[i + 1 :]])
+        # Where all others are padding the entry wins, even if it is -inf itself.
         certain = (entry > rivals) | jnp.isneginf(rivals)
         possible = ~(high_entries[i] < jnp.maximum(earlier, later))
         return certain, possible
 
     for i, place in enumerate(places):
         certain, possible = selection(i)
+        # The cotangent may go elsewhere, so 0 is possible too.
         negative = jnp.minimum(cotangents.lower, 0)
         if_possible = jnp.where(possible, negative, 0)
         share_low = jnp.where(certain, cotangents.lower, if_possible)

@@ -59,6 +59,7 @@ def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
 
     Needs K >= 2.
     """
+    # All pairs would be too many, so ends of single logits are compared.
     if logits.shape[-1] > PAIRWISE:
         best = jnp.argmax(lower(logits))
         is_best = jnp.arange(logits.shape[-1]) == best
@@ -89,6 +90,7 @@ def _softmax(eqn: Equation, x: Operand) -> Operand:
     This form rises with e and falls with the others, so each end is exact.
     """
     x = at_least_float32(x)
+    # The common shift cancels in every share, and no exponential overflows.
     shift = jnp.max(upper(x), axis=-1, keepdims=True)
     low = lower(x) - shift
     high = upper(x) - shift

@@ -98,6 +98,8 @@ class Plan:
         _, *out_size, outputs = g.shape
         grid = []
         for entries, stride, positions in zip(size, geometry.strides, out_size, strict=True):
+            # With padding behind the data, the result may have more positions than the data have
+            # cells.
             grid.append(max(_ceil(entries, stride), positions))
         height, width = grid
         rows = _met(geometry, 0)
@@ -232,6 +234,7 @@ def _met(geometry: Geometry, d: int) -> Pairs:
     dilation = geometry.kernel_dilation[d]
     stride = geometry.strides[d]
     places = (i * dilation - low for i in range(geometry.window[d]))
+    # Floor division: a place in the padding before the data has a negative cell.
     return tuple(divmod(place, stride) for place in places)
 
 
@@ -248,6 +251,7 @@ def _ceil(n: int, size: int) -> int:
 def _slot(cells: int) -> int:
     """Returns the lanes that an example takes beside others."""
     power_of_two = 1 << (cells - 1).bit_length()
+    # A power of two divides the lanes among whole examples.
     return min(LANES, max(8, power_of_two))
 
 
@@ -270,7 +274,7 @@ def each(
     unrolled: int,
 ) -> None:
     """Calls `example` for each number below `size`, several in one turn of a loop."""
-    several = math.gcd(size, unrolled)
+    several = math.gcd(size, unrolled)  # so that all turns have as many
 
     def turn(t: jax.Array, carry: int) -> int:
         for i in range(several):
@@ -326,6 +330,7 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[Stacks]]:
         from jax.experimental.pallas import tpu as pltpu
 
         if by:
+            # A roll by a positive number moves away from lane 0.
             rolled = pltpu.roll(words, -by % plan.lanes, 1)
             words = jnp.where(inside, rolled, jnp.uint32(0))
         numbers: jax.Array = pltpu.bitcast(words, jnp.bfloat16)
@@ -350,6 +355,7 @@ def _stacks(plan: Plan) -> Callable[[jax.Array, jax.Array], list[Stacks]]:
             for away, row_phase in plan.rows:
                 words = _phase(plan, data, row_phase, number)
                 inside = within(row, away, height)
+                # Cells of the next row are `width` lanes away.
                 below.append(moved(words, away * width, inside))
             of_columns = [beside[away] for away in plan.columns_of(phase)]
             a = jnp.concatenate(below, 0)
@@ -476,6 +482,7 @@ def _sums_by_cells(
     spread += (plan.lanes + LANES) * _folded(data * cotangents)
     # Products that underflow count at their upper bound, so tiny data cannot hide a gradient behind
     # huge cotangents.
+    # Over eps, by which all of E is multiplied at the end.
     least = rounding.FLUSHED / rounding.eps(jnp.float32)
     of_a = len(a) * _folded(sum_b)
     of_b = len(b) * _folded(sum_a)

@@ -77,6 +77,7 @@ def norms_and_bounds(
       tells.
     """
     axes = shards.varying_axes(x, g)
+    # Inside `jax.shard_map` the operands of a kernel must vary over the same mesh axes.
     x = shards.vary(x, axes)
     g = shards.vary(g, axes)
     squares, apart, spread = _mapped_norms(geometry, x, g)
@@ -129,6 +130,7 @@ def _norms(
 ) -> jax.Array:
     """Returns squared norms, M and E, [3, B]."""
     if not len(x):
+        # Computed from x, so that it varies over the same mesh axes.
         nothing = jnp.sum(x.astype(jnp.float32), (1, 2, 3))
         return jnp.broadcast_to(nothing, (cells.RESULTS, 0))
     plan = cells.Plan.of(geometry, x, g)
@@ -202,7 +204,7 @@ def _column_sums(
 
     rows = lanes.examples(plan, geometry.strides, x, g, by_phase, columns_of, 1 + n_rows)
     rows = rows.swapaxes(0, 1).reshape(1 + n_rows, -1, cells.LANES)  # [rows, B, 128]
-    apart = rows[0].sum(1)
+    apart = rows[0].sum(1)  # row 0 is M
     _, outputs = plan.filled
     total: Any = 0.0
     first = 1
@@ -246,7 +248,7 @@ def sums_suit(
         return False
     plan = cells.Plan.of(geometry, x, g)
     entries = sum(rows * columns for rows, columns in plan.sizes)
-    if 4 * entries > cells.PRODUCT_BYTES:
+    if 4 * entries > cells.PRODUCT_BYTES:  # float32 totals stay in the chip
         return False
     return lanes.batch_on_lanes(plan, x.shape[0])
 
@@ -320,7 +322,7 @@ def _norms_of_blocks(
     cotangents = _on_lanes(plan, cells.on_grid(plan, (1, 1), g))
     groups, data_rows, lane_count = data.shape
     cotangent_rows = cotangents.shape[1]
-    group_bytes = 2 * (data_rows + cotangent_rows) * lane_count
+    group_bytes = 2 * (data_rows + cotangent_rows) * lane_count  # of bfloat16
     size = max(1, min(groups, BLOCK_BYTES // group_bytes))
 
     def kernel(

@@ -68,6 +68,7 @@ def _blocks(
         steps = (rows // block_rows) * (cols // block_cols)
         return steps * max(products + _OVERHEAD, squares, read)
 
+    # So many entries take `_STEP` cycles.
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / tiles.padded(positions)
     sides = itertools.product(tiles.parts(rows), tiles.parts(cols))
     fitting = []
@@ -157,6 +158,7 @@ def _kernel(
     is_first_column = pl.program_id(1) == 0
     is_first_row = pl.program_id(2) == 0
 
+    # All steps of an example add to one tile, which holds anything before the first one.
     @pl.when(is_first_column & is_first_row)
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)

@@ -64,7 +64,7 @@ def cycles(
     products = _products(positions, rows + cols)
     computed = products + sums + _OVERHEAD * steps
     read = positions * (rows + cols) * itemsize
-    return max(computed, read / tiles.BYTES_PER_CYCLE)
+    return max(computed, read / tiles.BYTES_PER_CYCLE)  # reading overlaps with computing
 
 
 def _products(positions: int, features: int) -> float:
@@ -103,6 +103,7 @@ def _parts(
     cols: int,
 ) -> _Parts:
     """Returns the parts of the fewest steps, or `_NO_PARTS` if every program would be too large."""
+    # So many features take `_STEP` cycles.
     most = _STEP * tiles.PRODUCTS_PER_CYCLE / _multiplied(positions)
     fitting = []
     for part_rows, part_cols in itertools.product(_lengths(rows), _lengths(cols)):
@@ -154,6 +155,7 @@ def _examples(
     """Returns how many examples one step has. Small ones share a step."""
     if _parts(positions, rows, cols).steps != 1:
         return 1
+    # Small products would leave most of a step to its overhead.
     shared = int(_LEAST_STEP / _products(positions, rows + cols))
     return min(_EXAMPLES, max(1, shared))
 
@@ -342,6 +344,7 @@ def _kernel(
     of_u, of_w = operands
     for x, grams, operand in ((u, grams_u, of_u), (w, grams_w, of_w)):
         add_part = functools.partial(add, x, grams, operand)
+        # The operand with the most parts has one in every step.
         if operand.n_parts == steps:
             add_part()
         else:

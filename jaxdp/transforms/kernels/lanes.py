@@ -26,6 +26,7 @@ LIMIT_BYTES = KERNEL_BYTES + 2**24
 
 def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
     """Returns whether the kernel transposes blocks of 128 examples and 128 cells by itself."""
+    # A part of 128 cells has to be whole rows of the grid, with no empty lane in it.
     if plan.sides > 1:
         cells_fit = plan.slot == plan.cells
     else:
@@ -37,6 +38,7 @@ def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
     for phases in plan.phases:
         if phases != list(range(len(phases))):
             return False
+    # The dtypes are not known here, so the wider of the two counts.
     widest = jnp.dtype(jnp.float32)
     movers = _Mover.both(plan, [widest, widest])
     stored = sum(mover.stored for mover in movers)
@@ -50,7 +52,7 @@ def _odd_tiles(rows: int) -> int:
     all of them.
     """
     tiles = math.ceil(rows / 8)
-    return 8 * (tiles | 1)
+    return 8 * (tiles | 1)  # the next odd number
 
 
 class _Blocks:
@@ -175,7 +177,7 @@ def examples(
             cells.each(example, cells.LANES, plan.unrolled)
             copy = pltpu.make_async_copy(sums, result.at[block], written)
             copy.start()
-            copy.wait()
+            copy.wait()  # the next block writes `sums` again
 
         blocks.walk((data, cotangents), memories, compute)
 
@@ -220,7 +222,7 @@ def weighted_sums(
         results = memory[: len(sizes)]
         memories = memory[len(sizes) :]
         for result in results:
-            result[...] = jnp.zeros_like(result)
+            result[...] = jnp.zeros_like(result)  # kept over all blocks
         weighted = cells.weighted_of(plan)
 
         def compute(
@@ -238,6 +240,7 @@ def weighted_sums(
                     terms.append(weighted(data, cotangents, factors_of(i)))
                 by_phase = zip(*terms, strict=True)
                 for result, of_examples in zip(results, by_phase, strict=True):
+                    # One read and one write of the result serve several examples.
                     result[...] += functools.reduce(jnp.add, of_examples)
                 return carry
 
@@ -402,6 +405,7 @@ class _Mover:
 
         tile, down, across, chunk = self._place(jnp.int32(part))
         half = lax.rem(jnp.int32(part), 2)
+        # The compiler does not see by itself that the offset is aligned.
         first_channel = pl.multiple_of(chunk * self.chunk, self.chunk)
         channels = pl.ds(first_channel, self.chunk)
         rows = pl.ds(tile * self.rows, self.rows)

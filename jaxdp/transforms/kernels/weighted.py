@@ -100,6 +100,7 @@ def _blocks(
         read = length * (block_rows + block_cols) * _ITEMSIZE / tiles.BYTES_PER_CYCLE
         examples = 1
         if length == positions:
+            # Parts of an example take steps of their own, so only whole ones share a step.
             examples = min(_EXAMPLES, max(1, int(_LEAST_STEP / products)))
         blocks_of_rows = -(-rows // block_rows)
         blocks_of_cols = -(-cols // block_cols)
@@ -162,6 +163,7 @@ def weighted_sum(
     if len(u) == 0:
         empty = jnp.zeros((u.shape[2], w.shape[2]), jnp.float32)
         return shards.vary(empty, shards.varying_axes(u))
+    # The kernel reads its first factor across, and (sum u^T w)^T = sum w^T u.
     if w_across and not u_across:
         return _sum(w, u, factors, True).T
     return _sum(u, w, factors, u_across)
@@ -181,6 +183,7 @@ def _sum(
     cols = w.shape[2]
     blocks = _blocks(positions, rows, cols)
     steps = pl.cdiv(size, blocks.examples)
+    # Examples behind the batch have the factor 0, so they are not used.
     padding = (0, steps * blocks.examples - size)
     padded = jnp.pad(factors.astype(jnp.float32), padding)
     # Two axes, because a block of the last axis alone has no place in memory under `jax.vmap`.
@@ -266,4 +269,5 @@ def _scaled(
     u = u.astype(jnp.bfloat16)
     w = w.astype(jnp.bfloat16)
     product = tiles.product(u, w, (positions_of_u, 0))
+    # An example without weight may hold NaN, and 0 * NaN is NaN.
     return jnp.where(factor != 0, factor * product, 0)

@@ -20,6 +20,7 @@ def standard_cauchy(
 ) -> jax.Array:
     """Draws [size] values of density 1 / (pi (1 + x**2)), each the mean of two Cauchy draws."""
     zero_words, (high, low, choice) = leading_words(number, key, (3, 2, size))
+    # Below pi / 4, where the tangent is below 1.
     angle = normals.uniform(high, low, dtype) * (math.pi / 4)
     # Behind a word of zeros the tangent is the angle, to a relative 2**-64.
     below_one = jnp.where(zero_words == 0, jnp.tan(angle), jnp.ldexp(angle, -32 * zero_words))

@@ -93,6 +93,7 @@ class _Banded(_Strategy):
         first = jnp.asarray(self.bands[0], fresh.dtype)
         if not self.buffers:
             return fresh / first, kept
+        # x_t = (z_t - sum_j c_j x_{t-j}) / c_0
         row = (fresh - _weighted_past(self.bands[1:], step, kept)) / first
         return row, _with_newest(step, kept, row)
 
@@ -112,6 +113,7 @@ class _BandedInverse(_Strategy):
         reversed_rest = np.array(rest[::-1])
         # Zeros before the first coefficient, for the products with all of the bands.
         column = np.zeros(self.buffers + steps)
+        # C C^-1 = 1: c_0 = 1 / d_0, and c_i = -sum_j d_j c_{i-j} / d_0.
         column[self.buffers] = 1 / first
         for i in range(1, steps):
             past = column[i : i + self.buffers]
@@ -122,6 +124,7 @@ class _BandedInverse(_Strategy):
         row = jnp.asarray(self.bands[0], fresh.dtype) * fresh
         if not self.buffers:
             return row, kept
+        # x_t = sum_j d_j z_{t-j}
         row += _weighted_past(self.bands[1:], step, kept)
         return row, _with_newest(step, kept, fresh)
 
@@ -138,13 +141,16 @@ class _Buffered(_Strategy):
         return len(self.decays)
 
     def coefficients(self, steps: int) -> np.ndarray:
+        # c_0 = 1, and c_t = sum_i omega_i theta_i^(t-1).
         powers = np.array(self.decays) ** np.arange(steps - 1)[:, None]
         return np.concatenate([[1.0], powers @ np.array(self.scales)])
 
     def next(self, step: jax.Array, kept: jax.Array, fresh: jax.Array) -> tuple[Any, Any]:
+        # x_t = z_t - sum_i omega_i s_i
         row = fresh - _weighted(jnp.asarray(self.scales, fresh.dtype), kept)
         decays = jnp.asarray(self.decays, fresh.dtype)
         decays = decays.reshape(-1, *[1] * fresh.ndim)
+        # s_i <- theta_i s_i + x_t
         return row, decays * kept + row[None]
 
 
@@ -155,6 +161,8 @@ def _weighted_past(coefficients: Sequence[float], step: jax.Array, kept: jax.Arr
     """
     buffers = len(coefficients)
     places = jnp.arange(buffers, dtype=step.dtype)
+    # Buffer p has the value of the last step s < t with s = p modulo m, so its coefficient is
+    # number t - s.
     ages = (step - places - 1) % buffers
     return _weighted(jnp.asarray(coefficients, kept.dtype)[ages], kept)
 
@@ -205,6 +213,7 @@ class CorrelatedNoise:
         """
         if not noise_multiplier:
             return dp_event.NonPrivateDpEvent()
+        # A Gaussian of a sensitivity other than 1 is that of sensitivity 1 with less noise.
         return dp_event.GaussianDpEvent(noise_multiplier / self.sensitivity)
 
     @functools.cached_property
@@ -272,7 +281,7 @@ class CorrelatedNoise:
                 "jaxdp.data.CyclicPoissonSampler(num_examples, q, cycle_length=), or another "
                 "pattern of jaxdp.data, or FixedOrderSampler(num_examples, batch_size)."
             )
-        own_steps = getattr(sampler, "steps", self.steps)
+        own_steps = getattr(sampler, "steps", self.steps)  # simulated ones have theirs
         if own_steps != self.steps:
             raise ValueError(
                 f"sampler has steps={own_steps}, but correlated was given steps={self.steps}. "
@@ -350,6 +359,7 @@ def correlated(
     _check_count("steps", steps)
     _check_count("participations", participations)
     if min_separation is None:
+        # A unit that takes part once is never near itself.
         min_separation = steps if participations == 1 else 1
     _check_count("min_separation", min_separation)
     matrix = _strategy(strategy, inverse)
@@ -380,6 +390,7 @@ def _strategy(strategy: Any, inverse: bool) -> _Strategy:
             f"{type(strategy).__name__}."
         )
     bands = _float32("strategy", strategy)
+    # A matrix whose diagonal is 0 has no inverse.
     if not bands or bands[0] <= 0:
         raise ValueError(
             f"strategy must begin with a positive coefficient, got {bands[:1]}. Otherwise the "
@@ -406,7 +417,9 @@ def _sensitivity(column: np.ndarray, pattern: dict[str, int]) -> float:
     from jax_privacy.matrix_factorization import sensitivity, toeplitz
 
     steps = len(column)
+    # More than all steps apart is as good as all steps.
     pattern = pattern | {"min_sep": min(pattern["min_sep"], steps)}
+    # jax_privacy knows the exact sensitivity of such a column, and of others an upper bound.
     is_decreasing = (column >= 0).all() and (np.diff(column) <= 0).all()
     if not is_decreasing and steps > _MOST_GENERAL_STEPS:
         raise ValueError(

@@ -79,7 +79,9 @@ def _fraction(scale: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     It is the scale itself, or the next multiple of 2^-18 for one below 64.
     """
+    # The scale is positive, so there is no sign before the exponent.
     exponent = lax.bitcast_convert_type(scale, jnp.int32) >> 23
+    # t then has 24 bits, as many as a float32.
     shift = jnp.minimum(_SIGNIFICANT - 1 - (exponent - _BIAS), _MOST_SHIFT)
     factor = lax.bitcast_convert_type(shift + _BIAS << 23, jnp.float32)
     # The product with a power of two is exact.
@@ -101,6 +103,7 @@ def discrete_values(
     """
     t, shift = _fraction(jnp.asarray(scale, jnp.float32))
     lanes = _drawn(t, cipher_key(key), number, 2 * size)
+    # floor((u + t v) / 2^s) with t = (t >> s) 2^s + below, so that no product exceeds a word.
     whole = lanes.v * (t >> shift)
     below = t & ((jnp.uint32(1) << shift) - 1)
     rest = lanes.v * below + lanes.u >> shift
@@ -220,6 +223,7 @@ def after_word(t: jax.Array, lanes: _Lanes, word: jax.Array) -> _Lanes:
     is_fair = word - uniform <= jnp.uint32(_TOP) - limit
     draws = is_fair & (k == 0)
     compares = is_fair & (k > 0)
+    # exp(-t / t) = exp(-1) for v, and exp(-u / t) for u.
     n = jnp.where(lanes.is_counting, t, u)
     goes_on = compares & (uniform < n)  # A_k is 1
     ends = compares & ~goes_on

@@ -53,7 +53,7 @@ def divided_normals(
             own_positions.append(_positions(shape, sharding, start))
         positions = jnp.concatenate(own_positions)
         values = _normals_at_positions(cipher_key, number, positions, dtype)
-        pieces = jnp.split(values[: local_ends[-1]], local_ends[:-1])
+        pieces = jnp.split(values[: local_ends[-1]], local_ends[:-1])  # without padding
         arrays = []
         for piece, shape in zip(pieces, local_shapes, strict=True):
             arrays.append(piece.reshape(shape))
@@ -101,6 +101,7 @@ def _normals_at_positions(
 ) -> jax.Array:
     """Returns the values of a vector of normals at int32 positions [n], and a few more."""
     values_of_block = 2 * normals.PAIRS[dtype.itemsize]
+    # XLA-CPU takes five times as long for a number of blocks that is no multiple.
     positions = jnp.pad(positions, (0, -len(positions) % BLOCKS_TOGETHER))
     counters, place = jnp.divmod(positions, values_of_block)
     values: jax.Array = forms.by_platform(
@@ -127,6 +128,7 @@ def _normals_at(
 
     def normal_of(words: Any) -> jax.Array:
         own_words = list(words[: normals.WORDS])
+        # A block of float32 has two pairs of normals.
         if normals.PAIRS[dtype.itemsize] > 1:
             second_words = list(words[normals.WORDS : 2 * normals.WORDS])
             own_words = [

@@ -273,6 +273,7 @@ def privatize(
             mean = _exact_mean(grid, divisor, updates, state, shardings)
             return mean, PrivatizeState(state.key, state.step + 1)
         total, buffers = _noisy_sum(privatizer, updates, state, shardings)
+        # The divisor is public, so this is post-processing.
         mean = jax.tree.map(lambda leaf: leaf / divisor, total)
         return mean, PrivatizeState(state.key, state.step + 1, buffers)
 
@@ -307,6 +308,7 @@ def _noisy_sum(
     noise = privatizer.noise
     if not isinstance(multiplier, NoiseSchedule) and multiplier == 0:
         return total, state.buffers
+    # Equal noise on several devices is right for a sum that they share.
     for leaf in jax.tree.leaves(total):
         check_shards(state.key, leaf, shared=True)
     std = _std_at(multiplier, privatizer.clip_norm, state.step)
@@ -431,6 +433,7 @@ def _std_of_run(noise: CorrelatedNoise, std: float, step: jax.Array) -> Any:
     Raises ValueError for one that is not traced.
     """
     if isinstance(step, jax.core.Tracer):
+        # A traced step can raise nothing, and NaN shows that the run is over.
         return jnp.where(step < noise.steps, std, math.nan)
     noise.check_step(int(jax.device_get(step)))
     return std
@@ -447,4 +450,5 @@ def _std_at(
     if not isinstance(step, jax.core.Tracer):
         return multiplier.std(int(jax.device_get(step)))
     is_planned = (step >= 0) & (step < multiplier.steps)
+    # The row behind the planned steps is NaN.
     return jnp.asarray(multiplier.table())[jnp.where(is_planned, step, multiplier.steps)]

@@ -58,6 +58,7 @@ def check_vmap(
 
     A later `jax.vmap` raises ValueError if it maps a value and neither the key nor the number.
     """
+    # What is not traced now cannot be mapped later.
     traced = [
         jax.lax.stop_gradient(value) for value in values if isinstance(value, jax.core.Tracer)
     ]

@@ -85,10 +85,12 @@ def slab_thresholds() -> np.ndarray:
     are not above it.
     """
     with decimal.localcontext(prec=80):
+        # exp(-c^2 / 2) at c = j / 16.
         weights = [(-decimal.Decimal(j * j) / 512).exp() for j in range(_SLABS)]
         total = sum(weights)
         below = decimal.Decimal(0)
         rows = []
+        # The last slab has what is left.
         for weight in weights[:-1]:
             below += weight
             share = below / total
@@ -115,6 +117,7 @@ def rounded_normals(
     first = _first_words(key_words, number, size)
     is_sure, magnitude = _quick(log_std, first)
     magnitude = _settled(log_std, key_words, number, first, ~is_sure, magnitude)
+    # The law is symmetric, so the sign is a bit of its own.
     is_negative = first[3] >> 31 == 1
     return jnp.where(is_negative, -magnitude, magnitude)
 
@@ -149,8 +152,9 @@ def _quick(
     half = d + 1
     half = half >> 1
     linear = d * slab << 8
-    square = half * half >> 7
+    square = half * half >> 7  # (2 half)^2 2^-9
     most = linear + square + 1
+    # u_1 is not below y, so n is 0, which is even.
     is_sure = ~is_tied & (first[2] >= most)
     return is_sure, _magnitude(bits, slab, place)
 
@@ -177,6 +181,7 @@ def _magnitude(
 ) -> jax.Array:
     """Returns round(2^bits (c + d)), int32. `place` has the first 32 bits of d."""
     # Twice the magnitude, without what is behind the point.
+    # c is slab 2^-4, and d is place 2^-36.
     of_slab = slab << (bits - 3)
     of_place = place >> (35 - bits)
     doubled = of_slab + of_place
@@ -207,6 +212,7 @@ def _settled(
         state: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         is_open, magnitude = state
+        # Places behind the last open lane are `size`, where writes are dropped.
         (lanes,) = jnp.nonzero(is_open, size=room, fill_value=size)
         own_words = first[:, lanes]
         is_value = lanes < size
@@ -245,6 +251,7 @@ def _slow(
     )
     # In the first turn, the words that `_quick` has seen are the first ones.
     words = chacha.block(key_words, (counters, number, start.turn, chacha.NOISE))
+    # The first words of the slab, the place and u_1.
     places = jnp.array([0, 4, 6])
     words = words.at[places].set(first[:3])
     start = _after_turn(bits, start, words)
@@ -270,6 +277,7 @@ def _after_turn(
     for start in range(6, 6 + _COMPARISONS * _COMPARED_WORDS, _COMPARED_WORDS):
         u = words[start : start + _COMPARED_WORDS]
         is_less = _is_less(u, last)
+        # Each u below the last one is one more of y > u_1 > ... > u_n.
         falls = ~has_ended & is_less
         last = jnp.where(falls, u, last)
         is_even = is_even ^ falls
@@ -279,7 +287,7 @@ def _after_turn(
     return _Lanes(
         turn=state.turn + 1,
         is_open=state.is_open & ~is_accepted,
-        is_fresh=has_ended,
+        is_fresh=has_ended,  # a sequence that still falls goes on with the next block
         is_even=is_even,
         last=last,
         magnitude=jnp.where(state.is_open, magnitude, state.magnitude),

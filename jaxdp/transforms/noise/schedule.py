@@ -73,6 +73,7 @@ class NoiseSchedule:
 
     def check(self) -> None:
         """Raises ValueError unless every step has noise."""
+        # NaN compares as False.
         without_noise = ~(self._values(range(self.steps)) > 0)
         unusable = np.isnan(self.table()[:-1])
         refused = np.flatnonzero(without_noise | unusable)

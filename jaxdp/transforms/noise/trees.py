@@ -91,6 +91,7 @@ def gaussian(
     layout = jax.tree.leaves(shardings)
 
     def draw(key: jax.Array, group: _LeafGroup) -> Sequence[jax.Array]:
+        # Without shardings this is true of none.
         if all(sharding.is_fully_replicated for sharding in layout):
             vectors = standard_normals(number, key, group.sizes, group.dtype)
             return _shaped(vectors, group.shapes)
@@ -145,6 +146,7 @@ def discrete_laplace(
     if not isinstance(scale, jax.core.Tracer) and not 0 < scale <= LARGEST_DISCRETE_SCALE:
         raise ValueError(f"scale must be in (0, {LARGEST_DISCRETE_SCALE:g}], got {scale!r}.")
     if not isinstance(scale, jax.core.Tracer):
+        # Rounding may enlarge noise, but never lessen it.
         scale = upward(scale)
     number = number_of_draw(number)
     draw = _sliced(functools.partial(discrete_values, number, scale))

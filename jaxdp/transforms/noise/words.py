@@ -61,4 +61,5 @@ def leading_words(
     # Computed from the words, so that the counts vary over the same mesh axes as the loop's body.
     no_zeros = (words[0] * 0).astype(jnp.int32)
     _, words, zeros = lax.while_loop(has_zero, draw_again, (jnp.uint32(1), words, no_zeros))
+    # A word that is zero after all turns has no logarithm.
     return zeros, words.at[0].max(1)
