@@ -205,12 +205,12 @@ def sampler_of(config: Any, private: Any, part: str) -> Sampler:
         )
     share = config.batch_size / count
     truncated_batch_size = config.get("truncated_batch_size") or None
-    if _strategy(config) and truncated_batch_size:
-        raise ValueError(
-            f"config.{part}.truncated_batch_size must be 0 with correlated noise, whose batches "
-            f"follow a pattern, got {truncated_batch_size}."
-        )
     if _strategy(config) and "participation" not in config:
+        if truncated_batch_size:
+            raise ValueError(
+                f"config.{part}.truncated_batch_size must be 0 with correlated noise in a fixed "
+                f"order, whose batches have one size, got {truncated_batch_size}."
+            )
         return FixedOrderSampler(count, config.batch_size)
     if "participation" not in config:
         records_per_owner = private.max_records if isinstance(private, Owners) else None

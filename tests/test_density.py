@@ -1,5 +1,8 @@
 """The code is read once: limits on how dense it is. `python tests/density.py` shows the numbers."""
 
+import collections
+import itertools
+
 import pytest
 
 from tests import density
@@ -8,6 +11,22 @@ from tests import density
 TOKENS_A_LINE = 9.0
 NODES_A_STATEMENT = 12.0
 FOLDERS = dict(density.folders())
+# Public functions whose options do not decide each other, and which a user calls in one line. An
+# option is one thing to look up there. Everything else takes eight at most.
+MANY_OPTIONS = {
+    "jaxdp/data/adapters.py": ["from_folder"],
+    "jaxdp/data/tabular.py": ["from_csv"],
+    "jaxdp/finetune/adp_clip.py": ["adp_clip"],
+    "jaxdp/finetune/gep.py": ["gep"],
+    "jaxdp/finetune/sla_clip.py": ["sla_clip"],
+    "jaxdp/labels/stages.py": ["release_labels_in_stages"],
+    "jaxdp/models/robustness.py": ["robust_accuracy"],
+    "jaxdp/models/training.py": ["fit_public"],
+    "jaxdp/prediction/answers.py": ["private_predict", "private_values"],
+    "jaxdp/privacy/ledger.py": ["register"],
+    "jaxdp/recalibration/recalibrate.py": ["acc_t", "nll_t", "ece_t"],
+    "jaxdp/transforms/model_check.py": ["check"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +43,15 @@ def test_a_folder_is_not_denser_than_its_limit(measured, folder):
 def test_no_line_is_wide_and_no_file_is_large(measured):
     assert not [place for found in measured.values() for place in found.wide]
     assert not [place for found in measured.values() for place in found.large]
+
+
+def test_no_function_is_long_and_only_public_ones_have_many_parameters(measured):
+    assert not [place for found in measured.values() for place in found.long]
+    many = collections.defaultdict(list)
+    for place in itertools.chain.from_iterable(found.parameters for found in measured.values()):
+        file, _, function = place.split(":")
+        many[file].append(function.split(",")[0].strip())
+    assert many == MANY_OPTIONS
 
 
 DENSE = """

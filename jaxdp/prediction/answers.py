@@ -200,10 +200,7 @@ def private_predict(
         looking at the data.
     """
     row = _mechanism(mechanism, "labels")
-    if hasattr(bounds, "params"):
-        members = [bounds]
-    else:
-        members = list(bounds)
+    members = _members(bounds)
     steps = _certified_steps(members, account, fixed_parts=fixed_parts)
     count, outputs = check_queries(apply_fn, members[0].params, queries, may_be_empty=True)
     # One logit decides between two classes.
@@ -253,6 +250,13 @@ def private_predict(
         compute=compute,
     )
     return _release_once(what, workdir, seed)
+
+
+def _members(bounds: Any) -> list[Any]:
+    """Returns the models that vote, which is one where `bounds` is no sequence."""
+    if hasattr(bounds, "params"):
+        return [bounds]
+    return list(bounds)
 
 
 def _with_prior(

@@ -31,6 +31,14 @@ class SumOptions(NamedTuple):
     part_of: tuple[int, ...]  # the number of the part of each trainable leaf
 
 
+class ClipLimits(NamedTuple):
+    """What an example may contribute, see `SumInputs`."""
+
+    clip_norms: tuple[Any, ...]
+    bounds: tuple[Any, ...]
+    grid: GridAt | None
+
+
 class SumInputs(NamedTuple):
     """The values that a clipped sum is a function of.
 

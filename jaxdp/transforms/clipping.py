@@ -59,7 +59,7 @@ from jaxdp.transforms.clip_parts import (
     total_norm,
 )
 from jaxdp.transforms.clip_rules import CLIP_RULES, ClipRule, check_clip_rule, find_rule
-from jaxdp.transforms.clipped_sums import SumInputs, SumOptions, clipped_sums
+from jaxdp.transforms.clipped_sums import ClipLimits, SumInputs, SumOptions, clipped_sums
 from jaxdp.transforms.compiler import check_options
 from jaxdp.transforms.engines import Engine
 from jaxdp.transforms.example_loss import BatchedLoss, LossFunction, batched_loss
@@ -329,7 +329,8 @@ class ClippedGrad:
         arguments = self._arguments(params, batch, mask, key)
         # Clip norms may be traced. So they are arguments of the program, and are not read from
         # `self`.
-        result: ClippedSum = _clipped_sum(self, *arguments, self.clip_norms, self.bounds, self.grid)
+        limits = ClipLimits(self.clip_norms, self.bounds, self.grid)
+        result: ClippedSum = _clipped_sum(self, *arguments, limits)
         return result
 
     def _arguments(
@@ -545,17 +546,13 @@ def _summed(
     batch: Any,
     mask: jax.Array,
     key: Any,
-    clip_norms: tuple[Any, ...],
-    bounds: tuple[Any, ...],
-    grid: GridAt | None,
+    limits: ClipLimits,
 ) -> ClippedSum:
     """Computes a clipped sum. All mesh axes are Auto here, so that any loss can be divided."""
     batched = _batched(f, tree, arrays, batch, mask, key)
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
     options = SumOptions(f.engine, f.clip_rule, f.microbatch_size, tree.part_of)
-    inputs = SumInputs(
-        consts, batched.leaves, batched.batch, batched.unmasked, clip_norms, bounds, grid
-    )
+    inputs = SumInputs(consts, batched.leaves, batched.batch, batched.unmasked, *limits)
     sums = clipped_sums(options, program, inputs)
     examples = sums.examples
     # Each engine keeps the rows apart.

@@ -1,5 +1,6 @@
 """What --dry_run tells: it agrees with what a run then charges, and writes nothing."""
 
+import dataclasses
 import json
 import re
 
@@ -386,7 +387,17 @@ def test_the_field_of_participation_reaches_the_sampler():
     config.private.truncated_batch_size = 120
     sampler = trainers.sampler_of(config.private, examples, "private")
     assert sampler.largest_batch == 120 and 0 < sampler.truncation_probability < 1e-7
-    config.private.participation.kind = "cyclic_poisson"
+    config.private.noise.strategy = "banded"  # one release, which truncation makes dearer
+    truncated = trainers.sampler_of(config.private, examples, "private")
+    assert truncated.largest_batch == 120
+    event = trainers.event_of(config.private, truncated, "private")(1.0)
+    whole = dataclasses.replace(sampler, truncated_batch_size=None)
+    assert event != trainers.event_of(config.private, whole, "private")(1.0)
+    del config.private.participation
+    with pytest.raises(ValueError, match="must be 0 with correlated noise in a fixed order"):
+        trainers.sampler_of(config.private, examples, "private")
+    config.private.noise.strategy = ""
+    config.private.participation = {"kind": "cyclic_poisson", "separation": 19}
     with pytest.raises(ValueError, match="must be 0 with cyclic Poisson sampling, got 120"):
         trainers.sampler_of(config.private, examples, "private")
     config.private.participation.kind = "shuffled"

@@ -268,27 +268,11 @@ def privatize(
         **extra_args: Any,
     ) -> Any:
         check_key(state.key)
-        if hasattr(updates, "grads") and hasattr(updates, "losses"):  # a `ClippedSum`
-            raise TypeError(
-                f"updates must be the sum of gradients, got {type(updates).__name__} with the "
-                "private values of examples. Give its field: update(out.grads, state)."
-            )
+        _check_sum(updates)
         if grid is not None:
             mean = _exact_mean(grid, divisor, updates, state, shardings)
             return mean, PrivatizeState(state.key, state.step + 1)
-        total = jax.tree.map(lambda leaf: jnp.asarray(leaf, trees.noise_dtype(leaf)), updates)
-        buffers = state.buffers
-        if isinstance(multiplier, NoiseSchedule) or multiplier > 0:
-            # Equal noise on several devices is right for a sum that they share.
-            for leaf in jax.tree.leaves(total):
-                check_shards(state.key, leaf, shared=True)
-            std = _std_at(multiplier, clip_norm, state.step)
-            if noise is not None:
-                std = _std_of_run(noise, std, state.step)
-            added = trees.gaussian(state.key, total, std, number=state.step, shardings=shardings)
-            if noise is not None:
-                added, buffers = noise.next(state.step, buffers, added)
-            total = jax.tree.map(jnp.add, total, added)
+        total, buffers = _noisy_sum(privatizer, updates, state, shardings)
         # The divisor is public, so this is post-processing.
         mean = jax.tree.map(lambda leaf: leaf / divisor, total)
         return mean, PrivatizeState(state.key, state.step + 1, buffers)
@@ -304,6 +288,37 @@ def privatize(
         _key=key,
     )
     return privatizer
+
+
+def _check_sum(updates: Any) -> None:
+    """Raises TypeError where the updates are a `ClippedSum` in place of its sum."""
+    if hasattr(updates, "grads") and hasattr(updates, "losses"):
+        raise TypeError(
+            f"updates must be the sum of gradients, got {type(updates).__name__} with the "
+            "private values of examples. Give its field: update(out.grads, state)."
+        )
+
+
+def _noisy_sum(
+    privatizer: Privatizer, updates: Any, state: PrivatizeState, shardings: Any
+) -> tuple[Any, Any]:
+    """Returns the sum with the noise of this step, and the buffers of correlated noise."""
+    total = jax.tree.map(lambda leaf: jnp.asarray(leaf, trees.noise_dtype(leaf)), updates)
+    multiplier = privatizer.noise_multiplier
+    noise = privatizer.noise
+    if not isinstance(multiplier, NoiseSchedule) and multiplier == 0:
+        return total, state.buffers
+    # Equal noise on several devices is right for a sum that they share.
+    for leaf in jax.tree.leaves(total):
+        check_shards(state.key, leaf, shared=True)
+    std = _std_at(multiplier, privatizer.clip_norm, state.step)
+    if noise is not None:
+        std = _std_of_run(noise, std, state.step)
+    added = trees.gaussian(state.key, total, std, number=state.step, shardings=shardings)
+    buffers = state.buffers
+    if noise is not None:
+        added, buffers = noise.next(state.step, buffers, added)
+    return jax.tree.map(jnp.add, total, added), buffers
 
 
 def _check_noise(
