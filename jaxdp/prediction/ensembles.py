@@ -247,7 +247,7 @@ def _check_votes(
         )
     if (away < 0).any():
         raise ValueError("distances must be >= 0. Clip them at 0.")
-    largest = np.iinfo(np.int32).max
+    largest = np.iinfo(np.int32).max  # below `_UNREACHABLE`
     return votes.astype(np.int64), np.minimum(away.astype(np.int64), largest)
 
 

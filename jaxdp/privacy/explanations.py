@@ -174,6 +174,7 @@ def _merged(whole: Groups, part: Groups) -> Groups:
 def _unlike(units: Sequence[Groups]) -> list[Groups]:
     distinct = {}
     for groups in units:
+        # Parts with the same releases cost the same, so one stands for all.
         key = frozenset((name, frozenset(counts.items())) for name, counts in groups.items())
         distinct[key] = groups
     return list(distinct.values())

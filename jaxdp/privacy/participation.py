@@ -460,6 +460,7 @@ class Renewals:
         """
         own = scale * (values @ self.matrix) - scale * scale * self._squares / 2
         later = np.zeros((self.width + self.separation, len(values)))
+        # `math.log1p` raises for -1.
         stays_out = math.log1p(-self.probability) if self.probability < 1 else -math.inf
         takes_part = math.log(self.probability)
         for step in reversed(range(self.width)):
