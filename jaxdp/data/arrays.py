@@ -138,7 +138,7 @@ def _as_labels(label: Any, num_classes: int) -> np.ndarray:
             "labels."
         )
     is_whole = False
-    if labels.dtype.kind in "fb":
+    if labels.dtype.kind in "fb":  # floats and booleans
         with np.errstate(invalid="ignore"):  # NaN is not whole, and needs no warning.
             is_whole = bool((labels.astype(np.float64) % 1 == 0).all())
     if is_whole:

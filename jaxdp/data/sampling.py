@@ -147,6 +147,7 @@ class PoissonSampler:
         """
         from jax_privacy import batch_selection
 
+        # One step at a time, so that a batch depends on no step before it.
         strategy = batch_selection.CyclicPoissonSampling(
             sampling_prob=self.sampling_probability,
             iterations=1,

@@ -124,6 +124,7 @@ def _hash(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Returns the hash of the dtypes, shapes and bytes of arrays, uint8 [16]."""
     digest = hashlib.blake2b(digest_size=_HASH_BYTES)
     for array in arrays:
+        # Other shapes may have these bytes.
         digest.update(f"{array.dtype.str} {array.shape}\n".encode())
         digest.update(raw(array).data)
     return np.frombuffer(digest.digest(), np.uint8)
@@ -268,7 +269,7 @@ class ExampleReader:
     def _first(self) -> Any:
         ((first, _),) = self._read([0])
         for path, _, dtype in _column_types(first):
-            if dtype.kind in "OSUMmT":
+            if dtype.kind in "OSUMmT":  # objects, texts, dates and times
                 raise TypeError(
                     f"{_column_name(path)} has the dtype {dtype}. Encode it as numbers in "
                     "prepare=, or leave it out. If it is an identifier, name it in texts=."
@@ -302,6 +303,7 @@ class ExampleReader:
                 f"record {row} has a list of several lengths. Pad it in prepare=."
             ) from error
         arrays = tree.map_structure(_array, record)
+        # A grey image has one channel, as models take it.
         if isinstance(arrays, dict) and "image" in arrays and arrays["image"].ndim == 2:
             arrays["image"] = arrays["image"][..., None]
         return arrays, texts

@@ -166,7 +166,7 @@ def _text(content: bytes, where: str, encoding: str) -> str:
             f"{where} is not {encoding}. Give the encoding= with which it was saved."
         ) from error
     # Latin-1 and its relatives decode any bytes, and so UTF-8 too.
-    if own is not None and own != text and "\0" not in own:
+    if own is not None and own != text and "\0" not in own:  # UTF-16 has NULs
         raise ValueError(f"{where} is UTF-8, which {encoding} would garble. Leave out encoding=.")
     text = text.removeprefix("\ufeff")
     if _CONTROL.search(text):
@@ -201,6 +201,7 @@ def _decoded(content: bytes, encoding: str) -> str | None:
 
 def _rows(text: str, where: str, delimiter: str) -> list[tuple[int, list[str]]]:
     """Returns the rows of a file that are not empty, each with the number of its last line."""
+    # Quoted cells may have line breaks.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows = []
     try:

@@ -220,6 +220,7 @@ class _Columns:
                 f"thousands must be one of {', '.join(map(repr, _THOUSANDS))} and not the decimal "
                 f"mark {self.decimal!r}, got {self.thousands!r}."
             )
+        # A label and a column of dates may have a range too, which is no second use.
         of_numbers = {*self.dates, *self.ranges} - {self.label}
         declared = [*self.all_texts, *self.drop, *self.categories, *of_numbers]
         if self.label:

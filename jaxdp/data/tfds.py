@@ -92,7 +92,7 @@ def from_tfds(
             # Images are decoded here, after a look at their headers.
             decoders = {"image": tfds.decode.SkipDecoding()} if "image" in keys else None
             records = builder.as_data_source(split=split, decoders=decoders)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # a format that is read in order only
             raise FileNotFoundError(_not_prepared(tfds, name, data_dir)) from error
         except ValueError as error:
             raise ValueError(_unreadable(name, split, builder.info)) from error

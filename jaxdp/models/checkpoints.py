@@ -193,6 +193,7 @@ def _check_attributes(
     attributes = {"num_attention_heads": "num_heads", "layer_norm_eps": "norm_epsilon"}
     if isinstance(model, LanguageModel):
         attributes = _LANGUAGE_CONFIG
+        # The file states a number also where None stands for as many as heads.
         model = model.clone(kv_heads=model.kv_heads or model.num_heads)
         config = {**config, **_rotary(config)}
         # The model may have fewer rotary positions than the checkpoint was trained for.
@@ -206,7 +207,7 @@ def _check_attributes(
     wrong = [
         f"{name}={value!r}, not {getattr(model, name)!r}"
         for name, value in stated.items()
-        if getattr(model, name, value) != value
+        if getattr(model, name, value) != value  # an attribute that the model lacks cannot differ
     ]
     if wrong:
         raise ValueError(f"the checkpoint needs a model with {'; '.join(wrong)}.")
@@ -288,7 +289,7 @@ def _choose(
     reason = "no file says how this checkpoint normalises images"
     try:
         stated = _stated_preprocessing(path, naming, tensors)
-    except Exception as error:
+    except Exception as error:  # whatever is wrong with a file that is not ours
         reason = f"the files beside {path.name!r} cannot be used ({error})"
     preprocessing = given or stated
     if preprocessing is None:
@@ -352,6 +353,7 @@ def _translate(
     Raises:
       ValueError: Something does not fit. The message lists all of it.
     """
+    # Shapes alone, so no parameter is drawn from the key.
     shapes = jax.eval_shape(model.init, jax.random.key(0), blank_inputs(preprocessing))
     is_stacked = isinstance(model, LanguageModel)
     expected = _by_layer(shapes) if is_stacked else flatten_dict(shapes)

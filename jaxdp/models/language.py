@@ -205,6 +205,7 @@ class _Attention(nn.Module):
             value = _repeated(value, kv_heads, heads)
         is_past = jnp.tril(jnp.ones((length, length), bool))
 
+        # A row keeps its diagonal, so no softmax is over infinities alone.
         def causal(scores: jax.Array) -> jax.Array:
             return jnp.where(is_past[None], scores, -jnp.inf)
 

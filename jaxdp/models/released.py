@@ -107,13 +107,14 @@ def write_release(
     root = pathlib.Path(folder)
     if root.exists() and any(root.iterdir()):
         raise FileExistsError(f"folder {shown(root)} has files. Give a new or empty folder.")
-    optional("flatbuffers", "serve")
+    optional("flatbuffers", "serve")  # without it JAX cannot serialise a program
     inputs = np.asarray(probe)
     if inputs.ndim < 1 or not len(inputs):
         raise ValueError(f"probe must hold at least one public input, got shape {inputs.shape}.")
     books, run = _accounts(workdir, ledger)
     leaves = flatten(params)
     program = _exported(predict, params, list(leaves.values()), inputs)
+    # By the program and not by `predict`, as those who load it will compute them.
     outputs = _answer(program, list(leaves.values()), inputs)
     _check_outputs(outputs, card.classes)
     # All that may fail comes before the first file.

@@ -268,7 +268,7 @@ def _power_step(
 
     def one(x: jax.Array, direction: jax.Array) -> tuple[jax.Array, jax.Array]:
         length = jnp.linalg.norm(direction)
-        unit = jnp.where(length > 0, direction / length, 0)
+        unit = jnp.where(length > 0, direction / length, 0)  # 0 where no parameter moves the output
 
         def logits_at(params: Any) -> jax.Array:
             return predict(params, x[None])[0]

@@ -194,6 +194,7 @@ def fit_until_steady(
         raise ValueError("data must have at least one example, got none.")
     state = optax.scale_by_adam().init(params)
     size = min(batch_size, count)
+    # An array, so that another rate is no other program.
     rate = jnp.float32(learning_rate)
     smallest = math.inf
     since = 0  # epochs since the smallest loss

@@ -81,7 +81,7 @@ class _WithLoRA(Pretrained):
         ) -> Any:
             y = call(*args, **kwargs)
             layer = context.module
-            is_call = context.method_name == "__call__"
+            is_call = context.method_name == "__call__"  # other methods are intercepted too
             if not is_call or not layer.has_variable(LORA, "down"):
                 return y
             down = layer.get_variable(LORA, "down")
@@ -316,6 +316,7 @@ def text_embeddings(
     (_, states), *_ = _calls(pretrained, tokens, lambda path: path == ("norm",))
     hidden = states.astype(jnp.float32)
     is_token = tokens >= 0
+    # Padding fills the end of a row. A text without tokens gets zeros below.
     lengths = is_token.sum(axis=1)
     if pooling == "mean":
         counts = jnp.maximum(lengths, 1)

@@ -117,6 +117,7 @@ def certify(
     queries = jax.tree.map(jnp.asarray, queries)
     rows = []
     for k in progress_bar(range(len(bounds.ks)), label="certificates", unit="distance"):
+        # An array, so that all distances share one program.
         row = _certain(apply_fn, product, layout, box, np.int32(k), frozen, queries)
         rows.append(jax.block_until_ready(row))
     return _certificates(apply_fn, layout, bounds.ks, moving, frozen, queries, rows)

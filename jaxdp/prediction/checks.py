@@ -57,7 +57,7 @@ def count_rows(tree: Any, name: str) -> int:
         if np.ndim(leaf):
             lengths.add(np.shape(leaf)[0])
         else:
-            lengths.add(-1)  # a number has no first axis  # a number has no first axis
+            lengths.add(-1)  # a number has no first axis
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
             f"{name} must be a pytree of arrays with one first axis, found leaves of different "

@@ -199,6 +199,7 @@ def vote(
             cost = leaving[a] + cost_of_b
             reachable = np.where(winner == rival, _UNREACHABLE, cost)  # the winner is no rival
             least = np.minimum(least, reachable)
+    # One change fewer cannot flip the vote.
     distance = np.clip(least - 1, 0, np.iinfo(np.int32).max)
     return winner.astype(np.int32), distance.astype(np.int32)
 
@@ -246,7 +247,7 @@ def _check_votes(
         )
     if (away < 0).any():
         raise ValueError("distances must be >= 0. Clip them at 0.")
-    largest = np.iinfo(np.int32).max
+    largest = np.iinfo(np.int32).max  # below `_UNREACHABLE`
     return votes.astype(np.int64), np.minimum(away.astype(np.int64), largest)
 
 
@@ -279,7 +280,7 @@ def laplace_vote(
         `jaxdp.transforms.noise`. A changed vote moves two counts by one each (Dwork and Roth 2014,
         Theorem 3.6).
     """
-    scale = 2 * changed_members / positive("epsilon", epsilon)
+    scale = 2 * changed_members / positive("epsilon", epsilon)  # a changed vote moves two counts
     if changed_members not in (1, 2):
         raise ValueError(f"changed_members must be 1 or 2, got {changed_members!r}.")
     counts = _vote_counts(labels, num_classes)

@@ -96,6 +96,7 @@ class Poisoning:
             radius = radii.get(_name(path), 0.0)
             if not radius:
                 return repeated
+            # Outward, since both sums are rounded.
             low = outward(repeated - radius, -1)
             high = outward(repeated + radius, +1)
             return unchecked(low, high)

@@ -441,7 +441,7 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
             return NonPrivateDpEvent() if scale < _NO_NOISE else leaf
         case RandomizedResponseDpEvent():
             if leaf.num_buckets == 1 or leaf.noise_parameter == 1:
-                return NoOpDpEvent()
+                return NoOpDpEvent()  # no answer depends on the record
             return NonPrivateDpEvent() if leaf.noise_parameter == 0 else leaf
         case TruncatedSubsampledGaussianDpEvent():
             # A factor of 0 means that no record is read.
@@ -461,7 +461,7 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
             if share == 0 or isinstance(inner, NoOpDpEvent):
                 return NoOpDpEvent()
             if share == whole or isinstance(inner, NonPrivateDpEvent | UnprovenDpEvent):
-                return inner
+                return inner  # all records, or what no sampling bounds
             return type(leaf)(**_values(leaf) | {"event": inner})
         case RepeatAndSelectDpEvent(event=NoOpDpEvent()):
             return leaf.event

@@ -174,6 +174,7 @@ def _merged(whole: Groups, part: Groups) -> Groups:
 def _unlike(units: Sequence[Groups]) -> list[Groups]:
     distinct = {}
     for groups in units:
+        # Parts with the same releases cost the same, so one stands for all.
         key = frozenset((name, frozenset(counts.items())) for name, counts in groups.items())
         distinct[key] = groups
     return list(distinct.values())
@@ -209,7 +210,7 @@ def costs_of(
                 releases=sizes[name],
                 alone=min(alone[name], total),
                 without=without,
-                marginal=0.0 if without == total else total - without,
+                marginal=0.0 if without == total else total - without,  # inf - inf is NaN
                 remaining_without=remaining(rest),
             )
         )
@@ -307,7 +308,7 @@ def terms_of(account: Mapping[str, Any]) -> Dataset:
 
 
 def _is_whole(account: Mapping[str, Any]) -> bool:
-    return bool(account["rows"] == len(account["spends"]))
+    return bool(account["rows"] == len(account["spends"]))  # a report has 1000 rows at most
 
 
 def _units_of(account: Mapping[str, Any]) -> list[Groups]:

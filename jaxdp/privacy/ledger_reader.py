@@ -52,7 +52,7 @@ class LedgerReader:
 
     def names(self) -> list[str]:
         """Returns the names of all datasets, in the order of their registration."""
-        with self._transaction("DEFERRED") as db:
+        with self._transaction("DEFERRED") as db:  # a read takes no lock
             return [dataset.name for dataset in datasets(db)]
 
     def adjacency(self, name: str) -> Adjacency:
@@ -178,7 +178,7 @@ class LedgerReader:
         # All are read in one transaction, and so at one instant.
         accounts = []
         with self._transaction("DEFERRED") as db:
-            for name in dict.fromkeys(names):
+            for name in dict.fromkeys(names):  # a name counts once
                 dataset = dataset_of(db, name)
                 accounts.append((dataset, self._spends.compositions(db, dataset, None)))
         return total_epsilon(accounts, delta)

@@ -245,5 +245,6 @@ def _split(losses: np.ndarray, grid: float) -> tuple[np.ndarray, np.ndarray]:
     The share is of the mass under P. It goes to the next multiple.
     """
     below = np.floor(losses / grid)
-    gap = np.clip(losses - below * grid, 0.0, grid)
+    gap = np.clip(losses - below * grid, 0.0, grid)  # rounding may leave it
+    # The share that goes above keeps the mass under Q too: share e^-grid + 1 - share = e^-gap.
     return below, np.expm1(-gap) / np.expm1(-grid)

@@ -187,6 +187,7 @@ def truncated_event(event: DpEvent, probability: float) -> DpEvent:
         raise ValueError(f"probability must be in [0, 1], got {probability}.")
     if probability == 0 or isinstance(event, NoOpDpEvent | NonPrivateDpEvent):
         return event
+    # A run that is charged as a Gaussian has no curve to which the price could be added.
     if isinstance(event, GaussianDpEvent):
         return NonPrivateDpEvent()
     if not isinstance(event, MonteCarloDpEvent):
@@ -194,7 +195,7 @@ def truncated_event(event: DpEvent, probability: float) -> DpEvent:
             f"event must be that of balls in bins or b-min-sep, got {type(event).__name__}. "
             "PoissonSampler(truncated_batch_size=...) has an event of its own."
         )
-    price = probability * (1 + np.exp(event.epsilons))
+    price = probability * (1 + np.exp(event.epsilons))  # (1 + e^epsilon) tau
 
     def raised(curve: tuple[float, ...]) -> tuple[float, ...]:
         bounds = np.minimum(curve + price, 1.0)
@@ -352,7 +353,7 @@ class Bins:
         """Returns the logarithm of the density ratio of scaled shifts, float64 [count]."""
         # log E_j exp(<s m_j, y> - |s m_j|^2 / 2), for the scale s.
         exponents = scale * values - scale * scale * self._squares / 2
-        largest = exponents.max(axis=1)
+        largest = exponents.max(axis=1)  # against overflow
         exponents -= largest[:, None]
         np.exp(exponents, out=exponents)
         ratio: np.ndarray = largest + np.log(exponents.mean(axis=1))
@@ -459,12 +460,13 @@ class Renewals:
         """
         own = scale * (values @ self.matrix) - scale * scale * self._squares / 2
         later = np.zeros((self.width + self.separation, len(values)))
+        # `math.log1p` raises for -1.
         stays_out = math.log1p(-self.probability) if self.probability < 1 else -math.inf
         takes_part = math.log(self.probability)
         for step in reversed(range(self.width)):
             without = stays_out + later[step + 1]
             with_own = takes_part + own[:, step] + later[step + self.separation]
-            later[step] = np.logaddexp(without, with_own)
+            later[step] = np.logaddexp(without, with_own)  # equation 2
         weights = np.full((self.separation, 1), self.rate)
         weights[0] = self._may_begin
         ratio: np.ndarray = special.logsumexp(later[: self.separation], axis=0, b=weights)

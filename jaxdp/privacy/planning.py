@@ -235,6 +235,7 @@ def _event(sampling_probability: float, noise_multiplier: float, steps: int) -> 
     # A batch that is rounded to no record costs nothing.
     if sampling_probability == 0:
         steps = 0
+    # Without steps any probability will do.
     step = PoissonSampledDpEvent(sampling_probability or 1.0, GaussianDpEvent(noise_multiplier))
     return SelfComposedDpEvent(step, steps)
 

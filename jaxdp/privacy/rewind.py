@@ -58,6 +58,8 @@ def report_at(
             history = ledger.head.ledger
         with contextlib.closing(database.connect(os.fspath(copy))) as db:
             db.execute("BEGIN IMMEDIATE")
+            # The sums and holds are those of today. The sums are made again from the spends that
+            # are left.
             db.execute("DELETE FROM totals")
             db.execute("DELETE FROM holds")
             db.execute("DELETE FROM spends WHERE id > ?", (spend,))
@@ -67,6 +69,7 @@ def report_at(
             db.execute(_LATER_DATASETS, (json.dumps(list(names)),))
             db.execute("COMMIT")
             head = _head(db, history)
+        # A ledger whose head is of a later spend would be refused.
         write_durably(pathlib.Path(f"{copy}.head"), chain.head_text(head))
         with Ledger(copy, read_only=True) as earlier:
             return earlier.report()

@@ -25,7 +25,7 @@ from jaxdp.privacy.terms import Dataset
 
 # The orders in the text.
 _SHOWN = (2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-_UP = 1 + 1e-12
+_UP = 1 + 1e-12  # above the rounding of a sum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +136,9 @@ def leaf_rho(leaf: DpEvent, adjacency: Adjacency) -> float | None:
             # A loss of xi has no rho alone.
             return float(rho) if xi == 0 else None
         case GaussianDpEvent(noise_multiplier=sigma):
-            return (distance_factor(adjacency) / float(sigma)) ** 2 / 2
+            return (distance_factor(adjacency) / float(sigma)) ** 2 / 2  # Proposition 1.6
+        # zCDP has no amplification by sampling, so a sample is charged as the whole.
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
             return (distance_factor(adjacency) / float(sigma)) ** 2 / 2
     loss = leaf_pure_epsilon(leaf, adjacency)
-    return loss * loss / 2 if loss < math.inf else None
+    return loss * loss / 2 if loss < math.inf else None  # Proposition 1.4

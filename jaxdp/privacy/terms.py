@@ -59,7 +59,7 @@ class Terms:
             )
         renyi_order = self._checked_order()
         records = self.records
-        if records is not None and (type(records) is not int or records < 1):
+        if records is not None and (type(records) is not int or records < 1):  # True is an int
             raise ValueError(f"records must be an integer >= 1 or None, got {records!r}.")
         return dataclasses.replace(
             self,

@@ -96,6 +96,7 @@ def _frobenius(squares: jax.Array, rows: jax.Array) -> jax.Array:
       rows: [B, T]. The diagonals.
     """
     positions = rows.shape[1]
+    # Each of the T x T squares may have been flushed.
     flushed = positions * positions * rounding.FLUSHED
     # A Gram matrix is positive semidefinite, so its trace bounds its Frobenius norm.
     return jnp.minimum(rounding.root(squares + flushed), rows.sum(1))

@@ -37,6 +37,7 @@ def in_units(
       float are zero too, and those of infinities and NaN are themselves. Powers are integers with
       `axis` kept at length 1.
     """
+    # An empty row has no largest entry, and 0 is the exponent of zero.
     largest = _exponents(x).max(axis, keepdims=True, initial=0)
     powers = largest - _bias(x.dtype)
     return times_power(x, -powers), powers
@@ -62,7 +63,7 @@ def times_power(x: jax.Array, powers: jax.Array) -> jax.Array:
     scaled = jnp.where(is_in_range, scaled, infinity.astype(x.dtype))
     is_normal = (before > 0) & (after > 0)
     scaled = jnp.where(is_normal, scaled, jnp.zeros_like(x))
-    return jnp.where(before < not_finite, scaled, x)
+    return jnp.where(before < not_finite, scaled, x)  # infinities and NaN
 
 
 def tree_in_units(tree: Any) -> tuple[Any, jax.Array]:
@@ -73,7 +74,7 @@ def tree_in_units(tree: Any) -> tuple[Any, jax.Array]:
     powers = []
     for leaf in jax.tree.leaves(tree):
         largest = _exponents(leaf).max(initial=0)
-        powers.append((largest - _bias(leaf.dtype)).astype(jnp.int32))
+        powers.append((largest - _bias(leaf.dtype)).astype(jnp.int32))  # those of float64 are int64
     if powers:
         power = jnp.stack(powers).max()
     else:

@@ -77,6 +77,7 @@ def squared_norms(
         total = total + norm
         spread = spread + own_spread
         # The gradients of two sites have a product too, which counts twice.
+        # `lengths` has the sites before this one, where `zip` stops.
         for other, other_lengths in zip(pairs, lengths, strict=False):
             grams = _grams(pair, other, kind)
             counts = _counts(pair, other)

@@ -108,6 +108,7 @@ class GridAt(NamedTuple):
                 steps.append(self._factor_steps(g, factor))
             else:
                 steps.append(self._steps(g, factor))
+        # Over all leaves together: `longest` bounds the whole gradient of an example.
         is_short = self._is_short(steps)
         return [_summed(x, is_short) for x in steps]
 
@@ -127,6 +128,7 @@ class GridAt(NamedTuple):
         a = _integers(jnp.round(along_unit), self.unit, is_number)
         own_length = jnp.sqrt(jnp.square(a.astype(jnp.float32)).sum(1))
         # ||a|| ||b|| is then the clipped length in steps.
+        # Entries of a long u may all round to 0. Then a is 0, and so is the contribution.
         per_entry = factors * self.scale * length / jnp.maximum(own_length, 1)
         b = _integers(w * per_entry[:, None], _MOST_COORDINATE, is_number)
         return Outer(a, b, outer.place)
@@ -144,8 +146,9 @@ class GridAt(NamedTuple):
         # A gradient that is not finite has the factor 0, and 0 * NaN is NaN.
         is_number = (factors > 0) & jnp.isfinite(steps)
         steps = jnp.where(is_number, steps, 0)
+        # Cut first, because platforms differ in the integer that a larger float becomes.
         cut = jnp.clip(steps, -_MOST_COORDINATE, _MOST_COORDINATE)
-        return cut.astype(jnp.int32)
+        return cut.astype(jnp.int32)  # towards 0
 
     def short_rows(
         self,
@@ -374,6 +377,7 @@ def squared_norms(
     high = jnp.concatenate([high for high, _ in words], axis=1)
     low = jnp.concatenate([low for _, low in words], axis=1)
     zero = jnp.uint32(0)
+    # XLA chooses the order. Sums of integers are equal in any, and one that is cut stays too long.
     sums: tuple[jax.Array, jax.Array] = lax.reduce((high, low), (zero, zero), _add_words, (1,))
     return sums
 
@@ -409,6 +413,7 @@ def _square_words(
     rows = jnp.abs(rows).astype(jnp.uint32)
     rows = jnp.pad(rows, ((0, 0), (0, -size % _BLOCK)))
     blocks = rows.reshape(len(steps), -1, _BLOCK)
+    # Both are below 2^12, since steps are cut to 24 bits.
     upper = blocks >> _HALF
     lower = blocks & (2**_HALF - 1)
     # k^2 = upper^2 2^24 + upper lower 2^13 + lower^2

@@ -62,7 +62,7 @@ def forward_bytes(jaxpr: Any) -> int:
     for eqn in jaxpr.eqns:
         bodies = list(jex.jaxprs_in_params(eqn.params))
         if bodies:
-            iterations = eqn.params.get("length", 1)
+            iterations = eqn.params.get("length", 1)  # those of a `while` are unknown
             total += iterations * sum(map(forward_bytes, bodies))
             continue
         for variable in eqn.outvars:

@@ -19,6 +19,7 @@ def refuse_batch_norm(jaxpr: jex.Jaxpr) -> None:
         # The program of one example shows a mean over its own entries only, so BatchNorm is known
         # by the functions that traced it.
         for function, caller in itertools.pairwise(callers):
+            # Flax calls `_compute_stats`, and Haiku `mean`.
             if function in ("_compute_stats", "mean") and caller == "BatchNorm.__call__":
                 raise ValueError(
                     "loss_fn uses BatchNorm in batch mode. Its output for one example depends on "
@@ -65,7 +66,7 @@ def refuse_collectives(jaxpr: jex.Jaxpr) -> None:
 def refuse_calls_of_a_batch(jaxpr: jex.Jaxpr) -> None:
     """Raises ValueError if a program hands a batch to a function that JAX does not batch."""
     for eqn in jaxprs.every_equation(jaxpr):
-        method = eqn.params.get("vmap_method")
+        method = eqn.params.get("vmap_method")  # of a callback or of a foreign function
         # "sequential" and "sequential_unrolled" call the function once for each example.
         if isinstance(method, str) and not method.startswith("sequential"):
             raise ValueError(

@@ -380,7 +380,7 @@ def _reciprocal(x: Operand) -> Box:
         return Box(below, above, nonnegative=True)
     is_nonzero = (low > 0) | (high < 0)
     may_be_zero = ~is_nonzero
-    below, above = widen(1 / high, 1 / low, 2)
+    below, above = widen(1 / high, 1 / low, 2)  # it falls on either side of zero
     below = jnp.where(may_be_zero, -jnp.inf, below)
     above = jnp.where(may_be_zero, jnp.inf, above)
     return Box(below, above)
@@ -410,7 +410,7 @@ def _rem(
         # than |y| apart, and their rests keep the order.
         rests = eqn.ends(x, y)
         has_one_sign = (low >= 0) | (high <= 0)
-        rounding = 1 + 4 * slack(low.dtype, 1)
+        rounding = 1 + 4 * slack(low.dtype, 1)  # of the difference of the ends
         is_short = (high - low) * rounding < largest_y
         is_monotone |= has_one_sign & is_short & (rests[0] <= rests[1])
     below = jnp.where(is_monotone, rests[0], below)

@@ -73,7 +73,7 @@ def _scatter_add(
     x = inflate(at_least_float32(x), terms + 1)
     updates = inflate(at_least_float32(updates), terms + 1)
     low, high = eqn.ends(x, indices, updates)
-    underflow = terms * tiny(low.dtype)
+    underflow = terms * tiny(low.dtype)  # one for each addition
     low = low - underflow
     high = high + underflow
     return narrow(eqn, low, high)
@@ -162,6 +162,8 @@ def _top_k(eqn: Equation, x: Operand) -> list[Box]:
     """Bounds the k largest entries, and the indices that each of them can have."""
     x = without_nan(x)
     axis = eqn.params.get("axis", x.ndim - 1)
+    # The k-th largest entry rises with every entry, so its ends are those of all lower and of all
+    # upper ends.
     low = eqn.bind(lower(x))[0]
     high = eqn.bind(upper(x))[0]
     index_dtype = eqn.outputs[1].dtype
@@ -187,6 +189,7 @@ def _sort(eqn: Equation, *operands: Operand) -> list[Box]:
         raise NoRuleError("It does not sort by several keys of which one is an interval.")
     key = _axis_last(without_nan(operands[0]), axis)
     others = [_axis_last(x, axis) for x in operands[1:]]
+    # As in `top_k`: the entry at a place rises with every entry.
     results = [(jnp.sort(lower(key)), jnp.sort(upper(key)))]
     if others:
         may_stand = _may_stand(key, np.arange(key.shape[-1]))

@@ -51,7 +51,7 @@ def _softmax_gradient(
         below = below - error * jnp.maximum(1, sum_of_others(high))
         low = jnp.maximum(low, below)
         high = jnp.minimum(high, above)
-    weights_inflated = inflate(weights, low.shape[-1])
+    weights_inflated = inflate(weights, low.shape[-1])  # by the rounding of their sum
 
     def total_of(v: jax.Array) -> jax.Array:
         return jnp.sum(v, axis=-1, keepdims=True)
@@ -124,6 +124,7 @@ def _sigmoid_value(
     low = lower(logits)
     high = upper(logits)
 
+    # As max(z, 0) + log(1 + exp(-|z|)), which does not overflow.
     def value(z: jax.Array, y: jax.Array) -> jax.Array:
         linear = jnp.maximum(z, 0) - y * z
         return linear + jnp.log1p(jnp.exp(-jnp.abs(z)))
@@ -168,7 +169,7 @@ def _binary_hinge(
     if eqn.name == "binary_hinge":
         return _positive_part(low, high)
     certain = (low > 0).astype(low.dtype)
-    possible = (~(high <= 0)).astype(low.dtype)
+    possible = (~(high <= 0)).astype(low.dtype)  # also NaN
     is_positive = Box(certain, possible, nonnegative=True)
     low, high = corner_products(is_positive, sign)
     return Box(-high, -low)
@@ -198,8 +199,9 @@ def _multiclass_hinge(
     above = column_of_label[..., 0]
     row_of_label = jnp.take_along_axis(gaps, label[..., None, None], axis=-2)
     below = -row_of_label[..., 0, :]
-    above = jnp.where(is_label, -jnp.inf, above)
+    above = jnp.where(is_label, -jnp.inf, above)  # no rival of itself
     below = jnp.where(is_label, -jnp.inf, below)
+    # `argmax` takes NaN for the largest, so such weights would pass for a label.
     has_nan = jnp.isnan(weights).any(axis=-1)
     low = 1 + jnp.max(below, axis=-1)
     high = 1 + jnp.max(above, axis=-1)
@@ -219,7 +221,7 @@ def _multiclass_hinge_gradient(
 ) -> Box:
     """Bounds (e_j - e_y) [loss > 0], where j is the rival: the largest class besides y."""
     is_certain = (low > 0)[..., None]
-    is_possible = ~(high <= 0)[..., None]
+    is_possible = ~(high <= 0)[..., None]  # also NaN
     # Entry [k, j]: whether z_k < z_j for certain, for another class j than the label.
     gaps = jnp.where(is_label[..., :, None], jnp.inf, gaps)
     is_beaten = (gaps < 0) & ~is_label[..., None, :]

@@ -242,6 +242,7 @@ def _dot_general(
     dims = eqn.params["dimension_numbers"]
     (a_contract, _), (a_batch, _) = dims
     terms = math.prod(a.shape[axis] for axis in a_contract)
+    # The tight forms are written for products without batch axes.
     if eqn.product != "tight" or a_batch:
         return _general_product(eqn, a, b, terms)
     if terms == 1:
@@ -312,7 +313,7 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Multiply]:
             block_sums = block_sums[: 2**level] + block_sums[2**level :]
         return block_sums[0]
 
-    return size + levels, blocked
+    return size + levels, blocked  # inside of a block, and one for each halving
 
 
 # --- Short sums ---------------------------------------------------------------------------------
@@ -492,6 +493,7 @@ def use_zero_sum(
         low = low - underflow
         high = high + underflow
         bounds = narrow(eqn, low, high)
+        # Both bounds hold, so the tighter end of each does.
         result.lower = jnp.maximum(result.lower, bounds.lower)
         result.upper = jnp.minimum(result.upper, bounds.upper)
 
@@ -525,6 +527,7 @@ def _note_differences(
 ) -> None:
     """Stores how to bound z_j - z_c = sum_n h_n (w_nj - w_nc), for a result z = h w (T2)."""
     (a_contract, b_contract), _ = dims
+    # That is without batch axes, and with one contracted axis.
     is_plain = len(a.shape) + len(b.shape) - 2 == result.ndim
     if len(a_contract) != 1 or not is_plain:
         return
@@ -544,6 +547,7 @@ def _note_differences(
         return
     terms = hidden.shape[hidden_axis]
 
+    # A function, because only a softmax asks for them, and they take K^2 products.
     def differences() -> jax.Array:
         low = jnp.moveaxis(lower(weights), weights_axis, 0)  # [n, K]
         high = jnp.moveaxis(upper(weights), weights_axis, 0)

@@ -207,6 +207,7 @@ def _sum(
     vmem = _vmem(blocks, u.dtype.itemsize)
     total: jax.Array = pl.pallas_call(
         functools.partial(_kernel, across=across),
+        # The axes of the sum come first, so a block of it stays on the chip for all examples.
         grid=(blocks_of_rows, blocks_of_cols, steps, turns),
         in_specs=[of_factors, of_u, of_w],
         out_specs=of_total,
@@ -231,7 +232,7 @@ def _kernel(
     examples = u.shape[0]
     own_factors = [factors[0, step * examples + k] for k in range(examples)]
 
-    _clear(total, (step == 0) & (part == 0))
+    _clear(total, (step == 0) & (part == 0))  # it holds anything before
     are_used = [factor != 0 for factor in own_factors]
     is_used = functools.reduce(jnp.logical_or, are_used)
 

@@ -217,7 +217,7 @@ def _after_block(t: jax.Array, lanes: _Lanes, words: jax.Array) -> _Lanes:
 def after_word(t: jax.Array, lanes: _Lanes, word: jax.Array) -> _Lanes:
     """Returns the lanes after one word each, uint32 [K]."""
     k, u = lanes.k, lanes.u
-    limit = t * jnp.maximum(k, 1)
+    limit = t * jnp.maximum(k, 1)  # t itself for u, at k = 0
     uniform = word % limit
     # Whether the word is below the last multiple of the limit, without a second division.
     is_fair = word - uniform <= jnp.uint32(_TOP) - limit

@@ -84,6 +84,7 @@ def slab_thresholds() -> np.ndarray:
     A uniform number of 128 bits belongs to the slab whose number is the count of thresholds that
     are not above it.
     """
+    # 2^128 has 39 digits, so the sums round far behind them.
     with decimal.localcontext(prec=80):
         # exp(-c^2 / 2) at c = j / 16.
         weights = [(-decimal.Decimal(j * j) / 512).exp() for j in range(_SLABS)]
@@ -153,7 +154,7 @@ def _quick(
     half = half >> 1
     linear = d * slab << 8
     square = half * half >> 7  # (2 half)^2 2^-9
-    most = linear + square + 1
+    most = linear + square + 1  # what the shift cuts off
     # u_1 is not below y, so n is 0, which is even.
     is_sure = ~is_tied & (first[2] >= most)
     return is_sure, _magnitude(bits, slab, place)
@@ -170,7 +171,7 @@ def _slab_of_first(
     is_tied = jnp.zeros(word.shape, bool)
     for threshold in slab_thresholds()[:_NEAR_SLABS, 0]:
         slab += (word > threshold).astype(jnp.uint32)
-        is_tied |= word == threshold
+        is_tied |= word == threshold  # the other words decide
     return slab, is_tied | (slab == _NEAR_SLABS)
 
 
@@ -185,6 +186,7 @@ def _magnitude(
     of_slab = slab << (bits - 3)
     of_place = place >> (35 - bits)
     doubled = of_slab + of_place
+    # round(x) is floor((floor(2 x) + 1) / 2).
     nearest = doubled + 1 >> 1
     return nearest.astype(jnp.int32)
 
@@ -240,6 +242,7 @@ def _slow(
         words = chacha.block(key_words, (counters, number, state.turn, chacha.NOISE))
         return _after_turn(bits, state, words)
 
+    # From the words, so that the carry varies over the same mesh axes as what the loop returns.
     zeros = first[2] * 0
     start = _Lanes(
         turn=jnp.uint32(1),
@@ -300,6 +303,7 @@ def _slab(
     """Returns the slab of uniform numbers, uint32 [4, K]: the thresholds that are not above."""
     thresholds = jnp.asarray(slab_thresholds())
     slab = jnp.zeros_like(words[0])
+    # Halving takes 8 comparisons in place of 255.
     step = _SLABS // 2
     while step:
         # The slab is at least slab + step if the threshold before that is not above.
@@ -335,11 +339,13 @@ def exponent(
     y = 2 X (j 2^44 + X) 2^-96.
     """
     rest = low >> 22
+    # 2 X = 4 D + 2, in limbs of 16 bits.
     end = (high & 0xF) << 12
     lowest = (rest << 2) + 2 | end
     middle = high >> 4 & 0xFFFF
     highest = high >> 20
     twice_x = (lowest, middle, highest)
+    # j 2^44 + X with X = 2 D + 1.
     end = (high & 0x1F) << 11
     lowest = (rest << 1) + 1 | end
     middle = high >> 5 & 0xFFFF
@@ -348,6 +354,7 @@ def exponent(
     highest = slab >> 4
     factor = (lowest, middle, upper, highest)
     limbs = _product(twice_x, factor)
+    # y is below 1, so the seventh limb is 0.
     words = [high << 16 | low for high, low in zip(limbs[5::-2], limbs[4::-2], strict=False)]
     return jnp.stack(words)
 
@@ -357,6 +364,7 @@ def _product(
     right: tuple[jax.Array, ...],
 ) -> list[jax.Array]:
     """Returns the limbs of a product of numbers in limbs of 16 bits, the lowest first."""
+    # At most six halves of 16 bits and a carry meet in a column, which a word holds.
     columns = [jnp.zeros_like(left[0]) for _ in range(len(left) + len(right))]
     for i, x in enumerate(left):
         for k, y in enumerate(right):

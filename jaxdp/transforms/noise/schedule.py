@@ -75,7 +75,7 @@ class NoiseSchedule:
         """Raises ValueError unless every step has noise."""
         # NaN compares as False.
         without_noise = ~(self._values(range(self.steps)) > 0)
-        unusable = np.isnan(self.table()[:-1])
+        unusable = np.isnan(self.table()[:-1])  # the entry behind the plan is NaN
         refused = np.flatnonzero(without_noise | unusable)
         if not refused.size:
             return
