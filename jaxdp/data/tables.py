@@ -327,7 +327,7 @@ def number_column(table: Table, name: str, cells: Sequence[str]) -> np.ndarray |
             )
         array = np.array(integers, np.int64)
         check_whole(array, f"{where} (texts=({name!r},) keeps identifiers)")
-        fits_32_bits = not array.size or np.abs(array).max() < 2**31
+        fits_32_bits = all(-(2**31) < number < 2**31 for number in integers)
         return array.astype(np.int32) if fits_32_bits else array
     array = real(table, name, cells)
     check_digits(array, where)

@@ -365,8 +365,8 @@ def private_values(
     def compute(secret: bytes) -> dict[str, np.ndarray]:
         key = stream(secret, "private regression")
         options = {"epsilon": epsilon_each, "output_range": ends}
-        outputs = _logits(apply_fn, bounds.params, queries)
-        values = np.asarray(outputs).reshape(count)
+        logits = _logits(apply_fn, bounds.params, queries)
+        values = np.asarray(logits).reshape(count)
         if not row.certified:
             return {"answers": row.answer(key, values, **options)}
         logits = certify(bounds, apply_fn, queries).logits

@@ -51,7 +51,7 @@ class LedgerReader:
     # --- Terms -----------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Returns the names of all datasets, in the order of their registration."""
+        """Returns the names of all datasets, sorted."""
         with self._transaction("DEFERRED") as db:  # a read takes no lock
             return [dataset.name for dataset in datasets(db)]
 
@@ -192,11 +192,8 @@ class LedgerReader:
         """
         with self._transaction("DEFERRED") as db:
             dataset = dataset_of(db, name)
-            if dataset.epsilon is None or dataset.delta is None:
-                return math.inf
             compositions = self._spends.compositions(db, dataset, partition)
-        used = max(used_epsilon(dataset, proven(counts)) for counts in compositions)
-        return max(0.0, dataset.epsilon - used)
+        return _remaining(dataset, compositions)
 
     def _epsilon(
         self,
@@ -219,7 +216,7 @@ class LedgerReader:
             compositions = [counts + step for counts in compositions]
             for counts in compositions:
                 check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
-        return max(epsilon_of(dataset, counts, delta) for counts in compositions)
+        return _largest_epsilon(dataset, compositions, delta)
 
     def explain(self, name: str, *, delta: float | None = None, by: By = "event") -> Explanation:
         """Returns what each group of releases adds to epsilon, alone and beside the others.
@@ -368,25 +365,37 @@ class LedgerReader:
             1000 spends that did not commit (running, failed or killed) and count in full. `holds`
             count in no number.
         """
+        # Everything is read in one transaction, so that rows, numbers and head belong together.
         with self._transaction("DEFERRED") as db:
-            entries = [reports.entry(db, dataset, delta) for dataset in datasets(db)]
+            head = self._store.last()
             history = contacts.rows(db)
+            accounts = [
+                (
+                    dataset,
+                    reports.entry(db, dataset, delta),
+                    self._spends.compositions(db, dataset, None),
+                )
+                for dataset in datasets(db)
+            ]
         # Outside the transaction, because PLDs are slow.
-        for entry in entries:
-            name = entry["name"]
-            entry |= contacts.current(history, name)
-            epsilon = self.epsilon(name, delta=entry["delta"])
+        entries = []
+        for dataset, entry, compositions in accounts:
+            entry |= contacts.current(history, dataset.name)
+            at_delta = entry["delta"]
             if entry.pop("unproven"):
                 entry["headline"] = "inf (empirical only)"
             else:
+                epsilon = _largest_epsilon(dataset, compositions, at_delta)
                 entry["headline"] = f"{epsilon:.6g}"
-            proven_part = self.proven_epsilon(name, delta=entry["delta"])
-            entry["proven_epsilon"] = reports.finite(proven_part)
-            entry["remaining"] = reports.finite(self.remaining(name))
+            proven_parts = [proven(counts) for counts in compositions]
+            proven_epsilon = _largest_epsilon(dataset, proven_parts, at_delta)
+            entry["proven_epsilon"] = reports.finite(proven_epsilon)
+            entry["remaining"] = reports.finite(_remaining(dataset, compositions))
+            entries.append(entry)
         return {
             "path": self._path,
             "schema_version": SCHEMA_VERSION,
-            "head": dataclasses.asdict(self.head),
+            "head": dataclasses.asdict(head),
             "contacts": len(history),
             "datasets": entries,
         }
@@ -501,3 +510,16 @@ def _delta_for(dataset: Dataset, delta: float | None) -> float:
             f"delta is needed: dataset {dataset.name!r} has none registered. Give one."
         )
     return delta
+
+
+def _largest_epsilon(dataset: Dataset, compositions: Sequence[Counts], delta: float) -> float:
+    """Returns epsilon of the units that bear most."""
+    return max(epsilon_of(dataset, counts, delta) for counts in compositions)
+
+
+def _remaining(dataset: Dataset, compositions: Sequence[Counts]) -> float:
+    """Returns the budget's epsilon less the spent one, or infinity without a budget."""
+    if dataset.epsilon is None or dataset.delta is None:
+        return math.inf
+    used = max(used_epsilon(dataset, proven(counts)) for counts in compositions)
+    return max(0.0, dataset.epsilon - used)

@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from jaxdp.privacy import BudgetExceeded, Ledger, accounting, database, spent_epsilon, store
+from jaxdp.privacy import (
+    BudgetExceeded,
+    Ledger,
+    accounting,
+    database,
+    ledger_reader,
+    spent_epsilon,
+    store,
+)
 from jaxdp.privacy import epsilon as epsilon_at
 from jaxdp.privacy.events import (
     ComposedDpEvent,
@@ -900,3 +908,26 @@ def test_report_is_json_and_text(ledger):
     ):
         assert words in text
     assert UnprovenDpEvent.__name__ not in text
+
+
+def test_a_report_is_of_one_instant(tmp_path, monkeypatch):
+    """Another process spends while a slow PLD is computed. A report that read the numbers after
+    the rows would hold both instants."""
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger, Ledger(path) as other:
+        register(ledger, epsilon=8.0, delta=DELTA)
+        spend(ledger, GaussianDpEvent(4.0))
+        before = ledger.report()
+        original = ledger_reader.epsilon_of
+
+        def slow(*args):
+            spend(other, GaussianDpEvent(4.0))
+            return original(*args)
+
+        monkeypatch.setattr(ledger_reader, "epsilon_of", slow)
+        during = ledger.report()
+        monkeypatch.undo()
+        assert during == before
+        after = ledger.report()
+    assert after["head"]["spend"] > before["head"]["spend"]
+    assert after["datasets"][0]["proven_epsilon"] > before["datasets"][0]["proven_epsilon"]
