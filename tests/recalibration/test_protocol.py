@@ -358,7 +358,7 @@ def test_a_source_shows_nothing_of_its_records():
     assert repr(Party(*people(7))) == "Party(account=None, unit=None)"
     with registered() as ledger:
         account = ledger.account("clinic")
-        assert repr(Party(*people(7), account=account)) == f"Party(account={account!r})"
+        assert repr(Party(*people(7), account=account)) == f"Party(account={account!r}, unit=None)"
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
