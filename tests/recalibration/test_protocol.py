@@ -355,10 +355,10 @@ def test_an_account_is_one_of_a_ledger():
 
 
 def test_a_source_shows_nothing_of_its_records():
-    assert repr(Party(*people(7))) == "Party(account=None)"
+    assert repr(Party(*people(7))) == "Party(account=None, unit=None)"
     with registered() as ledger:
         account = ledger.account("clinic")
-        assert repr(Party(*people(7), account=account)) == f"Party(account={account!r})"
+        assert repr(Party(*people(7), account=account)) == f"Party(account={account!r}, unit=None)"
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
@@ -653,6 +653,47 @@ def test_a_workdir_that_was_restored_from_a_copy_does_not_reveal_a_difference(tm
             source.begin(method, epsilon=1.0, workdir=tmp_path / str(i)).answer(temperature)
         )
     assert (heard[0] == heard[1]).all() and (heard[0] != heard[2]).any()
+
+
+def test_copies_of_a_workdir_answer_one_question_in_a_round(tmp_path):
+    """Each copy has the secret. Without marks, copies that are asked other questions would answer
+    them with independent noise, all for one charge."""
+    ledger = registered(epsilon=1.0, delta=0.0)
+    method, source = AccT(iterations=2), Party(*people(50), account=ledger.account("clinic"))
+    source.begin(method, epsilon=1.0, workdir=tmp_path / "original").close()
+    copies = [tmp_path / name for name in ("first", "equal", "other")]
+    for copy in copies:
+        shutil.copytree(tmp_path / "original", copy)
+    first, equal, other = (source.begin(method, epsilon=1.0, workdir=copy) for copy in copies)
+    answer = first.answer(1.0)
+    assert (equal.answer(1.0) == answer).all()
+    with pytest.raises(ValueError, match=r"round 0 was asked at another temperature than 2\.0"):
+        other.answer(2.0)
+    assert (other.answer(1.0) == answer).all()  # so it may go on
+    first.answer(0.5)
+    with pytest.raises(ValueError, match=r"round 1 was asked at another temperature than 0\.25"):
+        equal.answer(0.25)
+    for talk in (first, equal, other):
+        talk.close()
+    # What was answered while the ledger had no marks is marked when the conversation goes on.
+    restored = registered(epsilon=2.0, delta=0.0)
+    source = Party(*people(50), account=restored.account("clinic"))
+    source.begin(method, epsilon=1.0, workdir=copies[0]).close()
+    with (
+        source.begin(method, epsilon=1.0, workdir=copies[1]) as equal,
+        pytest.raises(ValueError, match=r"round 1 was asked at another temperature than 0\.25"),
+    ):
+        equal.answer(0.25)
+    labels = [row["label"] for row in restored.history("clinic") if row["event"] == "NoOp()"]
+    assert [label.split(", attempt")[0] for label in labels] == ["AccT, round 0", "AccT, round 1"]
+    assert restored.epsilon("clinic", delta=0.0) == 1.0
+
+
+def test_a_source_names_the_unit_of_its_records():
+    account = registered().account("clinic")  # of patients
+    assert Party(*people(3), account=account, unit="patient").units == 3
+    with pytest.raises(ValueError, match="unit of 'clinic' must be that of its account, 'patient'"):
+        Party(*people(3), account=account, unit="scan")
 
 
 def test_an_answer_that_cannot_be_kept_is_not_given(tmp_path, monkeypatch):

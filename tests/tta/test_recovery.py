@@ -73,9 +73,9 @@ def adapter_of(clip_norm=1.0, optimizer=SGD, sigma=SIGMA, apply_fn=tiny.apply_fn
     return tta.Adapter(apply_fn, tiny.PARAMS, method, optimizer, **terms)
 
 
-def new_ledger(path=None, **budget):
+def new_ledger(path=None, unit="photograph", **budget):
     ledger = Ledger.in_memory() if path is None else Ledger(path)
-    ledger.register("stream", adjacency="replace_one", unit="photograph", **budget)
+    ledger.register("stream", adjacency="replace_one", unit=unit, **budget)
     return ledger
 
 
@@ -482,8 +482,9 @@ def test_what_is_not_the_same_stream_is_refused(tmp_path):
             tta.serve(adapter, other, account=account_of(ledger), workdir=tmp_path)
     with pytest.raises(ValueError, match="stream has 2 batches, but 3 were served in"):
         tta.serve(adapter, batches[:2], account=account_of(ledger), workdir=tmp_path)
+    samples = account_of(new_ledger(unit="sample"), unit="sample")
     with pytest.raises(ValueError, match="holds a stream with another unit"):
-        tta.serve(adapter, stream, account=account_of(ledger, unit="sample"), workdir=tmp_path)
+        tta.serve(adapter, stream, account=samples, workdir=tmp_path)
     with pytest.raises(ValueError, match="holds a stream with another event"):
         tta.serve(adapter_of(sigma=1.0), stream, account=None, workdir=tmp_path)
     with pytest.raises(ValueError, match="holds the state of another adapter"):
@@ -638,7 +639,7 @@ def test_an_event_is_what_serving_charges_and_a_hold_for_it_is_used_up(accumulat
     stream = stream_of(24, 24, 16, units=units, order="mixed")
     cost = tta.event(EVENT, stream, unit=unit, accumulate=accumulate)
     assert cost == tta.event(EVENT, list(stream), unit=unit, accumulate=accumulate)
-    ledger = new_ledger()
+    ledger = new_ledger(unit=unit)
     with ledger.account("stream").hold(cost) as hold:
         account = tta.StreamAccount(hold.account("stream"), event=EVENT, unit=unit)
         tta.serve(adapter_of(accumulate=accumulate), stream, account=account)
