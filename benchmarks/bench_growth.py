@@ -9,7 +9,7 @@ Time is processor time, the median of the rounds, because other programs may use
 is the most memory that the process held. "held" is what XLA allocates for the arguments, results
 and temporary arrays of the largest program."""
 
-import argparse
+import functools
 import itertools
 import json
 import os
@@ -34,7 +34,7 @@ POINTS = {
 FEATURES, CLASSES, UNITS, BATCH = 256, 10, 512, 512
 
 
-def timed(call: Callable[[], Any]) -> dict[str, float]:
+def timed(call: Callable) -> dict[str, float]:
     """Returns processor and wall seconds of a call, the medians of the rounds after a first one."""
     call()
     wall, cpu = [], []
@@ -46,7 +46,7 @@ def timed(call: Callable[[], Any]) -> dict[str, float]:
     return {"cpu_s": statistics.median(cpu), "wall_s": statistics.median(wall)}
 
 
-def training(units: int, batch: int, devices: int) -> tuple[Any, ...]:
+def training(units: int, batch: int, devices: int) -> tuple:
     """Returns a trainer of a multilayer perceptron, its first parameters, its source, and its loss
     of a batch."""
     import jax
@@ -59,18 +59,16 @@ def training(units: int, batch: int, devices: int) -> tuple[Any, ...]:
     from jaxdp.data import PoissonSampler, from_arrays
 
     rng = np.random.default_rng(0)
-    sizes = (FEATURES, units, units, CLASSES)
-    params = [
-        jnp.asarray(rng.normal(size=pair) / np.sqrt(pair[0]), jnp.float32)
-        for pair in itertools.pairwise(sizes)
-    ]
+    params = []
+    for pair in itertools.pairwise((FEATURES, units, units, CLASSES)):
+        params.append(jnp.asarray(rng.normal(size=pair) / np.sqrt(pair[0]), jnp.float32))
     records = 8192
     source = from_arrays(
         x=rng.normal(size=(records, FEATURES)).astype(np.float32),
         y=rng.integers(CLASSES, size=records),
     )
 
-    def mean_loss(params: Any, batch: Any) -> jax.Array:
+    def mean_loss(params, batch):
         h = jnp.tanh(jnp.tanh(batch["x"] @ params[0]) @ params[1]) @ params[2]
         return optax.softmax_cross_entropy_with_integer_labels(h, batch["y"]).mean()
 
@@ -91,9 +89,8 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
     """Measures a step on one physical batch of `batch` examples, and the plain step."""
     import jax
     import numpy as np
-    import optax
 
-    from benchmarks import bench_scale
+    from benchmarks import bench_scale, problems
     from jaxdp.compilers import hlo
 
     trainer, params, source, mean_loss = training(units, batch, devices)
@@ -103,7 +100,7 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
         for function, args in trainer.programs(state, source).values()
     ]
 
-    def private() -> None:
+    def private():
         jax.block_until_ready(trainer.update(state, trainer.sums(state, source, rows)))
 
     row = timed(private)
@@ -118,19 +115,17 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
         optimizer = trainer.optimizer
 
         @jax.jit
-        def updated(params: Any, opt_state: Any, batch: Any) -> Any:
-            updates, opt_state = optimizer.update(
-                jax.grad(mean_loss)(params, batch), opt_state, params
-            )
-            return optax.apply_updates(params, updates), opt_state
+        def updated(params, opt_state, batch):
+            grads = jax.grad(mean_loss)(params, batch)
+            return problems.updated(optimizer, grads, opt_state, params)
 
         opt_state = optimizer.init(params)
-        plain = timed(
-            lambda: jax.block_until_ready(
-                updated(params, opt_state, jax.device_put(source.gather(rows)))
-            )
-        )
-        row["plain_cpu_s"] = plain["cpu_s"]
+
+        def plain():
+            batch = jax.device_put(source.gather(rows))
+            jax.block_until_ready(updated(params, opt_state, batch))
+
+        row["plain_cpu_s"] = timed(plain)["cpu_s"]
     return row
 
 
@@ -141,20 +136,22 @@ def steps_point(steps: int) -> dict[str, float]:
     from jaxdp.privacy import Ledger
 
     trainer, params, source, _ = training(128, 128, 1)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Ledger(pathlib.Path(folder) / "ledger.sqlite") as ledger,
-    ):
-        ledger.register("data", adjacency="add_remove", unit="example", delta=1e-6)
-        options = {"account": ledger.account("data"), "checkpoint_every": 50, "progress": False}
-        finetune.fit(
-            trainer, params, source, steps=1, workdir=pathlib.Path(folder) / "first", **options
-        )
-        start, start_cpu = time.perf_counter(), time.process_time()
-        finetune.fit(
-            trainer, params, source, steps=steps, workdir=pathlib.Path(folder) / "run", **options
-        )
-        return {"cpu_s": time.process_time() - start_cpu, "wall_s": time.perf_counter() - start}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        with Ledger(folder / "ledger.sqlite") as ledger:
+            ledger.register("data", adjacency="add_remove", unit="example", delta=1e-6)
+            account = ledger.account("data")
+            run = functools.partial(
+                finetune.fit,
+                *(trainer, params, source),
+                account=account,
+                checkpoint_every=50,
+                progress=False,
+            )
+            run(steps=1, workdir=folder / "first")
+            start, start_cpu = time.perf_counter(), time.process_time()
+            run(steps=steps, workdir=folder / "run")
+            return {"cpu_s": time.process_time() - start_cpu, "wall_s": time.perf_counter() - start}
 
 
 def ledger_point(rows: int) -> dict[str, float]:
@@ -170,7 +167,7 @@ def ledger_point(rows: int) -> dict[str, float]:
                 with ledger.spend("data", event):
                     pass
 
-        def one_more() -> None:
+        def one_more():
             with Ledger(path) as ledger:
                 ledger.epsilon("data")
                 with ledger.spend("data", event):
@@ -179,7 +176,7 @@ def ledger_point(rows: int) -> dict[str, float]:
         return timed(one_more) | {"file_mb": path.stat().st_size / 1e6}
 
 
-MEASURES: dict[str, Callable[[int], dict[str, float]]] = {
+MEASURES = {
     "batch": lambda value: step_point(batch=value),
     "parameters": lambda value: step_point(units=value),
     "devices": lambda value: step_point(devices=value),
@@ -199,59 +196,31 @@ def measured(axis: str, value: int) -> dict[str, float]:
         text=True,
         check=True,
     )
-    point: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    point = json.loads(done.stdout.splitlines()[-1])
     return point
 
 
-def draw(report: dict[str, Any], path: str) -> None:
+def draw(report: dict, path: str):
     """Draws time and memory of each axis, and work and bytes of a device."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
 
     figure = Figure(figsize=(17, 6.4), layout="constrained")
-    times, memories = figure.subplots(2, len(POINTS))
-    names = {
-        "batch": "examples in a physical batch",
-        "parameters": "parameters",
-        "devices": "virtual devices on two cores",
-        "steps": "steps of a run, a checkpoint every 50",
-        "ledger rows": "rows of the ledger",
-    }
-    for axis, above, below in zip(POINTS, times, memories, strict=True):
+    for column, (axis, (xlabel, title)) in enumerate(AXES.items()):
         points = report["axes"][axis]
-        x = [
-            point.get("parameters", point["value"]) if axis == "parameters" else point["value"]
-            for point in points
-        ]
-
-        def line(
-            axes: Any, key: str, label: str, scale: float = 1.0, x: Any = x, points: Any = points
-        ) -> None:
-            axes.plot(
-                x, [point[key] * scale for point in points], marker="o", markersize=4, label=label
-            )
-
-        line(above, "cpu_s", "private", 1e3)
-        if all("plain_cpu_s" in point for point in points):
-            line(above, "plain_cpu_s", "plain", 1e3)
-        if axis == "devices":
-            line(above, "flops", "MFLOP of one device", 1e-6)
-        above.set_title(
-            {"steps": "ms of a run", "ledger rows": "ms to open, ask and spend"}.get(
-                axis, "ms of a step"
-            )
-        )
-        line(below, "rss_mb", "resident memory of the process")
-        if "held_mb" in points[0]:
-            line(below, "held_mb", "of XLA, for one device")
-        if "file_mb" in points[0]:
-            line(below, "file_mb", "file of the ledger")
-        below.set_title("MB")
-        for axes in (above, below):
+        key = "parameters" if axis == "parameters" else "value"
+        x = [point[key] for point in points]
+        work = [("flops", "MFLOP of one device", 1e-6)] if axis == "devices" else []
+        for row, (heading, lines) in enumerate(((title, TIMES + work), ("MB", MEMORIES))):
+            axes = figure.add_subplot(2, len(AXES), 1 + column + row * len(AXES))
+            for name, label, scale in lines:
+                if all(name in point for point in points):
+                    values = [point[name] * scale for point in points]
+                    axes.plot(x, values, marker="o", markersize=4, label=label)
+            axes.set_title(heading)
             axes.set_xscale("log")
-            axes.set_xticks(
-                x, [f"{value:,}" if value < 1e5 else f"{value / 1e6:.1f} M" for value in x]
-            )
+            names = [f"{value:,}" if value < 1e5 else f"{value / 1e6:.1f} M" for value in x]
+            axes.set_xticks(x, names)
             axes.minorticks_off()
             values = [value for drawn in axes.lines for value in drawn.get_ydata()]
             if max(values) > 5 * min(values):
@@ -263,17 +232,32 @@ def draw(report: dict[str, Any], path: str) -> None:
             axes.yaxis.set_major_formatter("{x:,g}")
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
-        below.set_xlabel(names[axis])
+        axes.set_xlabel(xlabel)
     figure.suptitle("Processor time and memory, medians of processes of their own")
     figure.savefig(path, dpi=90)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--picture", default=".bench/growth.png")
-    parser.add_argument("--point", nargs=2, help="an axis and a value: measure this point here")
+# The label of x, and the title of the times.
+AXES = {
+    "batch": ("examples in a physical batch", "ms of a step"),
+    "parameters": ("parameters", "ms of a step"),
+    "devices": ("virtual devices on two cores", "ms of a step"),
+    "steps": ("steps of a run, a checkpoint every 50", "ms of a run"),
+    "ledger rows": ("rows of the ledger", "ms to open, ask and spend"),
+}
+TIMES = [("cpu_s", "private", 1e3), ("plain_cpu_s", "plain", 1e3)]
+MEMORIES = [
+    ("rss_mb", "resident memory of the process", 1),
+    ("held_mb", "of XLA, for one device", 1),
+    ("file_mb", "file of the ledger", 1),
+]
+FLAGS = {
+    "picture": ".bench/growth.png",
+    "point": {"nargs": 2, "help": "an axis and a value: measure this point here"},
+}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
+def measure(flags) -> dict[str, Any] | None:
     if flags.point:
         axis, value = flags.point
         point = MEASURES[axis](int(value))

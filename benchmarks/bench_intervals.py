@@ -9,11 +9,9 @@ point. "Width" is the largest width of a result, "sampled" the largest distance 
 at points of the box. A sound bound cannot be narrower. The samples are computed in float64. The
 second command writes the tables of the page."""
 
-import argparse
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,7 @@ import optax
 from jax import lax
 
 import jaxdp
-from jaxdp.report import format_table
+from benchmarks import pages
 from jaxdp.transforms import losses
 from jaxdp.transforms.intervals import UnsupportedPrimitive
 
@@ -58,7 +56,7 @@ def normalised(z: jax.Array) -> jax.Array:
     return (z - z.mean()) * lax.rsqrt(z.var() + 1e-3)
 
 
-PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
+PROGRAMS = {
     # Losses of optax, as its documentation lists them.
     "optax.sigmoid_binary_cross_entropy": lambda z: optax.sigmoid_binary_cross_entropy(
         z, like(z, LABEL)
@@ -133,11 +131,11 @@ PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
 }
 
 
-def flat(x: Any) -> np.ndarray:
+def flat(x) -> np.ndarray:
     return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(x)])
 
 
-def widths(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any]:
+def widths(program: Callable, radius: float) -> dict:
     """Returns the widths of one program over one box, and whether all samples lie inside."""
     box = jaxdp.Interval(POINT - np.float32(radius), POINT + np.float32(radius))
     try:
@@ -156,7 +154,7 @@ def widths(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any]
     }
 
 
-def sampled(program: Callable[[jax.Array], Any], box: jaxdp.Interval) -> np.ndarray:
+def sampled(program: Callable, box: jaxdp.Interval) -> np.ndarray:
     """Returns the values of a program at points of a box, in float64, a row for each point."""
     low = np.asarray(box.lower, np.float64)
     high = np.asarray(box.upper, np.float64)
@@ -170,7 +168,7 @@ def sampled(program: Callable[[jax.Array], Any], box: jaxdp.Interval) -> np.ndar
     return np.concatenate(columns, 1)
 
 
-def tables(report: Any) -> dict[str, str]:
+def tables(report) -> dict[str, str]:
     """Returns the tables of docs/results/intervals.md."""
     rows, refused = [], []
     for name, by_radius in report["programs"].items():
@@ -180,22 +178,15 @@ def tables(report: Any) -> dict[str, str]:
             continue
         row = {"program": name}
         for radius, result in zip(RADII, results, strict=True):
-            row[f"width, {radius:g}"] = _number(result["width"])
-            row[f"sampled, {radius:g}"] = _number(result["sampled"])
+            width = result["width"]
+            row[f"width, {radius:g}"] = "infinite" if width is None else f"{width:.2g}"
+            row[f"sampled, {radius:g}"] = f"{result['sampled']:.2g}"
         sound = all(result["sound"] for result in results)
-        row["sound"] = "yes" if sound else "no"
-        rows.append(row)
-    return {
-        "bounded": format_table(rows, style="markdown"),
-        "refused": format_table(refused, style="markdown"),
-    }
+        rows.append(row | {"sound": "yes" if sound else "no"})
+    return {"bounded": pages.padded(rows), "refused": pages.padded(refused)}
 
 
-def _number(x: float | None) -> str:
-    return "infinite" if x is None else f"{x:.2g}"
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     programs = {}
     for name, program in PROGRAMS.items():
         programs[name] = {str(radius): widths(program, radius) for radius in RADII}

@@ -6,10 +6,9 @@ The design before ChaCha is here as "rbg, two normals". `jaxdp.transforms.noise.
 those of `fit`. NumPy and PyTorch draw on the host. Processor time counts all threads, so a value of
 one core and of two cores are compared fairly."""
 
-import argparse
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,27 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxdp
-from benchmarks import problems, timing
-from jaxdp import models
-from jaxdp.report import format_table
+from benchmarks import pages, problems, timing
 from jaxdp.transforms import noise
 
 SEED = bytes(16)
-# name, options, batch size
-MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "resnet20": ("resnet20", {}, 64),
-    "vit": (
-        "vit_tiny",
-        problems.VIT,
-        32,
-    ),
-}
+MODELS = {"resnet20": 64, "vit": 32}  # batch sizes of cases of `problems.cases`
+FLAGS = {"size": (2**20, "values of the vector"), "rounds": 9}
 
 
-def old_noise(key: jax.Array, tree: Any) -> Any:
+def old_noise(key: jax.Array, tree):
     """Sums two normals over sqrt(2), with a program for each leaf."""
 
-    def leaf(index: int, like: jax.Array) -> jax.Array:
+    def leaf(index, like):
         first, second = (
             jax.random.normal(k, like.shape)
             for k in jax.random.split(jax.random.fold_in(key, index))
@@ -49,15 +39,15 @@ def old_noise(key: jax.Array, tree: Any) -> Any:
 
 
 def compiled(
-    function: Callable[..., Any], *args: Any, options: dict[str, Any] | None = None
-) -> tuple[Callable[[], Any], float]:
+    function: Callable, *args, options: dict[str, Any] | None = None
+) -> tuple[Callable, float]:
     """Returns a call and the processor seconds of its tracing and compilation."""
     start = time.process_time()
     program = jax.jit(function, compiler_options=options).lower(*args).compile()
     return lambda: program(*args), time.process_time() - start
 
 
-def rows(calls: dict[str, Callable[[], Any]], size: int, rounds: int, base: str) -> dict[str, Any]:
+def rows(calls: dict[str, Callable], size: int, rounds: int, base: str) -> dict:
     wall, cpu = timing.interleaved(calls, rounds)
     table = {}
     for name in calls:
@@ -70,11 +60,11 @@ def rows(calls: dict[str, Callable[[], Any]], size: int, rounds: int, base: str)
     return table
 
 
-def vector(size: int, rounds: int) -> dict[str, Any]:
+def vector(size: int, rounds: int) -> dict:
     """Times one vector of float32."""
     like = jnp.zeros(size)
     keys = {impl: jax.random.key(0, impl=impl) for impl in ("rbg", "threefry2x32")}
-    functions: dict[str, tuple[Callable[..., Any], Any]] = {
+    functions = {
         "chacha12": (lambda key: noise.gaussian(key, like, 1.0), noise.stream(SEED, "noise")),
         "rbg, two normals": (lambda key: old_noise(key, like), keys["rbg"]),
         "rbg, one normal": (lambda key: jax.random.normal(key, like.shape), keys["rbg"]),
@@ -95,19 +85,16 @@ def vector(size: int, rounds: int) -> dict[str, Any]:
     return rows(calls, size, rounds, "chacha12")
 
 
-def step(name: str, rounds: int) -> dict[str, Any]:
+def step(name: str, rounds: int) -> dict:
     """Times the noise of a model's gradient beside its clipped gradient."""
-    model_name, options, batch_size = MODELS[name]
-    model = models.create(model_name, num_classes=10, **options)
-    images = jax.random.uniform(jax.random.key(0), (batch_size, 32, 32, 3))
-    labels = jnp.arange(batch_size) % 10
-    params = jax.jit(model.init)(jax.random.key(1), images[:1])["params"]
-    grad_fn = jaxdp.clipped_grad(problems.classifier_loss(model), clip_norm=1.0)
-    gradient, _ = compiled(lambda params: grad_fn(params, (images, labels)).grads, params)
+    params, loss, batch = problems.image_problem(problems.cases()[name])
+    batch_size = len(batch[0])
+    grad_fn = jaxdp.clipped_grad(loss, clip_norm=1.0)
+    gradient, _ = compiled(lambda params: grad_fn(params, batch).grads, params)
     grads = gradient()
     calls, compile_s = {"gradient": gradient}, {}
 
-    def add_privatize(name: str, multiplier: float, compiler_options: Any) -> None:
+    def add_privatize(name, multiplier, compiler_options):
         key = noise.stream(SEED, "noise")
         privatizer = noise.privatize(
             grad_fn, noise_multiplier=multiplier, divisor=batch_size, key=key
@@ -119,7 +106,7 @@ def step(name: str, rounds: int) -> dict[str, Any]:
             options=compiler_options,
         )
 
-    def before(grads: Any, key: jax.Array) -> Any:
+    def before(grads, key):
         return jax.tree.map(lambda x, z: (x + z) / batch_size, grads, old_noise(key, grads))
 
     add_privatize("privatize", 1.0, noise.CPU_OPTIONS)
@@ -154,45 +141,36 @@ NAMES = {
 }
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
+def tables(report) -> dict[str, str]:
     """Returns the tables of a page."""
-    generators = []
-    for name, row in report["vector"].items():
-        generators.append(
-            {
-                "a vector of 2^20 values": NAMES[name],
-                "processor ns per value": f"{row['cpu_ns_per_value']:.1f}",
-                "ns per value": f"{row['wall_ns_per_value']:.1f}",
-                "processor time over jaxdp": f"{row['cpu_over_chacha12']:.2g}",
-            }
-        )
-    share = {"noise of a model's gradient": "share of clipped gradient and noise (before)"}
-    time_of_value = {"noise of a model's gradient": "processor ns per value (before)"}
-    compiling = {"noise of a model's gradient": "seconds to compile `privatize` (before)"}
-    for name, row in report["steps"].items():
-        column = f"{name}, batch {MODELS[name][2]}"
-        shares = {part: 100 * value for part, value in row["cpu_share_of_step"].items()}
-        share[column] = _and_before(shares, " %")
-        time_of_value[column] = _and_before(row["cpu_ns_per_value"])
-        compiling[column] = _and_before(row["compile_cpu_s"])
-    models_rows = [share, time_of_value, compiling]
+    generators = {
+        "a vector of 2^20 values": "{name}",
+        "processor ns per value": "{cpu_ns_per_value:.1f}",
+        "ns per value": "{wall_ns_per_value:.1f}",
+        "processor time over jaxdp": "{cpu_over_chacha12:.2g}",
+    }
+    rows = [{"name": NAMES[name]} | row for name, row in report["vector"].items()]
+    of_models = []
+    for title, (values, scale, unit) in _OF_MODELS.items():
+        line = {"noise of a model's gradient": f"{title} (before)"}
+        for name, row in report["steps"].items():
+            ours, before = (scale * row[values][part] for part in ("privatize", "before"))
+            line[f"{name}, batch {MODELS[name]}"] = f"{ours:.1f}{unit} ({before:.1f}{unit})"
+        of_models.append(line)
     return {
-        "noise": format_table(generators, style="markdown"),
-        "noise of models": format_table(models_rows, style="markdown"),
+        "noise": pages.padded(pages.lines(rows, generators)),
+        "noise of models": pages.padded(of_models),
     }
 
 
-def _and_before(values: Mapping[str, float], unit: str = "") -> str:
-    """Returns the value of `privatize`, and that of the design before in parentheses."""
-    return f"{values['privatize']:.1f}{unit} ({values['before']:.1f}{unit})"
+_OF_MODELS = {
+    "share of clipped gradient and noise": ("cpu_share_of_step", 100, " %"),
+    "processor ns per value": ("cpu_ns_per_value", 1, ""),
+    "seconds to compile `privatize`": ("compile_cpu_s", 1, ""),
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--size", type=int, default=2**20, help="values of the vector")
-    parser.add_argument("--rounds", type=int, default=9)
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     report = {
         "vector": vector(flags.size, flags.rounds),
         "steps": {name: step(name, flags.rounds) for name in MODELS},

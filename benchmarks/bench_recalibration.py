@@ -11,12 +11,10 @@ the ECE of the test split. It runs on a sample of the trials, between runs of ou
 are means over settings and medians over shifts after the first, which compiles. The whole sweep is
 `--shifts 15`."""
 
-import argparse
 import math
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +64,7 @@ def numpy_bins(confidence: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.bincount(index, values, minlength=BINS)
 
 
-def numpy_golden(
-    objective: Callable[[float], float], low: float, high: float, iterations: int
-) -> float:
+def numpy_golden(objective: Callable, low: float, high: float, iterations: int) -> float:
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
     at_left, at_right = objective(left), objective(right)
@@ -185,24 +181,21 @@ def ours(name: str, records: Records, order: Order, key: jax.Array) -> np.ndarra
     return np.stack([outcome.ece for outcome in outcomes])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trials", type=int, default=500)
-    parser.add_argument(
-        "--sample", type=int, default=2, help="trials per setting and method of the plain loop"
-    )
-    parser.add_argument(
-        "--shifts", type=int, default=3, help="ours runs this many, after one that compiles"
-    )
+FLAGS = {
+    "trials": 500,
+    "sample": (2, "trials per setting and method of the plain loop"),
+    "shifts": (3, "ours runs this many, after one that compiles"),
+}
 
 
 class Sweep:
     """Seconds per trial and mean ECEs of a method, of ours and of the NumPy loop."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-        self.means: dict[str, list[float]] = {side: [] for side in SIDES}
+    def __init__(self):
+        self.seconds = {side: [] for side in SIDES}
+        self.means = {side: [] for side in SIDES}
 
-    def add(self, side: str, seconds: float, eces: Any) -> None:
+    def add(self, side: str, seconds: float, eces):
         self.seconds[side].append(seconds / np.size(eces))
         self.means[side].append(float(np.mean(eces)))
 
@@ -223,7 +216,7 @@ class Sweep:
 SIDES = ("ours", "numpy")
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     keep_freed_memory()
     order = Order.draw(0, records=RECORDS, trials=flags.trials, settings=SETTINGS)
     rng = np.random.default_rng(0)

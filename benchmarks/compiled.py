@@ -33,7 +33,7 @@ from typing import Any
 import jax
 
 import jaxdp
-from benchmarks import compiled_cases, counts, timing, trust
+from benchmarks import compiled_cases, counts, pages, timing, trust
 from jaxdp.compilers import process, schedules, targets
 from jaxdp.report import format_table
 
@@ -47,7 +47,7 @@ def compiled(target: str, case: str, step: str, tiny: bool) -> Row:
     found, trace_s, compile_s = targets.compile_for(
         target, program.function, program.args, program.donate
     )
-    row: Row = {"trace_s": trace_s, "compile_s": compile_s}
+    row = {"trace_s": trace_s, "compile_s": compile_s}
     if step == "plain":
         row["operations"] = counts.count(program.function, *program.args).flops
     bundles = schedules.of_kernels(target, found.as_text())
@@ -137,42 +137,62 @@ def allocated_mb(row: Row) -> float:
     return (memory["temp"] + memory["output"] - memory["alias"]) / 1e6
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    """Returns the steps of all cases of a report as a table of a page."""
-    return format_table(table(report), style="markdown")
+def tables(v5e, v6e, v5p, h100) -> dict[str, str]:
+    """Returns the tables of docs/results/accelerators.md: steps, costly operations, and the steps
+    that were not compiled."""
+    markdown = {}
+    for name, report in {"v5e": v5e, "v6e": v6e, "v5p": v5p, "h100": h100}.items():
+        markdown[name] = pages.padded(table(report))
+    for name, report in {"v5e": v5e, "h100": h100}.items():
+        markdown[f"{name} costs"] = pages.padded(costs(report))
+    for name, report in {"v5e": v5e, "v6e": v6e}.items():
+        markdown[f"{name} left out"] = pages.padded(left_out(report))
+    return markdown
 
 
-def costs(report: Mapping[str, Any], most: int = 4) -> str:
-    """Returns the costliest operations of the clipped gradients and private steps as a table of a
-    page."""
+def costs(report, most: int = 4) -> list[Row]:
+    """Returns the costliest operations of the clipped gradients and private steps."""
     rows = []
     for case, steps in report["cases"].items():
         for step in ("clipped", "private"):
             for of in costliest(steps.get(step, {}))[:most]:
-                rows.append(
-                    {
-                        "case": case,
-                        "step": step,
-                        "share": of["share"],
-                        "operation": f"`{of['operation']}`",
-                    }
-                )
-    return format_table(rows, style="markdown")
+                code = {"operation": f"`{of['operation']}`"}
+                rows.append({"case": case, "step": step} | of | code)
+    return rows
 
 
-def left_out(report: Mapping[str, Any]) -> str:
-    """Returns the steps that were not compiled, with the reasons, as a table of a page."""
+def left_out(report) -> list[Row]:
+    """Returns the steps that were not compiled, with the reasons."""
     rows = []
     for case, steps in report["cases"].items():
         for step, row in steps.items():
             if "error" in row:
-                needed = f"{row['needed_mb']:,.0f}" if "needed_mb" in row else ""
-                reason = {"reason": row["error"], "needs, MB": needed}
-                rows.append({"case": case, "step": step} | reason)
-    return format_table(rows, style="markdown")
+                rows.append({"case": case, "step": step} | row)
+    columns = {"case": "{case}", "step": "{step}", "reason": "{error}"}
+    return pages.lines(rows, columns | {"needs, MB": "{needed_mb:,.0f}"})
 
 
-def table(report: Mapping[str, Any]) -> list[Row]:
+TPU = {
+    "M cycles": lambda row: row["total"] / 1e6,
+    "of these kernels": lambda row: row["kernel_cycles"] / 1e6 or None,
+    "over plain": lambda row: row.get("total_over_plain"),
+}
+GPU = {
+    "GB": lambda row: row["bytes"] / 1e9,
+    "over plain": lambda row: row.get("bytes_over_plain"),
+    "kernels": lambda row: row["launched"],
+    "kernels over plain": lambda row: row.get("launched_over_plain"),
+    "roofline, ms": lambda row: 1e3 * row["total"],
+    "roofline over plain": lambda row: row.get("total_over_plain"),
+}
+ANY = {
+    "MB": lambda row: row["memory_mb"],
+    "MB over plain": lambda row: row.get("memory_mb_over_plain"),
+    "compile, s": lambda row: row["compile_s"],
+}
+
+
+def table(report: Mapping) -> list[Row]:
     """Returns a row of text for each step of a report."""
     tpu = targets.TARGETS[report["target"]].platform == "tpu"
     rows = []
@@ -180,23 +200,7 @@ def table(report: Mapping[str, Any]) -> list[Row]:
         for step, row in with_ratios(steps).items():
             if "error" in row:
                 continue
-            numbers: dict[str, float | None] = {}
-            if tpu:
-                numbers["M cycles"] = row["total"] / 1e6
-                numbers["of these kernels"] = row["kernel_cycles"] / 1e6 or None
-                numbers["over plain"] = row.get("total_over_plain")
-            else:
-                numbers |= {"GB": row["bytes"] / 1e9, "over plain": row.get("bytes_over_plain")}
-                numbers |= {
-                    "kernels": row["launched"],
-                    "kernels over plain": row.get("launched_over_plain"),
-                }
-                numbers |= {
-                    "roofline, ms": 1e3 * row["total"],
-                    "roofline over plain": row.get("total_over_plain"),
-                }
-            numbers |= {"MB": row["memory_mb"], "MB over plain": row.get("memory_mb_over_plain")}
-            numbers |= {"compile, s": row["compile_s"]}
+            (numbers,) = pages.lines([row], (TPU if tpu else GPU) | ANY)
             shown = {name: "" if x is None else f"{x:.3g}" for name, x in numbers.items()}
             rows.append({"case": case, "step": step} | shown)
     return rows
@@ -232,7 +236,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     return flags
 
 
-def main(given: Sequence[str] | None = None) -> dict[str, Any]:
+def main(given: Sequence[str] | None = None) -> dict:
     flags = arguments(given)
     if flags.step:
         row = compiled(flags.target, flags.cases, flags.step, flags.tiny)
@@ -243,7 +247,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         targets.require(flags.target)
     except ImportError as error:  # before anything runs
         raise SystemExit(f"{error} In a checkout: make compilers.") from error
-    report: dict[str, Any] = {
+    report = {
         "what": targets.CAVEAT,
         "target": flags.target,
         "compiler": targets.version(target),
@@ -266,7 +270,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     return report
 
 
-def compile_cases(flags: argparse.Namespace, report: dict[str, Any]) -> None:
+def compile_cases(flags: argparse.Namespace, report: dict):
     """Compiles the programs that the report has not, and writes it after each one."""
     path = pathlib.Path(flags.output)
     cases = compiled_cases.cases(flags.tiny)
