@@ -14,15 +14,11 @@ With --peers, `torch.func` and Opacus compute per-example gradients of Tent's lo
 architecture and in the same rounds. Their ratios are over a plain Tent step in PyTorch. Install
 torch, timm and opacus for this.
 
-With --stream, 10,000 images of 8x8 pixels pass through one adapter, with resets by schedule and by
-hand. The number of compiled programs is checked.
-
-With --till, the benchmark reports what `tta.serve` adds to the steps of such a stream, in ms a
-batch: without an account, with one in memory, with a ledger in a file, and with a workdir, whose
-time includes forcing its files to the disk."""
+With --till, the benchmark reports what `tta.serve` adds to the steps of a stream of images of 8x8
+pixels, in ms a batch: without an account, with one in memory, with a ledger in a file, and with a
+workdir, whose time includes forcing its files to the disk."""
 
 import functools
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -61,14 +57,11 @@ METHODS = {
     "deyo": tta.DeYO,
     "deyo-come": lambda classes: tta.COME(tta.DeYO(classes), classes),
 }
-STREAM = 10_000
 
 
-def compiled(lowered, *args) -> Step:
-    start = time.perf_counter()
-    step = lowered.compile()
-    seconds = time.perf_counter() - start
-    return Step(lambda: step(*args), {"compile_s": seconds, "memory_mb": timing.allocated_mb(step)})
+def step_of(function: Callable, *args, static: tuple = ()) -> Step:
+    call = timing.compiled(function, *args, static=static)
+    return Step(call, {"compile_s": call.compile_s, "memory_mb": call.memory_mb})
 
 
 def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
@@ -76,7 +69,7 @@ def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
     state = adapter.init()
     mask = jnp.ones(len(images), bool)
     args = (adapter.constants, adapter._moving(state), images, mask, state.key)
-    return compiled(compiled_step.lower(adapter._program, len(images), *args), *args)
+    return step_of(compiled_step, *args, static=(adapter._program, len(images)))
 
 
 def steps_of(shape: Shape, batch_size: int, methods: list[str]) -> dict[str, Step]:
@@ -87,7 +80,7 @@ def steps_of(shape: Shape, batch_size: int, methods: list[str]) -> dict[str, Ste
     def apply_fn(params, images):
         return model.apply({"params": params}, images)
 
-    steps = {"forward": compiled(jax.jit(apply_fn).lower(params, images), params, images)}
+    steps = {"forward": step_of(apply_fn, params, images)}
     adapt = functools.partial(
         tta.Adapter, apply_fn, params, optimizer=optax.sgd(1e-3, momentum=0.9)
     )
@@ -195,7 +188,7 @@ def run_case(
     return rows
 
 
-def small_adapter(reset_every: int | None) -> tta.Adapter:
+def small_adapter() -> tta.Adapter:
     """Returns private Tent on a ViT for images of 8x8 pixels."""
     sizes = problems.TINY_VIT | {"depth": 1, "patch_size": 4}
     model = models.create("vit_tiny", num_classes=10, **sizes)
@@ -205,35 +198,7 @@ def small_adapter(reset_every: int | None) -> tta.Adapter:
         return model.apply({"params": params}, images)
 
     method = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=0.6186)
-    return tta.Adapter(
-        apply_fn, params, method, optax.sgd(1e-3, momentum=0.9), reset_every=reset_every
-    )
-
-
-def stream_case(batch_size: int) -> dict:
-    """Counts the programs of a stream of 10,000 images: padded last batch, resets every 50 batches
-    and by hand."""
-    adapter = small_adapter(reset_every=50)
-    images = np.random.default_rng(0).random((STREAM, 8, 8, 3), np.float32)
-    before = compiled_step._cache_size()
-    state, seen, batches = adapter.init(), 0, math.ceil(STREAM / batch_size)
-    start = time.perf_counter()
-    for i in range(batches):
-        batch = images[i * batch_size : (i + 1) * batch_size]
-        mask = np.arange(batch_size) < len(batch)
-        padded = np.pad(batch, [(0, batch_size - len(batch)), (0, 0), (0, 0), (0, 0)])
-        state, logits = adapter.step(state, padded, mask=mask)
-        seen += len(logits[mask])
-        if i == batches // 2:
-            state = adapter.reset(state)
-    jax.block_until_ready(state)
-    seconds = time.perf_counter() - start
-    compilations = compiled_step._cache_size() - before
-    if compilations != 1:
-        raise AssertionError(
-            f"A stream of {batches} batches compiled its step {compilations} times."
-        )
-    return {"images": seen, "batches": batches, "compilations": compilations, "wall_s": seconds}
+    return tta.Adapter(apply_fn, params, method, optax.sgd(1e-3, momentum=0.9))
 
 
 def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
@@ -245,7 +210,7 @@ def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
         num_classes=10,
     )
     stream = list(tta.Stream({"stream": data}, batch_size=batch_size, seed=0))
-    adapter = small_adapter(None)
+    adapter = small_adapter()
 
     def steps():
         state = adapter.init()
@@ -287,7 +252,6 @@ FLAGS = {
     "methods": ("tent", f"of {', '.join(METHODS)}"),
     "rounds": 5,
     "peers": False,
-    "stream": False,
     "till": False,
 }
 
@@ -302,11 +266,6 @@ def measure(flags) -> dict:
             rows = run_case(SHAPES[name], size, methods, flags.rounds, peers=peers)
             report["cases"][f"{name}, B={size}"] = rows
             timing.show(f"{name}, batch of {size}", rows, COLUMNS)
-    if flags.stream:
-        report["stream"] = result = stream_case(64)
-        batches = f"{result['images']} images in {result['batches']} batches"
-        compilations = f"{result['compilations']} compilation"
-        print(f"\n{batches}: {compilations}, {result['wall_s']:.1f} s")
     if flags.till:
         report["till"] = till_case(8, 200, flags.rounds)
         rows = {name: {"ms per batch": ms} for name, ms in report["till"].items()}

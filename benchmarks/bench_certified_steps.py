@@ -12,7 +12,7 @@ analysis of the compiled program. "all gradients" is that of `jax.vmap(jax.grad(
 compiled and not run."""
 
 import statistics
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from benchmarks import bench_prediction as networks
 from benchmarks import pages, timing
 from jaxdp.memory import keep_freed_memory
-from jaxdp.prediction import Poisoning, agt, checks, plan
+from jaxdp.prediction import Poisoning
 
 KS = 20
 
@@ -47,70 +47,38 @@ SIZES = {
 }
 
 
-class Program(NamedTuple):
-    """A compiled step and its arguments."""
-
-    compiled: Any
-    arguments: tuple
-
-    @classmethod
-    def of(cls, jitted, *arguments) -> "Program":
-        return cls(jitted.lower(*arguments).compile(), arguments)
-
-    def __call__(self):
-        return self.compiled(*self.arguments)
-
-
-def plain(size: Size, params, data) -> dict[str, Program]:
+def plain(size: Size, params, data) -> dict[str, timing.Compiled]:
     """Returns one step by clipped gradients, added up in a scan or held all at once."""
     names = tuple(params) if size.convolutions else ("dense",)
     moving = {name: params[name] for name in names}
     on_device = jax.tree.map(jnp.asarray, (moving, data))
     steps = networks.baselines(size.case, params, names)
     programs = {"plain": steps["streamed"], "all gradients": steps["vmap"]}
-    return {name: Program.of(step, *on_device) for name, step in programs.items()}
+    return {name: timing.compiled(step, *on_device) for name, step in programs.items()}
 
 
-def certified(size: Size, params, data, threat: str, ks=KS) -> tuple:
-    """Returns `step(state)` as a lowered program of a state, and the first state."""
-    case = size.case
-    poisoned = threat == "poison"
-    training = plan.Training(
-        clip=case.clip,
-        learning_rate=case.learning_rate,
-        batch_size=case.records,
-        epochs=1,
-        threat=threat,
-        poisoning=Poisoning(radius=0.01, features="x", label="y") if poisoned else None,
-        trainable=None if size.convolutions else networks.trained,
-    )
-    static, arrays = plan.make_plan(networks.loss, params, data, checks.distances(ks), training)
-
-    @jax.jit
-    def step(frozen, data, state, rows, rate):
-        return agt._batch_step(networks.loss, static, frozen, data, state, rows, rate, None)
-
-    def program(state):
-        rows = jnp.asarray(arrays.order[0])
-        return Program.of(step, arrays.frozen, arrays.data, state, rows, arrays.rates[0])
-
-    return program, agt._State(arrays.moving, [], None)
-
-
-def programs(size: Size, params, data) -> dict[str, Program]:
+def programs(size: Size, params, data) -> dict[str, timing.Compiled]:
     """Returns the programs of a case. The later steps start from the box of the first."""
     result = plain(size, params, data)
+    trainable = None if size.convolutions else networks.trained
+
+    def certified(threat, ks=KS):
+        poisoning = None
+        if threat == "poison":
+            poisoning = Poisoning(radius=0.01, features="x", label="y")
+        options = {"threat": threat, "poisoning": poisoning, "trainable": trainable}
+        step, arguments = networks.step_of(size.case, params, data, ks, **options)
+        return lambda state=None: timing.compiled(step, *arguments(state))
+
     for threat in size.threats:
         name = "first step" if len(size.threats) == 1 else threat
-        program, start = certified(size, params, data, threat)
-        result[name] = program(start)
-        if name != "first step":
-            continue
-        state = result[name]()
-        result["later step, all distances"] = program(state)
-        one, _ = certified(size, params, data, threat, (1,))
-        box = jax.tree.map(lambda x: x[1:2], state.lines)
-        result["later step"] = one(state._replace(lines=box))
+        program = certified(threat)
+        result[name] = program()
+        if name == "first step":
+            state = result[name]()
+            result["later step, all distances"] = program(state)
+            box = jax.tree.map(lambda x: x[1:2], state.lines)
+            result["later step"] = certified(threat, (1,))(state._replace(lines=box))
     return result
 
 
@@ -124,7 +92,7 @@ def run_size(size: Size, rounds: int) -> dict:
     _, cpu = timing.interleaved(calls, rounds, warm=False)
     rows = {}
     for name, program in compiled.items():
-        rows[name] = {"memory_mb": timing.allocated_mb(program.compiled)}
+        rows[name] = {"memory_mb": program.memory_mb}
     for name in calls:
         rows[name]["cpu_s"] = statistics.median(cpu[name])
         rows[name]["over_plain"] = timing.median_ratio(cpu[name], cpu["plain"])

@@ -9,14 +9,11 @@ step beyond its arguments (temporaries and outputs). "trace" includes the loweri
 "compile" includes "trace". "cpu" is processor time of all threads, which a busy machine distorts
 less than wall time. The peer is `jax_privacy.clipping.clipped_grad`."""
 
-import functools
 import re
-import time
 from collections.abc import Callable
 
 import jax
 import numpy as np
-import optax
 
 import jaxdp
 from benchmarks import bench_steps, pages, problems, timing
@@ -31,14 +28,10 @@ TITLES = {case: title for case, (title, *_) in bench_steps.AIMS.items()}
 
 
 def steps_of(case: str, engines: list[str]) -> tuple[dict[str, Callable], tuple]:
-    model = problems.cases()[case].network
-    params, loss, batch = problems.image_problem(problems.cases()[case])
-
-    def total(params, batch):
-        logits = model.apply({"params": params}, batch[0])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).sum()
-
-    steps = {"plain": jax.grad(total)}
+    problem = problems.cases()[case]
+    params, loss, losses = problems.image_problem(problem)
+    batch = problem.images(problem.batch_size)
+    steps = {"plain": jax.grad(lambda params, batch: losses(params, batch).sum())}
     for engine in engines:
         if engine == "jax_privacy":
             peer = problems.jax_privacy_grad(lambda p, x, y: loss(p, (x, y)), 1.0, (1, 2))
@@ -51,9 +44,9 @@ def steps_of(case: str, engines: list[str]) -> tuple[dict[str, Callable], tuple]
     return steps, (params, batch)
 
 
-def check_equal(compiled: dict, args: tuple):
+def check_equal(calls: dict):
     """Checks that all clipped sums agree."""
-    sums = {n: f(*args) for n, f in compiled.items() if n not in ("plain", "noise")}
+    sums = {n: call() for n, call in calls.items() if n not in ("plain", "noise")}
     flat = {n: np.concatenate([np.ravel(x) for x in jax.tree.leaves(s)]) for n, s in sums.items()}
     first = next(iter(flat.values()))
     for name, values in flat.items():
@@ -64,23 +57,15 @@ def check_equal(compiled: dict, args: tuple):
 
 def run_case(case: str, engines: list[str], rounds: int) -> dict:
     steps, args = steps_of(case, engines)
-    compiled, rows = {}, {}
+    calls, rows = {}, {}
     for name, step in steps.items():
-        start = time.perf_counter()
-        lowered = jax.jit(step).lower(*args)
-        traced = time.perf_counter() - start
-        compiled[name] = lowered.compile()
-        seconds, text = time.perf_counter() - start, compiled[name].as_text()
-        rows[name] = {
-            "trace_s": traced,
-            "compile_s": seconds,
-            "memory_mb": timing.allocated_mb(compiled[name]),
-        }
-        rows[name] |= {"fusions": text.count(" fusion("), "products": len(_PRODUCT.findall(text))}
-    check_equal(compiled, args)
-    wall, cpu = timing.interleaved(
-        {name: functools.partial(step, *args) for name, step in compiled.items()}, rounds
-    )
+        calls[name] = call = timing.compiled(step, *args)
+        text = call.program.as_text()
+        row = {"trace_s": call.trace_s, "compile_s": call.compile_s, "memory_mb": call.memory_mb}
+        row |= {"fusions": text.count(" fusion("), "products": len(_PRODUCT.findall(text))}
+        rows[name] = row
+    check_equal(calls)
+    wall, cpu = timing.interleaved(calls, rounds)
     for name, row in rows.items():
         row["wall_ms"], row["cpu_ms"] = timing.median_ms(wall[name]), timing.median_ms(cpu[name])
         row["wall_ratio"] = timing.median_ratio(wall[name], wall["plain"])

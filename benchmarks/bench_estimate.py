@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import bench_scale, pages, problems
+from benchmarks import bench_scale, pages, problems, timing
 from jaxdp import finetune
 from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
@@ -91,7 +91,7 @@ def counts_of(layers: int) -> tuple[int, Counts, dict[str, int]]:
     }
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     compiled = {name: lowered.compile() for name, lowered in programs.items()}
-    held = {name: bench_scale.held_bytes(program) for name, program in compiled.items()}
+    held = {name: timing.held_bytes(program) for name, program in compiled.items()}
     return size, {name: hlo.count(program) for name, program in compiled.items()}, held
 
 

@@ -90,7 +90,7 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
     import jax
     import numpy as np
 
-    from benchmarks import bench_scale, problems
+    from benchmarks import problems, timing
     from jaxdp.compilers import hlo
 
     trainer, params, source, mean_loss = training(units, batch, devices)
@@ -109,7 +109,7 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "flops": sum(count.flops for count in counts),
         "sent_bytes": sum(count.moved for count in counts),
-        "held_mb": max(map(bench_scale.held_bytes, programs)) / 1e6,
+        "held_mb": max(map(timing.held_bytes, programs)) / 1e6,
     }
     if devices == 1:
         optimizer = trainer.optimizer

@@ -52,46 +52,48 @@ def attention(z: jax.Array) -> jax.Array:
     return jax.nn.softmax(x @ x.T / math.sqrt(6)) @ x
 
 
+def ten_layers(z: jax.Array) -> jax.Array:
+    return lax.scan(lambda h, _: (0.5 * layer(h), None), z, length=10)[0]
+
+
 def normalised(z: jax.Array) -> jax.Array:
     return (z - z.mean()) * lax.rsqrt(z.var() + 1e-3)
 
 
+def of(loss: Callable, *values: np.ndarray) -> Callable:
+    """Returns a loss as a function of its first argument."""
+    return lambda z: loss(z, *(like(z, value) for value in values))
+
+
+def gradient(program: Callable) -> Callable:
+    return jax.grad(lambda z: program(z).sum())
+
+
+binary = of(optax.sigmoid_binary_cross_entropy, LABEL)
+softmax = of(optax.softmax_cross_entropy, SHARES)
+integer_labels = optax.softmax_cross_entropy_with_integer_labels
 PROGRAMS = {
     # Losses of optax, as its documentation lists them.
-    "optax.sigmoid_binary_cross_entropy": lambda z: optax.sigmoid_binary_cross_entropy(
-        z, like(z, LABEL)
-    ),
-    "optax.softmax_cross_entropy": lambda z: optax.softmax_cross_entropy(z, like(z, SHARES)),
-    "optax.softmax_cross_entropy_with_integer_labels": lambda z: (
-        optax.softmax_cross_entropy_with_integer_labels(z, 2)
-    ),
-    "optax.sigmoid_focal_loss": lambda z: optax.sigmoid_focal_loss(z, like(z, LABEL)),
+    "optax.sigmoid_binary_cross_entropy": binary,
+    "optax.softmax_cross_entropy": softmax,
+    "optax.softmax_cross_entropy_with_integer_labels": lambda z: integer_labels(z, 2),
+    "optax.sigmoid_focal_loss": of(optax.sigmoid_focal_loss, LABEL),
     "optax.kl_divergence": lambda z: optax.kl_divergence(jax.nn.log_softmax(z), like(z, SHARES)),
     "optax.ctc_loss": ctc,
-    "optax.hinge_loss": lambda z: optax.hinge_loss(z, 2 * like(z, LABEL) - 1),
-    "optax.huber_loss": lambda z: optax.huber_loss(z, like(z, LABEL)),
-    "optax.l2_loss": lambda z: optax.l2_loss(z, like(z, LABEL)),
-    "optax.log_cosh": lambda z: optax.log_cosh(z, like(z, LABEL)),
-    "optax.cosine_distance": lambda z: optax.cosine_distance(z, like(z, LABEL)),
-    "optax.ranking_softmax_loss": lambda z: optax.losses.ranking_softmax_loss(z, like(z, LABEL)),
-    "optax.triplet_margin_loss": lambda z: optax.losses.triplet_margin_loss(
-        z, like(z, LABEL), like(z, SHARES)
-    ),
+    "optax.hinge_loss": of(optax.hinge_loss, 2 * LABEL - 1),
+    "optax.huber_loss": of(optax.huber_loss, LABEL),
+    "optax.l2_loss": of(optax.l2_loss, LABEL),
+    "optax.log_cosh": of(optax.log_cosh, LABEL),
+    "optax.cosine_distance": of(optax.cosine_distance, LABEL),
+    "optax.ranking_softmax_loss": of(optax.losses.ranking_softmax_loss, LABEL),
+    "optax.triplet_margin_loss": of(optax.losses.triplet_margin_loss, LABEL, SHARES),
     "optax.ntxent": lambda z: optax.ntxent(like(z, WEIGHTS[:4]) * z, jnp.array([0, 0, 1, 1])),
     # Their gradients, which training with bounds needs.
-    "gradient of optax.sigmoid_binary_cross_entropy": jax.grad(
-        lambda z: optax.sigmoid_binary_cross_entropy(z, like(z, LABEL)).sum()
-    ),
-    "gradient of optax.softmax_cross_entropy": jax.grad(
-        lambda z: optax.softmax_cross_entropy(z, like(z, SHARES))
-    ),
-    "gradient of optax.ctc_loss": jax.grad(lambda z: ctc(z).sum()),
-    "gradient of jaxdp's sigmoid_cross_entropy": jax.grad(
-        lambda z: losses.sigmoid_cross_entropy(z, like(z, LABEL))
-    ),
-    "gradient of jaxdp's softmax_cross_entropy": jax.grad(
-        lambda z: losses.softmax_cross_entropy(z, like(z, SHARES))
-    ),
+    "gradient of optax.sigmoid_binary_cross_entropy": gradient(binary),
+    "gradient of optax.softmax_cross_entropy": gradient(softmax),
+    "gradient of optax.ctc_loss": gradient(ctc),
+    "gradient of jaxdp's sigmoid_cross_entropy": gradient(of(losses.sigmoid_cross_entropy, LABEL)),
+    "gradient of jaxdp's softmax_cross_entropy": gradient(of(losses.softmax_cross_entropy, SHARES)),
     # Functions of JAX.
     "jax.nn.log_sigmoid": jax.nn.log_sigmoid,
     "jax.nn.softplus": jax.nn.softplus,
@@ -116,9 +118,7 @@ PROGRAMS = {
     "a dense layer with tanh": layer,
     "normalisation": normalised,
     "attention": attention,
-    "a scan of ten layers": lambda z: lax.scan(lambda h, _: (0.5 * layer(h), None), z, length=10)[
-        0
-    ],
+    "a scan of ten layers": ten_layers,
     "max pooling": lambda z: lax.reduce_window(z, -jnp.inf, lax.max, (2,), (1,), "VALID"),
     # Programs that are refused.
     "jnp.fft.fft": lambda z: jnp.abs(jnp.fft.fft(z)),
@@ -127,7 +127,7 @@ PROGRAMS = {
         z[:, None], like(z, WEIGHTS[:2, None]), jnp.array([2, 4])
     ),
     "jnp.median": jnp.median,
-    "gradient of jnp.sort": jax.grad(lambda z: (jnp.sort(z) * like(z, SHARES)).sum()),
+    "gradient of jnp.sort": gradient(lambda z: jnp.sort(z) * like(z, SHARES)),
 }
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import jaxdp
@@ -34,10 +33,8 @@ MODES = ("full", "lora")
 FLAGS = {"rounds": 9, "peers": False}
 
 
-def training(
-    model, mode: str, tokens, params=None, microbatch: int | None = None
-) -> problems.Training:
-    """Returns the training of a language model. Without parameters they are shapes."""
+def training(model, mode: str, batch: int, length: int, microbatch=None) -> problems.Training:
+    """Returns the abstract training of a language model."""
 
     def network_of(params):
         network = models.Pretrained(model, params, None)
@@ -51,10 +48,8 @@ def training(
     def loss(params, tokens):
         return jaxdp.losses.next_token(apply_fn(params, tokens[None, :-1])[0], tokens[1:])
 
-    if params is None:
-        params = jax.eval_shape(lambda p: network_of(p).params, shapes)
-    else:
-        params = network_of(params).params
+    params = jax.eval_shape(lambda p: network_of(p).params, shapes)
+    tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
     moving = ("lora",) if mode == "lora" else ()
     return problems.Training(loss, params, tokens, moving, microbatch)
 
@@ -63,7 +58,7 @@ def counted(mode: str, remat: bool, length: int) -> dict:
     """Returns ratios of operations and memory of GPT-2 small, of a clipped gradient over a plain
     one."""
     model = models.create("gpt2", num_classes=VOCABULARY, remat=remat)
-    case = training(model, mode, jax.ShapeDtypeStruct((BATCH, length + 1), jnp.int32))
+    case = training(model, mode, BATCH, length)
     args = (case.params, case.batch)
     programs = case.plain, case.clipped
     flops = [counts.count(program, *args).flops for program in programs]
@@ -85,10 +80,8 @@ def counted(mode: str, remat: bool, length: int) -> dict:
 
 def steps(model, mode: str, length: int, peers: bool) -> dict[str, Callable]:
     """Returns a plain step, and private steps, on one batch. Each keeps its own state."""
-    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
-    shape = (TIMED_BATCH, length + 1)
-    tokens = np.random.default_rng(0).integers(model.num_classes, size=shape, dtype=np.int32)
-    case = training(model, mode, jnp.asarray(tokens), params)
+    case = training(model, mode, TIMED_BATCH, length)
+    case = problems.concrete(case, model.num_classes)
 
     def step_of(sums, *parts):
         optimizer = optax.chain(*parts, optax.sgd(0.01))

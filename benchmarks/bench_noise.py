@@ -7,9 +7,7 @@ those of `fit`. NumPy and PyTorch draw on the host. Processor time counts all th
 one core and of two cores are compared fairly."""
 
 import math
-import time
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,15 +36,6 @@ def old_noise(key: jax.Array, tree):
     return jax.tree.unflatten(treedef, [leaf(i, x) for i, x in enumerate(leaves)])
 
 
-def compiled(
-    function: Callable, *args, options: dict[str, Any] | None = None
-) -> tuple[Callable, float]:
-    """Returns a call and the processor seconds of its tracing and compilation."""
-    start = time.process_time()
-    program = jax.jit(function, compiler_options=options).lower(*args).compile()
-    return lambda: program(*args), time.process_time() - start
-
-
 def rows(calls: dict[str, Callable], size: int, rounds: int, base: str) -> dict:
     wall, cpu = timing.interleaved(calls, rounds)
     table = {}
@@ -64,18 +53,23 @@ def vector(size: int, rounds: int) -> dict:
     """Times one vector of float32."""
     like = jnp.zeros(size)
     keys = {impl: jax.random.key(0, impl=impl) for impl in ("rbg", "threefry2x32")}
-    functions = {
-        "chacha12": (lambda key: noise.gaussian(key, like, 1.0), noise.stream(SEED, "noise")),
-        "rbg, two normals": (lambda key: old_noise(key, like), keys["rbg"]),
-        "rbg, one normal": (lambda key: jax.random.normal(key, like.shape), keys["rbg"]),
-        "threefry2x32, one normal": (
-            lambda key: jax.random.normal(key, like.shape),
-            keys["threefry2x32"],
+
+    def normal(key):
+        return jax.random.normal(key, like.shape)
+
+    def gaussian(key):
+        return noise.gaussian(key, like, 1.0)
+
+    ours, rbg = noise.stream(SEED, "noise"), keys["rbg"]
+    calls = {
+        "chacha12": timing.compiled(gaussian, ours),
+        "rbg, two normals": timing.compiled(lambda key: old_noise(key, like), rbg),
+        "rbg, one normal": timing.compiled(normal, rbg),
+        "threefry2x32, one normal": timing.compiled(normal, keys["threefry2x32"]),
+        "chacha12, CPU_OPTIONS": timing.compiled(
+            gaussian, ours, compiler_options=noise.CPU_OPTIONS
         ),
     }
-    calls = {name: compiled(function, key)[0] for name, (function, key) in functions.items()}
-    function, key = functions["chacha12"]
-    calls["chacha12, CPU_OPTIONS"] = compiled(function, key, options=noise.CPU_OPTIONS)[0]
     generator = np.random.default_rng(0)
     calls["numpy"] = lambda: generator.standard_normal(size, np.float32)
     if not timing.missing("torch"):
@@ -87,32 +81,28 @@ def vector(size: int, rounds: int) -> dict:
 
 def step(name: str, rounds: int) -> dict:
     """Times the noise of a model's gradient beside its clipped gradient."""
-    params, loss, batch = problems.image_problem(problems.cases()[name])
-    batch_size = len(batch[0])
+    case = problems.cases()[name]
+    params, loss, _ = problems.image_problem(case)
+    batch_size, batch = case.batch_size, case.images(case.batch_size)
     grad_fn = jaxdp.clipped_grad(loss, clip_norm=1.0)
-    gradient, _ = compiled(lambda params: grad_fn(params, batch).grads, params)
-    grads = gradient()
-    calls, compile_s = {"gradient": gradient}, {}
+    calls = {"gradient": timing.compiled(lambda params: grad_fn(params, batch).grads, params)}
+    grads = calls["gradient"]()
 
-    def add_privatize(name, multiplier, compiler_options):
+    def privatize(multiplier, options):
         key = noise.stream(SEED, "noise")
-        privatizer = noise.privatize(
-            grad_fn, noise_multiplier=multiplier, divisor=batch_size, key=key
-        )
-        calls[name], compile_s[name] = compiled(
-            lambda grads, state: privatizer.update(grads, state)[0],
-            grads,
-            privatizer.init(params),
-            options=compiler_options,
-        )
+        how = {"noise_multiplier": multiplier, "divisor": batch_size, "key": key}
+        privatizer = noise.privatize(grad_fn, **how)
+        update = lambda grads, state: privatizer.update(grads, state)[0]  # noqa: E731
+        state = privatizer.init(params)
+        return timing.compiled(update, grads, state, compiler_options=options)
 
     def before(grads, key):
         return jax.tree.map(lambda x, z: (x + z) / batch_size, grads, old_noise(key, grads))
 
-    add_privatize("privatize", 1.0, noise.CPU_OPTIONS)
-    add_privatize("without noise", 0.0, None)
-    old_key = jax.random.key(0, impl="rbg")
-    calls["before"], compile_s["before"] = compiled(before, grads, old_key)
+    calls["privatize"] = privatize(1.0, noise.CPU_OPTIONS)
+    calls["without noise"] = privatize(0.0, None)
+    calls["before"] = timing.compiled(before, grads, jax.random.key(0, impl="rbg"))
+    compile_s = {name: call.compile_cpu_s for name, call in calls.items() if name != "gradient"}
     wall, cpu = timing.interleaved(calls, rounds)
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     per_value, share = {}, {}

@@ -185,8 +185,7 @@ def jax_calls(operation: Operation, form) -> tuple[dict[str, Call], Any]:
         functions = {"backward": functools.partial(backward, only=operation.only)}
     else:
         functions = {"forward": apply, "backward": value_and_grads}
-    compiled = {name: jax.jit(f).lower(params, x).compile() for name, f in functions.items()}
-    return {name: functools.partial(f, params, x) for name, f in compiled.items()}, out
+    return {name: timing.compiled(f, params, x) for name, f in functions.items()}, out
 
 
 def torch_calls(operation: Operation) -> dict[str, Call]:

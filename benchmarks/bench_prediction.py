@@ -6,10 +6,9 @@ memory.
 Two baselines train the same model with the same clipped gradients. "vmap" is the obvious program:
 `jax.vmap(jax.grad(loss))`, clip, sum. "streamed" adds up one record after the other in a scan,
 which XLA vectorises over parameters. It is the fastest that we know. "bounds" is
-`train_with_bounds` with ks = 0..20, and "one k" the same with a single distance. With --replace,
-"replace" is the same for replaced records (nine passes instead of one). Rounds are interleaved, and
-medians are reported. Ratios are medians of ratios within a round. "memory" is what XLA allocates
-beyond the arguments. "first call" includes compiling.
+`train_with_bounds` with ks = 0..20, and "one k" the same with a single distance. Rounds are
+interleaved, and medians are reported. Ratios are medians of ratios within a round. "memory" is what
+XLA allocates beyond the arguments. "first call" includes compiling.
 
 With --reference the public PyTorch implementation runs in the same process for four of the twenty
 distances. Its time for all is five times their sum. Install the package abstract_gradient_training
@@ -134,16 +133,11 @@ def baselines(case: Case, params, names: tuple[str, ...] = ("dense",)) -> dict[s
     return {"vmap": steps(at_once), "streamed": steps(streamed)}
 
 
-VARIANTS = {
-    "bounds": (KS, "add_remove"),
-    "one k": ((1,), "add_remove"),
-    "replace": (KS, "replace_one"),
-}
+VARIANTS = {"bounds": KS, "one k": (1,)}
 
 
-def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict:
-    params, data = problem(case)
-    settings = {
+def settings_of(case: Case) -> dict:
+    return {
         "clip": case.clip,
         "learning_rate": case.learning_rate,
         "lr_decay": case.lr_decay,
@@ -151,19 +145,40 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
         "epochs": case.steps,
         "trainable": trained,
     }
-    on_device = jax.tree.map(jnp.asarray, ({"dense": params["dense"]}, data))
-    calls = {}
-    trainings = baselines(case, params)
-    for name, train in trainings.items():
-        calls[name] = functools.partial(train, *on_device)
 
-    def bounds(ks, threat):
-        result = train_with_bounds(loss, params, data, ks=ks, threat=threat, **settings)
+
+def step_of(case: Case, params, data, ks, **options) -> tuple[Callable, Callable]:
+    """Returns a step that bounds a training, and its arguments as a function of a state.
+
+    The first step has no state. A later one has that of the step before, with as many boxes as
+    distances.
+    """
+    training = plan.Training(**{"threat": "add_remove", **settings_of(case), **options})
+    static, arrays = plan.make_plan(loss, params, data, checks.distances(ks), training)
+    moving, frozen, records, order, rates = arrays
+
+    @jax.jit
+    def step(frozen, records, state, rows, rate):
+        return agt._batch_step(loss, static, frozen, records, state, rows, rate, None)
+
+    def arguments(state=None):
+        state = agt._State(moving, [], None) if state is None else state
+        return frozen, records, state, order[0], rates[0]
+
+    return step, arguments
+
+
+def run_case(case: Case, rounds: int, *, reference: bool = False) -> dict:
+    params, data = problem(case)
+    on_device = jax.tree.map(jnp.asarray, ({"dense": params["dense"]}, data))
+    trainings = baselines(case, params)
+    calls = {name: functools.partial(train, *on_device) for name, train in trainings.items()}
+
+    def bounds(ks):
+        result = train_with_bounds(loss, params, data, ks=ks, **settings_of(case))
         return result.lower["dense"]
 
-    variants = [name for name in VARIANTS if name != "replace" or replace]
-    for name in variants:
-        calls[name] = functools.partial(bounds, *VARIANTS[name])
+    calls |= {name: functools.partial(bounds, ks) for name, ks in VARIANTS.items()}
     rows = {}
     for name, call in calls.items():
         start = time.perf_counter()
@@ -172,8 +187,10 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
     # Lowering fills the caches of tracing, so it comes after the first calls.
     for name, train in trainings.items():
         rows[name]["memory_mb"] = timing.allocated_mb(train.lower(*on_device).compile())
-    for name in variants:
-        rows[name]["memory_mb"] = step_memory(params, data, settings, *VARIANTS[name])
+    for name, ks in VARIANTS.items():
+        step, arguments = step_of(case, params, data, ks)
+        later = step.lower(*arguments(step.lower(*arguments()).out_info))
+        rows[name]["memory_mb"] = timing.allocated_mb(later.compile())
     wall, cpu = timing.interleaved(calls, rounds, warm=False)  # a call is a whole training
     if reference:
         rows["reference"] = {"cpu_s": reference_seconds(case, params, data)}
@@ -183,25 +200,6 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
         for base in ("streamed", "vmap"):
             rows[name][f"wall_over_{base}"] = timing.median_ratio(wall[name], wall[base])
     return rows
-
-
-def step_memory(params, data, settings: dict, ks, threat: str) -> float:
-    """Returns the megabytes of a later step, which has as many boxes as distances."""
-    static, arrays = plan_of(params, data, settings, ks, threat)
-    moving, frozen, records, order, rates = arrays
-    state = agt._State(moving, [], None)
-    for _ in range(2):
-        lowered = agt._batch_step.lower(
-            loss, static, frozen, records, state, order[0], rates[0], None
-        )
-        state = lowered.out_info
-    return timing.allocated_mb(lowered.compile())
-
-
-def plan_of(params, data, settings: dict, ks, threat: str) -> tuple:
-    return plan.make_plan(
-        loss, params, data, checks.distances(ks), plan.Training(threat=threat, **settings)
-    )
 
 
 def reference_seconds(case: Case, params, data) -> float:
@@ -248,7 +246,6 @@ def reference_seconds(case: Case, params, data) -> float:
 FLAGS = {
     "cases": ("", f"parts of names, separated by semicolons, of {'; '.join(CASES)}"),
     "rounds": 7,
-    "replace": False,
     "reference": False,
 }
 COLUMNS = (
@@ -266,7 +263,7 @@ def measure(flags) -> dict:
     cases = {}
     for name, case in CASES.items():
         if any(part in name for part in flags.cases.split(";")):
-            rows = run_case(case, flags.rounds, replace=flags.replace, reference=flags.reference)
+            rows = run_case(case, flags.rounds, reference=flags.reference)
             cases[name] = rows
             timing.show(f"{name}, batch of {case.records}", rows, COLUMNS)
     return {"rounds": flags.rounds, "ks": KS, "cases": cases}

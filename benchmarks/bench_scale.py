@@ -158,14 +158,6 @@ def noise_rows(name: str, case: problems.Case) -> Iterator[dict]:
         }
 
 
-def held_bytes(compiled) -> int:
-    """Returns the bytes of arguments, results and temporary arrays of a compiled program on one
-    device."""
-    memory = compiled.memory_analysis()
-    total = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    return total
-
-
 def tables(report) -> dict[str, str]:
     """Returns the counts as a table of a page."""
     by_step = {}

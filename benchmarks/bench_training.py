@@ -25,10 +25,9 @@ opacus for this."""
 import functools
 import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
@@ -39,44 +38,21 @@ from jaxdp import finetune, models, pretrain
 from jaxdp.data import PoissonSampler
 from jaxdp.memory import keep_freed_memory
 
-
-class Case(NamedTuple):
-    model: str
-    options: dict
-    size: int  # of the square images
-    batch_size: int  # in private training, UPDATE in public
-
-
 # configs/dpadapter_table1.py:cpu
 CNN = {"widths": (16, 32, 64), "dense": 0, "norm": "group", "activation": jax.nn.relu}
-CASES = {"cnn": Case("cnn", CNN, 16, 256), "resnet20": Case("resnet20", {}, 32, 64)}
 CLASSES, RECORDS = 10, 5000
+CASES = {
+    "cnn": problems.Case(models.create("cnn", num_classes=CLASSES, **CNN), (16, 16, 3), 256),
+    "resnet20": problems.Case(models.create("resnet20", num_classes=CLASSES), (32, 32, 3), 64),
+}
 UPDATE, ASCENTS = 50, (50, 500)  # m2 and m1
 EVERY = 10  # steps between ascents, and between bases
 ANCHORS, BASIS, GROUPS = 256, 60, 3
 CLIP, RESIDUAL_CLIP, NOISE = 1.0, 0.4, 1.0
 
 
-class Problem(NamedTuple):
-    loss: Callable  # of one example
-    mean_loss: Callable  # of a batch
-    params: Any
-
-
-def images_of(case: Case, number: int) -> tuple[jax.Array, jax.Array]:
-    images = jax.random.uniform(jax.random.key(0), (number, case.size, case.size, 3))
-    return images, jnp.arange(number) % CLASSES
-
-
-def problem_of(case: Case) -> Problem:
-    model = models.create(case.model, num_classes=CLASSES, **case.options)
-    params = jax.jit(model.init)(jax.random.key(1), images_of(case, 1)[0])["params"]
-
-    def mean_loss(params, batch):
-        logits = model.apply({"params": params}, batch[0])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
-
-    return Problem(problems.classifier_loss(model), mean_loss, params)
+def mean_of(losses: Callable) -> Callable:
+    return lambda params, batch: losses(params, batch).mean()
 
 
 def whole_step(loss: Callable, optimizer, params, batch) -> Step:
@@ -92,17 +68,18 @@ def whole_step(loss: Callable, optimizer, params, batch) -> Step:
         return optax.apply_updates(params, updates), opt_state
 
     args = (params, optimizer.init(params), batch)
-    compiled = jax.jit(step).lower(*args).compile()
-    return Step(lambda: compiled(*args), {"memory_mb": timing.allocated_mb(compiled)})
+    call = timing.compiled(step, *args)
+    return Step(call, {"memory_mb": call.memory_mb})
 
 
 # --- Pre-training -------------------------------------------------------------------------------
 
 
-def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str, Step]:
-    _, mean_loss, params = problem
+def pretraining_steps(case: problems.Case, *, peers: bool) -> dict[str, Step]:
+    params, _, losses = problems.image_problem(case)
+    mean_loss = mean_of(losses)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    batch = images_of(case, UPDATE)
+    batch = case.images(UPDATE)
 
     def step_of(trainer, ascent, limit):
         state = trainer.init(params)
@@ -118,9 +95,7 @@ def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str,
         "no ascent": step_of(dpadapter, None, 1.0),
     }
     for size in ASCENTS:
-        steps[f"DPAdapter, m1={size}"] = step_of(
-            dpadapter, images_of(case, size), 1 + size / UPDATE
-        )
+        steps[f"DPAdapter, m1={size}"] = step_of(dpadapter, case.images(size), 1 + size / UPDATE)
     steps["SAM"] = step_of(pretrain.sam(mean_loss, optimizer), batch, 2.0)
     if peers:
         ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
@@ -163,10 +138,10 @@ def refreshed(trainer: finetune.PrivateTrainer, state: finetune.TrainState):
     return trainer.query.refresh(state.params, state.carried, state.step, trainer.query.public)
 
 
-def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
-    loss, mean_loss, params = problem
+def finetuning_steps(case: problems.Case) -> dict[str, Step]:
+    params, loss, losses = problems.image_problem(case)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    batch, size = images_of(case, case.batch_size), case.batch_size
+    batch, size = case.images(case.batch_size), case.batch_size
     options = {
         "sampler": PoissonSampler(RECORDS, size / RECORDS),
         "physical_batch_size": size,
@@ -178,7 +153,7 @@ def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
         optimizer,
         **options,
         residual_clip_norm=RESIDUAL_CLIP,
-        anchors=images_of(case, ANCHORS),
+        anchors=case.images(ANCHORS),
         basis_size=BASIS,
         groups=GROUPS,
         basis_every=EVERY,
@@ -191,7 +166,7 @@ def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
         ),
         "DP-SAT": finetune.dp_sgd(loss, optimizer, **options, ascent_radius=0.05),
     }
-    steps = {"plain": whole_step(mean_loss, optimizer, params, batch)}
+    steps = {"plain": whole_step(mean_of(losses), optimizer, params, batch)}
     steps |= {name: private_step(trainer, params, batch)[0] for name, trainer in trainers.items()}
     steps["GEP"], state = private_step(gep, params, batch)
     steps["GEP basis"] = Step(lambda: refreshed(gep, state), {})
@@ -211,7 +186,7 @@ def add_basis(rows: dict[str, dict], seconds: tuple[timing.Seconds, ...], batch_
 # --- PyTorch ------------------------------------------------------------------------------------
 
 
-def torch_steps(case: Case) -> dict[str, Step]:
+def torch_steps(case: problems.Case) -> dict[str, Step]:
     """Returns steps of the CNN in PyTorch: plain, Opacus' DP-SGD and AdpClip, and GEP with a
     separate basis."""
     import torch
@@ -222,8 +197,8 @@ def torch_steps(case: Case) -> dict[str, Step]:
     from benchmarks.torch_steps import stepped
 
     size = case.batch_size
-    images, labels = torch.rand(size, 3, case.size, case.size), torch.arange(size) % CLASSES
-    widths = (3, *case.options["widths"])
+    images, labels = torch.rand(size, 3, *case.shape[:2]), torch.arange(size) % CLASSES
+    widths = (3, *CNN["widths"])
     loss_fn = nn.functional.cross_entropy
 
     def new_model():
@@ -231,7 +206,7 @@ def torch_steps(case: Case) -> dict[str, Step]:
         for before, width in itertools.pairwise(widths):
             layers += [nn.Conv2d(before, width, 3, padding=1), nn.GroupNorm(8, width)]
             layers += [nn.ReLU(), nn.AvgPool2d(2)]
-        side = case.size // 2 ** (len(widths) - 1)
+        side = case.shape[0] // 2 ** (len(widths) - 1)
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * side**2, CLASSES))
 
     def new_sgd(model):
@@ -352,12 +327,11 @@ def measure(flags) -> dict:
 
     for name in flags.models.split(","):
         case = CASES[name]
-        problem = problem_of(case)
-        steps = pretraining_steps(case, problem, peers=flags.peers)
+        steps = pretraining_steps(case, peers=flags.peers)
         rows = timing.step_rows(steps, flags.rounds, lambda _: {"plain": "plain"}, add_rare_ascents)
         show(f"{name}, pre-training, m2={UPDATE}", rows, "over_plain", "cpu_over_plain")
-        steps = finetuning_steps(case, problem)
-        if torch and case.model == "cnn":
+        steps = finetuning_steps(case)
+        if torch and name == "cnn":
             steps |= torch_steps(case)
         with_basis = functools.partial(add_basis, batch_size=case.batch_size)
         rows = timing.step_rows(steps, flags.rounds, bases, with_basis)

@@ -60,7 +60,7 @@ def step_times(rounds: int) -> list[dict]:
         calls = {}
         for name, clip_norm in clip_norms.items():
             clipped = jaxdp.clipped_grad(loss, clip_norm=clip_norm)
-            calls[name] = gate.compiled(clipped, params, batch)
+            calls[name] = timing.compiled(clipped, params, batch)
         wall, cpu = timing.interleaved(calls, rounds)
         for name in calls:
             row = {"case": case, "clip norms": name, "ms": timing.median_ms(wall[name])}

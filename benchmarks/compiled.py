@@ -22,7 +22,6 @@ and the correlation of their ranks says how far to trust the estimates."""
 
 import argparse
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -59,27 +58,17 @@ def compiled(target: str, case: str, step: str, tiny: bool) -> Row:
 def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) -> Row:
     """Returns the row of a step, or its error."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = targets.environment(target)
-        arguments = [
-            "--target",
-            target,
-            "--cases",
-            case,
-            "--step",
-            step,
-            "--output",
-            os.path.join(folder, "row.json"),
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.compiled",
-            *arguments,
-            *(["--tiny"] if tiny else []),
-        ]
+        row = pathlib.Path(folder, "row.json")
+        flags = {"target": target, "cases": case, "step": step, "output": str(row)}
+        command = [sys.executable, "-m", "benchmarks.compiled", *["--tiny"] * tiny]
+        command += [word for name, value in flags.items() for word in (f"--{name}", value)]
         try:
             ended = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=seconds
+                command,
+                env=targets.environment(target),
+                capture_output=True,
+                text=True,
+                timeout=seconds,
             )
         except subprocess.TimeoutExpired:
             return {"error": f"not compiled in {seconds:.0f} s"}
@@ -89,7 +78,7 @@ def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) ->
                 return {"error": "does not fit", "needed_mb": needed / 1e6}
             lines = [line for line in ended.stderr.splitlines() if line.strip()]
             return {"error": (lines[-1] if lines else f"ended with {ended.returncode}")[:400]}
-        return json.loads(pathlib.Path(folder, "row.json").read_text())
+        return json.loads(row.read_text())
 
 
 def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
@@ -113,16 +102,8 @@ def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
     return rows
 
 
-AMOUNTS = (
-    "total",
-    "cycles",
-    "kernel_cycles",
-    "bytes",
-    "flops",
-    "kernels",
-    "launched",
-    "library_calls",
-)
+_CYCLES = ("total", "cycles", "kernel_cycles")
+AMOUNTS = (*_CYCLES, "bytes", "flops", "kernels", "launched", "library_calls")
 BASES = {
     **{"update": "update", "private update": "update"},
     **{f"private update of {kind}": "update" for kind in compiled_cases.CORRELATED},
@@ -214,30 +195,24 @@ def costliest(row: Row) -> list[Row]:
     ]
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = timing.arguments(__doc__, output="")
-    parser.add_argument("--target", choices=targets.TARGETS, required=True)
-    parser.add_argument(
-        "--cases", default="", help="parts of names of cases, with semicolons; all without it"
-    )
-    parser.add_argument("--steps", default="", help="names of steps, with commas; all without it")
-    parser.add_argument("--step", help=argparse.SUPPRESS)  # the one step of a process of its own
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
-    parser.add_argument("--note", default="", help="what the version is, for the report")
-    parser.add_argument("--again", action="store_true", help="compiles what the report has already")
-    parser.add_argument(
-        "--device", default="", help="a report of benchmarks.device, whose times are set beside"
-    )
-    parser.add_argument("--minutes", type=float, default=20.0, help="the limit of one program")
-    flags = parser.parse_args(given)
-    flags.output = (
-        flags.output or f".bench/compiled_{flags.target}{'_tiny' if flags.tiny else ''}.json"
-    )
-    return flags
+FLAGS = {
+    "output": "",
+    "target": {"choices": targets.TARGETS, "required": True},
+    "cases": ("", "parts of names of cases, with semicolons; all without it"),
+    "steps": ("", "names of steps, with commas; all without it"),
+    "step": {"help": argparse.SUPPRESS},  # the one step of a process of its own
+    "tiny": (False, "tiny shapes, to check the programs"),
+    "note": ("", "what the version is, for the report"),
+    "again": (False, "compiles what the report has already"),
+    "device": ("", "a report of benchmarks.device, whose times are set beside"),
+    "minutes": (20.0, "the limit of one program"),
+}
 
 
 def main(given: Sequence[str] | None = None) -> dict:
-    flags = arguments(given)
+    flags = timing.parser(__doc__, FLAGS).parse_args(given)
+    tiny = "_tiny" if flags.tiny else ""
+    flags.output = flags.output or f".bench/compiled_{flags.target}{tiny}.json"
     if flags.step:
         row = compiled(flags.target, flags.cases, flags.step, flags.tiny)
         pathlib.Path(flags.output).write_text(json.dumps(row))

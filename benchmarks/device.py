@@ -17,7 +17,6 @@ arguments. For torch it is the peak. The programs of a case in JAX are compiled 
 Every case has its share of --minutes. A step that fails or finds no time left has an "error" in the
 report, and the others go on. The report is written after every case."""
 
-import argparse
 import os
 
 # leaves room for torch in the same process
@@ -125,35 +124,6 @@ class Training(NamedTuple):
         return Work(step, timing.allocated_mb(added))
 
 
-def random_params(model, inputs: jax.Array):
-    """Returns small parameters. Compiling the initialization of a large model takes as long as one
-    of its steps."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)["params"]
-    generator = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda x: jnp.asarray(0.02 * generator.standard_normal(x.shape, np.float32)), shapes
-    )
-
-
-def image_training(name: str, sizes: tuple[int, int, int], side: int, **attributes) -> Training:
-    physical, count, microbatch = sizes
-    model = models.create(name, **attributes)
-    images = np.random.default_rng(0).random((physical, side, side, 3), np.float32)
-    batch = {"x": jnp.asarray(images), "label": jnp.arange(physical) % model.num_classes}
-    params = random_params(model, batch["x"][:1])
-    loss = problems.named_classifier_loss(model)
-    return Training(problems.Training(loss, params, batch, (), microbatch), count)
-
-
-def text_training(mode: str, sizes: tuple[int, int, int], **attributes) -> Training:
-    physical, length, microbatch = sizes
-    model = models.create("gpt2", **attributes)
-    params = random_params(model, jnp.zeros((1, 1), jnp.int32))
-    shape = (physical, length + 1)
-    tokens = np.random.default_rng(0).integers(model.num_classes, size=shape, dtype=np.int32)
-    return Training(bench_lm.training(model, mode, jnp.asarray(tokens), params, microbatch), 1)
-
-
 def adaptation(shape: bench_adaptation.Shape, batch_size: int) -> Steps:
     """Returns the makers of steps of Tent. Its peers are those of `bench_adaptation --peers`."""
     made = functools.cache(lambda: bench_adaptation.steps_of(shape, batch_size, ["tent"]))
@@ -170,31 +140,34 @@ def adaptation(shape: bench_adaptation.Shape, batch_size: int) -> Steps:
 
 def cases(tiny: bool) -> dict[str, Callable]:
     """Returns the training cases by name."""
-    bf16 = problems.BF16
-    # The sizes are a physical batch, their number or the length of texts, and a microbatch.
-    vit = ((256, 1, 16), 224, {"num_classes": 1000})
-    wide = {"wrn_16_4": (512, 8, 64), "wrn_40_4": (256, 16, 32)}
-    images = (32, {"num_classes": 10})
-    text = ((16, 512, 4), {"num_classes": bench_lm.VOCABULARY})
+
+    def image(name, physical, count, microbatch, side=32, **attributes):
+        model = models.create(name, **attributes)
+        case = problems.image_training(model, physical, (side, side, 3), microbatch)
+        return Training(problems.concrete(case, model.num_classes), count)
+
+    def text(mode, physical, length, microbatch, **attributes):
+        model = models.create("gpt2", **attributes, **problems.BF16)
+        case = bench_lm.training(model, mode, physical, length, microbatch)
+        return Training(problems.concrete(case, model.num_classes), 1)
+
+    vit = {"num_classes": 1000, "side": 224}
+    wide = {"num_classes": 10}
+    words = {"num_classes": bench_lm.VOCABULARY}
+    # A physical batch, their number in a step or the length of texts, and a microbatch.
+    sizes = {"vit": (256, 1, 16), "wrn_16_4": (512, 8, 64), "wrn_40_4": (256, 16, 32)}
+    sizes["text"] = (16, 512, 4)
     if tiny:
-        vit = ((2, 1, 1), 32, {"num_classes": 4, **problems.TINY_VIT})
-        wide = dict.fromkeys(wide, (2, 2, 1))
-        images = (8, {"num_classes": 4, "width": 1, "depth": 10})
-        text = ((2, 8, 1), problems.TINY_TEXT)
-    sizes, side, attributes = vit
-    found = {
-        "ViT-B/16, bfloat16": functools.partial(
-            image_training, "vit_b16", sizes, side, **attributes, **bf16
-        )
-    }
-    side, attributes = images
-    for name, sizes in wide.items():
-        found[name] = functools.partial(image_training, name, sizes, side, **attributes)
-    sizes, attributes = text
+        vit = {"num_classes": 4, "side": 32, **problems.TINY_VIT}
+        wide = {"num_classes": 4, "side": 8, "width": 1, "depth": 10}
+        words = problems.TINY_TEXT
+        sizes = dict.fromkeys(sizes, (2, 2, 1)) | {"vit": (2, 1, 1), "text": (2, 8, 1)}
+    of = functools.partial
+    found = {"ViT-B/16, bfloat16": of(image, "vit_b16", *sizes["vit"], **vit, **problems.BF16)}
+    for name in ("wrn_16_4", "wrn_40_4"):
+        found[name] = of(image, name, *sizes[name], **wide)
     for mode in ("lora", "full"):
-        found[f"GPT-2 small, {mode}, bfloat16"] = functools.partial(
-            text_training, mode, sizes, **attributes, **bf16
-        )
+        found[f"GPT-2 small, {mode}, bfloat16"] = of(text, mode, *sizes["text"], **words)
     return found
 
 
@@ -274,11 +247,10 @@ def certificates(tiny: bool, rounds: int) -> dict[str, dict]:
     case = bench_prediction.CASES["mlp 784-128-10, 1 step"]
     if tiny:
         case = bench_prediction.Case((4, 3, 2), 24, 1, 0.1, 0.1, 0.0)
-    measured = bench_prediction.run_case(case, rounds, replace=False, reference=False)
-    columns = {"ms": "wall_ms", "memory_mb": "memory_mb", "over_plain": "wall_over_vmap"}
     rows = {}
-    for name, row in measured.items():
-        rows[name] = {column: row[of] for column, of in columns.items()}
+    for name, row in bench_prediction.run_case(case, rounds).items():
+        ratio = {"ms": row["wall_ms"], "over_plain": row["wall_over_vmap"]}
+        rows[name] = ratio | {"memory_mb": row["memory_mb"]}
     return rows
 
 
@@ -289,23 +261,17 @@ def tables(report) -> dict[str, str]:
         for step, of in row["steps"].items():
             if "error" not in of:
                 rows.append({"case": case, "step": step} | of)
-    numbers = {
-        "ms": "ms",
-        "over plain": "over_plain",
-        "over private": "over_private",
-        "share of the peak": "mfu",
-        "MB": "memory_mb",
-        "MB over plain": "memory_over_plain",
-    }
-    columns = {"case": "{case}", "step": "{step}"}
-    columns |= {title: f"{{{name}:.3g}}" for title, name in numbers.items()}
+    columns = {"case": "{case}", "step": "{step}", "ms": "{ms:.3g}"}
+    columns |= {f"over {base}": f"{{over_{base}:.3g}}" for base in ("plain", "private")}
+    columns |= {"share of the peak": "{mfu:.3g}", "MB": "{memory_mb:.3g}"}
+    columns |= {"MB over plain": "{memory_over_plain:.3g}"}
     return {"gpu": pages.padded(pages.lines(rows, columns))}
 
 
 COLUMNS = ("ms", "over_plain", "over_private", "memory_mb", "memory_over_plain", "mfu", "error")
 
 
-def jobs_of(flags: argparse.Namespace) -> dict[str, Callable]:
+def jobs_of(flags) -> dict[str, Callable]:
     """Returns the measurements of the cases by name, each a function of its deadline."""
 
     def trained(name, build, deadline):
@@ -339,15 +305,17 @@ def jobs_of(flags: argparse.Namespace) -> dict[str, Callable]:
     return jobs
 
 
+FLAGS = {
+    "output": ".bench/device.json",
+    "tiny": (False, "tiny shapes, to check the programs"),
+    "cases": ("", "parts of names of cases, with commas, in their order"),
+    "minutes": 9.5,
+    "rounds": 10,
+}
+
+
 def main(arguments: Sequence[str] | None = None) -> dict:
-    parser = timing.arguments(__doc__, output=".bench/device.json")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
-    parser.add_argument(
-        "--cases", default="", help="parts of names of cases, with commas, in their order"
-    )
-    parser.add_argument("--minutes", type=float, default=9.5)
-    parser.add_argument("--rounds", type=int, default=10)
-    flags = parser.parse_args(arguments)
+    flags = timing.parser(__doc__, FLAGS).parse_args(arguments)
     end = time.perf_counter() + 60 * flags.minutes
     jobs = jobs_of(flags)
     report = {

@@ -7,13 +7,14 @@ The other scripts of this folder measure and write the JSON files. A table stand
 `<!-- table: NAME -->` and `<!-- end -->` of a page below docs. `tests/test_evidence.py` compares.
 """
 
-import argparse
 import importlib
 import json
 import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
+
+from benchmarks import timing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
@@ -157,9 +158,7 @@ def place(page: str, name: str, table: str) -> str:
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser(__doc__, {})
     pages = list(dict.fromkeys(one.page for one in EVIDENCE))
     parser.add_argument("page", nargs="?", choices=pages, help="a path below docs, by default all")
     only = parser.parse_args().page

@@ -43,10 +43,10 @@ def _call(problem, part: str, form: str):
         return privatizer.update(summed(params, batch), state)
 
     if part == "clipped sum":
-        return gate.compiled(summed, params, batch)
+        return timing.compiled(summed, params, batch)
     if part == "noise":
-        return gate.compiled(privatizer.update, summed(params, batch), state)
-    return gate.compiled(both, params, batch, state)
+        return timing.compiled(privatizer.update, summed(params, batch), state)
+    return timing.compiled(both, params, batch, state)
 
 
 def step_row(rounds: int, case: str, part: str) -> dict:

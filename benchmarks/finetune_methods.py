@@ -48,32 +48,29 @@ def features(options) -> dict[str, np.ndarray]:
     import tensorflow_datasets as tfds
 
     model = models.create("squeezenet1_0", num_classes=10, pool="features", head_padding=1)
-    pixels = models.Preprocessing(
-        size=96, mean=(123 / 255, 117 / 255, 104 / 255), std=(1 / 255,) * 3
-    )
+    mean = (123 / 255, 117 / 255, 104 / 255)
+    pixels = models.Preprocessing(size=96, mean=mean, std=(1 / 255,) * 3)
     public = models.load_checkpoint(
         options.checkpoint, model=model, preprocessing=pixels, new_head=True
     )
     compute = jax.jit(functools.partial(models.head_inputs, public))
     mirrored = jax.jit(lambda images: models.head_inputs(public, images[:, :, ::-1]))
-    arrays = {}
+    arrays, one = {}, {"": compute}
+    cifar100, both = options.cifar100, {"": compute, "_mirror": mirrored}
     for role, name, split, count, views in (
-        ("public", options.cifar100, "train", 8000, {"": compute}),
-        ("public_test", options.cifar100, "test", 2000, {"": compute}),
-        ("private", "cifar10", "train", FOLDS * RECORDS, {"": compute, "_mirror": mirrored}),
-        ("test", "cifar10", "test", 4000, {"": compute}),
+        ("public", cifar100, "train", 8000, one),
+        ("public_test", cifar100, "test", 2000, one),
+        ("private", "cifar10", "train", FOLDS * RECORDS, both),
+        ("test", "cifar10", "test", 4000, one),
     ):
         source = data.resize_images(data.from_tfds(name, split, data_dir=options.data_dir), 96, 3)
-        batches = [source.gather(np.arange(i, i + 100)) for i in range(0, count, 100)]
+        batches = [source.gather(np.arange(i, i + 100))["image"] for i in range(0, count, 100)]
         for view, function in views.items():
-            arrays[role + view] = np.concatenate(
-                [np.asarray(function(jnp.asarray(b["image"]))) for b in batches]
-            )
+            arrays[role + view] = np.concatenate([function(jnp.asarray(b)) for b in batches])
+        records = tfds.data_source(name, split=split, data_dir=options.data_dir)
         label = "label" if name == "cifar10" else "coarse_label"
-        records = tfds.data_source(name, split=split, data_dir=options.data_dir).__getitems__(
-            list(range(count))
-        )
-        arrays[f"{role}_label"] = np.array([record[label] for record in records])
+        labels = [record[label] for record in records.__getitems__(list(range(count)))]
+        arrays[f"{role}_label"] = np.array(labels)
     np.savez(file_of_features, **arrays)
     return arrays
 
@@ -81,9 +78,7 @@ def features(options) -> dict[str, np.ndarray]:
 def loss(params, record) -> jax.Array:
     """Returns the mean loss over the views of a record, float32 [V, r]."""
     logits = record["views"] @ params["w"] + params["b"][None]
-    return jnp.mean(
-        jax.vmap(jaxdp.losses.softmax_cross_entropy, (0, None))(logits, record["label"])
-    )
+    return jax.vmap(jaxdp.losses.softmax_cross_entropy, (0, None))(logits, record["label"]).mean()
 
 
 def trainer(variant: str, epsilon: float, anchors):

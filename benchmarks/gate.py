@@ -83,11 +83,6 @@ def problems() -> dict[str, tuple[Callable, Any, Any]]:
 Step = Callable[[], Any]
 
 
-def compiled(step: Callable, *arguments) -> Step:
-    """Returns a compiled call of a function with these arguments."""
-    return functools.partial(jax.jit(step).lower(*arguments).compile(), *arguments)
-
-
 def calls(engine="auto") -> Iterator[tuple[str, Step, Step]]:
     """Yields the name of every ratio, its compiled step and the step that it is relative to."""
     for name, problem in problems().items():
@@ -117,11 +112,11 @@ def _clipping_calls(
         grads = clipped(params, batch)
         return jax.tree.map(jnp.add, grads, noise.gaussian(key, grads, 1.0))
 
-    plain = compiled(jax.grad(mean), params, batch)
+    plain = timing.compiled(jax.grad(mean), params, batch)
     for step in (clipped, private):
         ratio = f"{name} {step.__name__}"
         if ratio in LIMITS:
-            yield ratio, compiled(step, params, batch), plain
+            yield ratio, timing.compiled(step, params, batch), plain
 
 
 def _noise_call(name: str, size: int) -> tuple[str, Step, Step]:
@@ -133,7 +128,8 @@ def _noise_call(name: str, size: int) -> tuple[str, Step, Step]:
     def threefry(key):
         return jax.random.normal(key, (size,))
 
-    return name, compiled(ours, _noise_key()), compiled(threefry, jax.random.key(0))
+    base = timing.compiled(threefry, jax.random.key(0))
+    return name, timing.compiled(ours, _noise_key()), base
 
 
 def failure(name: str, step: Step, base: Step) -> str | None:

@@ -79,6 +79,11 @@ class Case:
     def inputs(self, batch):
         return batch["tokens"][..., :-1] if self.tokens else batch["x"]
 
+    def images(self, number: int) -> tuple[jax.Array, jax.Array]:
+        """Returns random images and labels."""
+        images = jax.random.uniform(jax.random.key(0), (number, *self.shape))
+        return images, jnp.arange(number) % CLASSES
+
     def init(self):
         """Returns the first parameters."""
         example = self.source().gather(np.arange(1))
@@ -111,11 +116,16 @@ def cases() -> dict[str, Case]:
     }
 
 
-def image_problem(case: Case) -> tuple[Any, Any, tuple[jax.Array, jax.Array]]:
-    """Returns the parameters of a classifier, its loss of an example, and a random batch."""
-    images = jax.random.uniform(jax.random.key(0), (case.batch_size, *case.shape))
-    params = jax.jit(case.network.init)(jax.random.key(1), images[:1])["params"]
-    return params, classifier_loss(case.network), (images, jnp.arange(case.batch_size) % CLASSES)
+def image_problem(case: Case) -> tuple:
+    """Returns the parameters of a classifier, and its losses: of an example, and of a batch [B]."""
+    model = case.network
+    params = jax.jit(model.init)(jax.random.key(1), case.images(1)[0])["params"]
+
+    def losses(params, batch):
+        logits = model.apply({"params": params}, batch[0])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+
+    return params, classifier_loss(model), losses
 
 
 def updated(optimizer, grads, state, params) -> tuple:
@@ -133,12 +143,6 @@ def classifier_loss(model) -> Callable:
         return jaxdp.losses.softmax_cross_entropy(logits, label)
 
     return loss
-
-
-def named_classifier_loss(model) -> Callable:
-    """Returns the loss of one example, a dict of image "x" and "label"."""
-    loss = classifier_loss(model)
-    return lambda params, example: loss(params, (example["x"], example["label"]))
 
 
 def jax_privacy_grad(
@@ -206,6 +210,36 @@ class Training:
     def jax_privacy(self) -> Callable:
         grad = jax_privacy_grad(self.whole_loss, 1.0, (2,), self.microbatch)
         return lambda params, batch: grad(self.trained(params), params, batch)
+
+
+def image_training(model, batch: int, shape: tuple[int, ...], microbatch: int) -> Training:
+    """Returns the abstract training of a classifier of images."""
+    images = jax.ShapeDtypeStruct((batch, *shape), jnp.float32)
+    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
+    loss = classifier_loss(model)
+    return Training(
+        lambda params, example: loss(params, (example["x"], example["label"])),
+        params,
+        {"x": images, "label": labels},
+        microbatch=microbatch,
+    )
+
+
+def concrete(case: Training, classes: int) -> Training:
+    """Returns an abstract training with random arrays, labels or tokens below `classes`.
+
+    To compile the initialization of a large model takes as long as one of its steps.
+    """
+    generator = np.random.default_rng(0)
+
+    def array(x):
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return jnp.asarray(generator.integers(classes, size=x.shape, dtype=np.int32))
+        return jnp.asarray(0.02 * generator.standard_normal(x.shape, np.float32))
+
+    params, batch = jax.tree.map(array, (case.params, case.batch))
+    return dataclasses.replace(case, params=params, batch=batch)
 
 
 def stateful(update: Callable, *state) -> Callable:

@@ -9,7 +9,6 @@ Every benchmark writes `benchmarks/results/<name>_<suite>.json`. `python -m benc
 results/speed.md` puts the table and the picture of the suite cpu into the page. Peers that are not
 installed have no rows."""
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -18,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import pages
+from benchmarks import pages, timing
 from jaxdp.report import format_table
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -195,13 +194,12 @@ def _bar(steps: list[Row], work: str, step: str, base: str) -> float | None:
     return next((row["ratio"] for row in rows if row["over"] == base), None)
 
 
+FLAGS = {"only": ("", "names of benchmarks, with commas"), "table": (False, "run nothing")}
+
+
 def main(given: Sequence[str]):
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = timing.parser(__doc__, FLAGS)
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("--only", default="", help="names of benchmarks, with commas")
-    parser.add_argument("--table", action="store_true", help="run nothing")
     flags = parser.parse_args(given)
     jobs = {job.name: job for job in SUITES[flags.suite]}
     names = flags.only.split(",") if flags.only else list(jobs)

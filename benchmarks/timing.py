@@ -65,6 +65,35 @@ def ratios(name: str, wall: Seconds, cpu: Seconds, bases: Mapping[str, str]) -> 
     return row
 
 
+class Compiled(NamedTuple):
+    """A compiled program and its arguments, and the seconds of tracing and of both."""
+
+    program: Any
+    arguments: tuple
+    trace_s: float
+    compile_s: float
+    compile_cpu_s: float
+
+    def __call__(self):
+        return self.program(*self.arguments)
+
+    @property
+    def memory_mb(self) -> float:
+        """Returns the megabytes that XLA allocates for temporaries and outputs."""
+        return allocated_mb(self.program)
+
+
+def compiled(function: Callable, *arguments, static: tuple = (), **options) -> Compiled:
+    """Compiles a function for these arguments, after those of `static`, with options of `jit`."""
+    jitted = function if hasattr(function, "lower") else jax.jit(function, **options)
+    start, start_cpu = time.perf_counter(), time.process_time()
+    lowered = jitted.lower(*static, *arguments)
+    traced = time.perf_counter() - start
+    program = lowered.compile()
+    seconds, cpu = time.perf_counter() - start, time.process_time() - start_cpu
+    return Compiled(program, arguments, traced, seconds, cpu)
+
+
 class Step(NamedTuple):
     """A call that is timed, and what its row has without timing."""
 
@@ -98,6 +127,13 @@ def allocated_mb(compiled) -> float:
     return (memory.temp_size_in_bytes + memory.output_size_in_bytes) / 1e6
 
 
+def held_bytes(compiled) -> int:
+    """Returns the bytes of arguments, results and temporary arrays on one device."""
+    memory = compiled.memory_analysis()
+    results = memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return memory.argument_size_in_bytes + results
+
+
 def missing(*modules: str) -> list[str]:
     """Returns the modules that are not installed."""
     return [name for name in modules if importlib.util.find_spec(name) is None]
@@ -122,12 +158,23 @@ def show(title: str, rows: Mapping[str, Mapping], columns: Sequence[str] | None 
     print(f"\n{title}\n{format_table(table, digits=3)}", flush=True)
 
 
-def arguments(doc: str | None, *, output: str | None) -> argparse.ArgumentParser:
-    """Returns a parser with `--output`, and the module's docstring as its help."""
+def parser(doc: str | None, flags: Mapping) -> argparse.ArgumentParser:
+    """Returns a parser of flags, with a module's docstring as its help.
+
+    A flag is the options of argparse, or a default, or a default and a help. The type of the
+    default is the flag's. A False is a switch.
+    """
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", default=output)
+    for name, flag in flags.items():
+        options = flag
+        if not isinstance(flag, dict):
+            default, text = flag if isinstance(flag, tuple) else (flag, None)
+            options = {"type": type(default), "default": default, "help": text}
+            if default is False:
+                options = {"action": "store_true", "help": text}
+        parser.add_argument(f"--{name}", **options)
     return parser
 
 
@@ -145,8 +192,7 @@ def machine() -> dict:
 def run(benchmark: Benchmark, given: Sequence[str]):
     """Measures as the flags say, and writes the report."""
     module = benchmark.load()
-    parser = parser_of(benchmark)
-    flags = parser.parse_args(given)
+    flags = parser_of(benchmark).parse_args(given)
     flags.output = flags.output or benchmark.place(update=flags.update)
     report = module.measure(flags)
     if report is None:  # a process that measures one point for another one
@@ -159,30 +205,12 @@ def run(benchmark: Benchmark, given: Sequence[str]):
 def parser_of(benchmark: Benchmark) -> argparse.ArgumentParser:
     """Returns the parser of a benchmark's flags."""
     module = benchmark.load()
-    parser = arguments(module.__doc__, output=None)
+    text = f"write {benchmark.output}, from which pages are made, and not a copy in .bench"
+    flags = {"output": {}, "update": (False, text)} | getattr(module, "FLAGS", {})
+    result = parser(module.__doc__, flags)
     name = benchmark.module.removeprefix("bench_")
-    parser.prog = " ".join(["python -m benchmarks", "run", name])
-    parser.add_argument(
-        "--update",
-        action="store_true",
-        help=f"write {benchmark.output}, from which pages are made, and not a copy in .bench",
-    )
-    for name, flag in getattr(module, "FLAGS", {}).items():
-        parser.add_argument(f"--{name}", **options_of(flag))
-    return parser
-
-
-def options_of(flag) -> dict:
-    """Returns the options of a flag: those of argparse, or a default, or a default and a help.
-
-    The type of the default is the flag's. A False is a switch.
-    """
-    if isinstance(flag, dict):
-        return flag
-    default, text = flag if isinstance(flag, tuple) else (flag, None)
-    if default is False:
-        return {"action": "store_true", "help": text}
-    return {"type": type(default), "default": default, "help": text}
+    result.prog = " ".join(["python -m benchmarks", "run", name])
+    return result
 
 
 def swept(measure: Callable, *factors: Iterable) -> list:

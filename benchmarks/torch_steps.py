@@ -50,27 +50,35 @@ class Block(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-class ViT(nn.Module):
+class Transformer(nn.Module):
+    """Places, blocks, a norm and a head."""
+
+    def __init__(self, length: int, width: int, depth: int, heads: int, outputs: int, causal: bool):
+        super().__init__()
+        self.places = nn.Embedding(length, width)
+        self.blocks = nn.Sequential(*[Block(width, heads, causal) for _ in range(depth)])
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, outputs, bias=not causal)
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        numbers = torch.arange(x.shape[1], device=x.device).expand(len(x), -1).contiguous()
+        return self.norm(self.blocks(x + self.places(numbers)))
+
+
+class ViT(Transformer):
     """A vision transformer. The defaults are the small one."""
 
     def __init__(
         self, side: int = 32, patch: int = 4, width: int = 192, depth: int = 6, heads: int = 3
     ):
-        super().__init__()
+        outputs = 1000 if side > 32 else CLASSES
+        super().__init__((side // patch) ** 2, width, depth, heads, outputs, causal=False)
         self.patches = nn.Conv2d(3, width, patch, patch)
-        self.places = nn.Embedding((side // patch) ** 2, width)
-        self.blocks = nn.Sequential(*[Block(width, heads, False) for _ in range(depth)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 1000 if side > 32 else CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.patches(x).flatten(2).transpose(1, 2)
-        places = self.places(
-            torch.arange(x.shape[1], device=x.device).expand(len(x), -1).contiguous()
-        )
-        return self.head(self.norm(self.blocks(x + places)).mean(1))
+        return self.head(self.normed(self.patches(x).flatten(2).transpose(1, 2)).mean(1))
 
 
-class Language(nn.Module):
+class Language(Transformer):
     """A causal transformer. Opacus does not clip a shared embedding, so the output layer is its
     own."""
 
@@ -82,16 +90,11 @@ class Language(nn.Module):
         depth: int = DEPTH,
         heads: int = HEADS,
     ):
-        super().__init__()
-        self.embedding, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, heads, True) for _ in range(depth)])
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        super().__init__(length, width, depth, heads, vocabulary, causal=True)
+        self.embedding = nn.Embedding(vocabulary, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = self.places(
-            torch.arange(x.shape[1], device=x.device).expand(len(x), -1).contiguous()
-        )
-        return self.head(self.norm(self.blocks(self.embedding(x) + places)))
+        return self.head(self.normed(self.embedding(x)))
 
 
 class Residual(nn.Module):
