@@ -6,8 +6,7 @@ A long history has 1,000 releases of up to 20 kinds under one of three adjacenci
 1e-15 to 1e-2. The second accountant inverts characteristic functions on a line
 (`tests.privacy.second_accountant`). It shares no code and no method with ours. Short histories have
 a few releases, whose exact epsilon follows from direct convolution. The histories are those of
-tests/privacy/test_histories.py. `python -m benchmarks.evidence results/accountant.md` writes the
-table of the page."""
+tests/privacy/test_histories.py."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -70,7 +69,6 @@ def summary(compared: Iterable[Compared]) -> list[dict]:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the table of a report."""
     columns = {"histories of": "{kind}", "adjacency": "{adjacency}", "number": "{histories}"}
     columns |= {name: f"{{{name}:.1e}}" for name in ("least", "median", "most")}
     return {"accountant": pages.plain(pages.lines(report["rows"], columns))}

@@ -20,7 +20,7 @@ import numpy as np
 from benchmarks import evidence_agt, pages, timing
 from benchmarks.evidence_agt import ASKED, DATA, WAYS, epsilon_of, rounded, share
 from jaxdp import prediction
-from jaxdp.data import DataSpec, Records, by_group, from_arrays
+from jaxdp.data import DataSpec, by_group, from_arrays
 from jaxdp.models import Pretrained, create
 from jaxdp.prediction.features import FeatureMap
 from launch import data, embeddings, frame, models, results
@@ -60,6 +60,15 @@ def certified(bench: Bench, **changes) -> Pool:
     return one
 
 
+def scored(bench: Bench, **changes) -> dict:
+    return scores(certified(bench, **changes), bench.test["label"])
+
+
+def certified_by(bounds, model, features: np.ndarray, classes: int) -> Pool:
+    found = prediction.certify(bounds, model.logits, features)
+    return Pool(np.asarray(found.label), np.asarray(found.distance), classes)
+
+
 # --- What is measured ---------------------------------------------------------------------------
 
 
@@ -76,7 +85,7 @@ def tightness(bench: Bench) -> dict:
 def threats(bench: Bench) -> dict:
     """Returns scores of T4 and of Theorem 4.6, each under the relation for which it holds."""
     truth, certificate = bench.test["label"], bench.config.certificate
-    replaced = certified(bench, threat="replace_one")
+    replaced = scored(bench, threat="replace_one")
     most = certificate.max_distance
     certificate.max_distance = 2 * most  # a replacement is two steps
     both = certified(bench)
@@ -85,23 +94,21 @@ def threats(bench: Bench) -> dict:
     return {
         "T4, added or removed": scores(added, truth),
         "T4, replaced": scores(both, truth, steps=2),
-        "Theorem 4.6, replaced": scores(replaced, truth),
+        "Theorem 4.6, replaced": replaced,
     }
 
 
 def schedules(bench: Bench) -> dict:
     """Returns scores by the number of batches of an epoch and of epochs. All steps together have
     the length of the one step of the config."""
-    training, truth = bench.config.training, bench.test["label"]
+    training = bench.config.training
     records, rate = training.records, training.learning_rate
     rows = {}
     for batches in BATCHES:
         sizes = {"records": records // batches, "learning_rate": rate / batches}
-        one = certified(bench, batches=batches, **sizes)
-        rows[f"batches: {batches}"] = scores(one, truth)
+        rows[f"batches: {batches}"] = scored(bench, batches=batches, **sizes)
     for epochs in EPOCHS:
-        one = certified(bench, epochs=epochs, learning_rate=rate / epochs)
-        rows[f"epochs: {epochs}"] = scores(one, truth)
+        rows[f"epochs: {epochs}"] = scored(bench, epochs=epochs, learning_rate=rate / epochs)
     return rows
 
 
@@ -118,14 +125,12 @@ def federated(bench: Bench, draw: int) -> dict:
         source = from_arrays(**bench.train, num_classes=bench.classes, name="clients")
         groups = by_group(source, owner.tolist(), max_records=4 * count // clients)
         owned = groups.gather(np.arange(len(groups)))
-        assert isinstance(owned, Records)
         bounds = prediction.train_with_bounds(
             bench.model.loss, bench.start, owned, group=True, batch_size=clients, **options
         )
-        found = prediction.certify(bounds, bench.model.logits, bench.test["features"])
-        pool = Pool(np.asarray(found.label), np.asarray(found.distance), bench.classes)
+        pool = certified_by(bounds, bench.model, bench.test["features"], bench.classes)
         rows[f"{clients} clients"] = scores(pool, truth)
-    rows[f"{count} records"] = scores(certified(bench), truth)
+    rows[f"{count} records"] = scored(bench)
     return rows
 
 
@@ -171,8 +176,7 @@ def texts(options, pooling: str) -> dict:
     how = {"clip": 0.05, "learning_rate": 100.0, "batch_size": PHRASES, "epochs": 1}
     records = {"features": project(train), "label": label}
     bounds = prediction.train_with_bounds(model.loss, model.init(), records, ks=100, **how)
-    found = prediction.certify(bounds, model.logits, project(test))
-    pool = Pool(np.asarray(found.label), np.asarray(found.distance), 2)
+    pool = certified_by(bounds, model, project(test), 2)
     return scores(pool, truth) | {"majority": float(max(truth.mean(), 1 - truth.mean()))}
 
 
@@ -251,7 +255,6 @@ def scores_table(report, part: str) -> str:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns further tables of docs/results/agt.md."""
     by_steps, of_texts = [], []
     for steps in STEPS:
         for row in report.get(f"network/{steps}", ()):

@@ -100,7 +100,6 @@ def run_size(size: Size, rounds: int) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of docs/results/speed.md."""
     columns = {
         "network": "{network}",
         "records": "{records}",

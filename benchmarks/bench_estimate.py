@@ -101,7 +101,6 @@ def at(layers: int, one: hlo.Count, two: hlo.Count) -> hlo.Count:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the estimate as a table of a page."""
     plain, private = report["steps"]
     rows = []
     for label, key, unit in (

@@ -19,45 +19,43 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from typing import Any
 
-ROUNDS, DEVICES = 11, (1, 2, 4, 8)
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import bench_scale, problems, timing
+from jaxdp import finetune
+from jaxdp.compilers import hlo
+from jaxdp.data import PoissonSampler, from_arrays
+from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent
+
+ROUNDS = 11
 POINTS = {
     "batch": (64, 128, 256, 512, 1024, 2048),
     "parameters": (128, 256, 512, 1024, 2048),  # units in each of two hidden layers
-    "devices": DEVICES,
+    "devices": (1, 2, 4, 8),
     "steps": (50, 200, 800, 3200),
     "ledger rows": (100, 300, 1000, 3000, 10000),
 }
 FEATURES, CLASSES, UNITS, BATCH = 256, 10, 512, 512
+FLAGS = {
+    "picture": ".bench/growth.png",
+    "point": {"nargs": 2, "help": "an axis and a value: measure this point here"},
+}
 
 
-def timed(call: Callable) -> dict[str, float]:
-    """Returns processor and wall seconds of a call, the medians of the rounds after a first one."""
-    call()
-    wall, cpu = [], []
-    for _ in range(ROUNDS):
-        start, start_cpu = time.perf_counter(), time.process_time()
-        call()
-        wall.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - start_cpu)
-    return {"cpu_s": statistics.median(cpu), "wall_s": statistics.median(wall)}
+def timed(call: Callable, rounds: int | None = None) -> dict[str, float]:
+    """Returns processor and wall seconds of a call, the medians of the rounds."""
+    wall, cpu = timing.interleaved({"call": call}, rounds or ROUNDS, warm=False)
+    return {"cpu_s": statistics.median(cpu["call"]), "wall_s": statistics.median(wall["call"])}
 
 
 def training(units: int, batch: int, devices: int) -> tuple:
     """Returns a trainer of a multilayer perceptron, its first parameters, its source, and its loss
     of a batch."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    from benchmarks import bench_scale
-    from jaxdp import finetune
-    from jaxdp.data import PoissonSampler, from_arrays
-
     rng = np.random.default_rng(0)
     params = []
     for pair in itertools.pairwise((FEATURES, units, units, CLASSES)):
@@ -87,22 +85,15 @@ def training(units: int, batch: int, devices: int) -> tuple:
 
 def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict[str, float]:
     """Measures a step on one physical batch of `batch` examples, and the plain step."""
-    import jax
-    import numpy as np
-
-    from benchmarks import problems, timing
-    from jaxdp.compilers import hlo
-
     trainer, params, source, mean_loss = training(units, batch, devices)
     state, rows = trainer.init(params), np.arange(batch)
-    programs = [
-        function.lower(*args).compile()
-        for function, args in trainer.programs(state, source).values()
-    ]
+    calls = trainer.programs(state, source).values()
+    programs = [function.lower(*args).compile() for function, args in calls]
 
     def private():
         jax.block_until_ready(trainer.update(state, trainer.sums(state, source, rows)))
 
+    private()
     row = timed(private)
     counts = [hlo.count(program) for program in programs]
     row |= {
@@ -122,9 +113,9 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
         opt_state = optimizer.init(params)
 
         def plain():
-            batch = jax.device_put(source.gather(rows))
-            jax.block_until_ready(updated(params, opt_state, batch))
+            return updated(params, opt_state, jax.device_put(source.gather(rows)))
 
+        jax.block_until_ready(plain())
         row["plain_cpu_s"] = timed(plain)["cpu_s"]
     return row
 
@@ -132,32 +123,21 @@ def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict
 def steps_point(steps: int) -> dict[str, float]:
     """Measures a whole run of `steps` steps with a ledger and checkpoints, without its first
     step."""
-    from jaxdp import finetune
-    from jaxdp.privacy import Ledger
-
     trainer, params, source, _ = training(128, 128, 1)
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         with Ledger(folder / "ledger.sqlite") as ledger:
             ledger.register("data", adjacency="add_remove", unit="example", delta=1e-6)
-            account = ledger.account("data")
+            options = {"account": ledger.account("data"), "progress": False}
             run = functools.partial(
-                finetune.fit,
-                *(trainer, params, source),
-                account=account,
-                checkpoint_every=50,
-                progress=False,
+                finetune.fit, trainer, params, source, checkpoint_every=50, **options
             )
             run(steps=1, workdir=folder / "first")
-            start, start_cpu = time.perf_counter(), time.process_time()
-            run(steps=steps, workdir=folder / "run")
-            return {"cpu_s": time.process_time() - start_cpu, "wall_s": time.perf_counter() - start}
+            return timed(lambda: run(steps=steps, workdir=folder / "run").params, rounds=1)
 
 
 def ledger_point(rows: int) -> dict[str, float]:
     """Measures opening a ledger of `rows` spends, a question about epsilon, and one more spend."""
-    from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent
-
     event = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "ledger.sqlite"
@@ -173,6 +153,7 @@ def ledger_point(rows: int) -> dict[str, float]:
                 with ledger.spend("data", event):
                     pass
 
+        one_more()
         return timed(one_more) | {"file_mb": path.stat().st_size / 1e6}
 
 
@@ -196,8 +177,7 @@ def measured(axis: str, value: int) -> dict[str, float]:
         text=True,
         check=True,
     )
-    point = json.loads(done.stdout.splitlines()[-1])
-    return point
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def draw(report: dict, path: str):
@@ -251,13 +231,9 @@ MEMORIES = [
     ("held_mb", "of XLA, for one device", 1),
     ("file_mb", "file of the ledger", 1),
 ]
-FLAGS = {
-    "picture": ".bench/growth.png",
-    "point": {"nargs": 2, "help": "an axis and a value: measure this point here"},
-}
 
 
-def measure(flags) -> dict[str, Any] | None:
+def measure(flags) -> dict | None:
     if flags.point:
         axis, value = flags.point
         point = MEASURES[axis](int(value))

@@ -10,7 +10,6 @@ at points of the box. A sound bound cannot be narrower. The samples are computed
 second command writes the tables of the page."""
 
 import math
-import pathlib
 from collections.abc import Callable
 
 import jax
@@ -24,8 +23,6 @@ from benchmarks import pages
 from jaxdp.transforms import losses
 from jaxdp.transforms.intervals import UnsupportedPrimitive
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "intervals.json"
 RADII, SAMPLES = (1e-4, 0.1), 512
 POINT = np.array([0.3, -1.1, 2.0, 0.7, -0.2, 1.3], np.float32)
 LABEL = np.array([0.0, 1.0, 0.0, 0.0, 1.0, 1.0], np.float32)
@@ -169,7 +166,6 @@ def sampled(program: Callable, box: jaxdp.Interval) -> np.ndarray:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of docs/results/intervals.md."""
     rows, refused = [], []
     for name, by_radius in report["programs"].items():
         results = [by_radius[str(radius)] for radius in RADII]

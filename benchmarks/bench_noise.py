@@ -132,7 +132,6 @@ NAMES = {
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of a page."""
     generators = {
         "a vector of 2^20 values": "{name}",
         "processor ns per value": "{cpu_ns_per_value:.1f}",

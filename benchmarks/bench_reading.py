@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -133,7 +132,6 @@ def exchange() -> float:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the rows as a table of a page."""
     waits = "ms of it that the device waits, inline"
     header = ["reading a batch", "ms of a step, inline", "ahead", waits, "ahead"]
     lines = []
@@ -151,7 +149,7 @@ FLAGS = {
 }
 
 
-def measure(flags) -> dict[str, Any] | None:
+def measure(flags) -> dict | None:
     if flags.exchange:
         address, process = flags.exchange
         print(json.dumps(exchanged(address, int(process))))

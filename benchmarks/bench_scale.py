@@ -159,7 +159,6 @@ def noise_rows(name: str, case: problems.Case) -> Iterator[dict]:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the counts as a table of a page."""
     by_step = {}
     for row in results.select(report["steps"], devices=DEVICES):
         by_step[row["network"], row["layout"], row["step"]] = row

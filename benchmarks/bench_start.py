@@ -18,8 +18,8 @@ import tempfile
 import time
 
 from benchmarks import pages
+from benchmarks.registry import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEMO = ["-m", "launch.lifecycle", "--config", "configs/lifecycle_digits.py", "--workdir"]
 # What a launcher does before it computes, and one step. It prints the seconds since the epoch
 # before and after.
@@ -76,7 +76,6 @@ def measured(case: str, rounds: int) -> dict[str, float]:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the cases of a report as a table."""
     rows = [{"process": case} | row for case, row in report["cases"].items()]
     columns = {"process": "{process}"}
     columns |= {name: f"{{{name}:.3g}}" for name in ("import", "cold", "warm", "ratio")}

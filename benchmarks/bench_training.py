@@ -296,7 +296,6 @@ SHOWN = ("DPAdapter", "SAM", "optax", "Adp", "DP-SAT", "GEP")
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of a page. A step without a limit of its own repeats no gradient."""
     markdown = {}
     for kind, ratio in (("pre-training", "over_plain"), ("fine-tuning", "over_dp_sgd")):
         cases = {title: rows for title, rows in report["cases"].items() if kind in title}

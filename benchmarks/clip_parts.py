@@ -5,8 +5,7 @@
 Steps are those of `benchmarks.gate`, interleaved and warm. Each leaf is a part. A network of two
 dense layers is trained on bundled sets with one noise multiplier for all methods.
 Learning rates are chosen on other splits of the same set. The seed of a row sets its split and its
-initial parameters. Noise and batches are fresh. `python -m benchmarks.evidence
-results/clip_parts.md` writes the tables of the page."""
+initial parameters. Noise and batches are fresh."""
 
 import functools
 import itertools
@@ -192,7 +191,6 @@ def row_of(data: Splits, method: str) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of docs/results/clip_parts.md."""
     columns = {
         "case": "{case}",
         "clip norms": "{clip norms}",

@@ -179,7 +179,6 @@ def cell(row: Mapping) -> str:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of a report."""
     markdown = {}
     for task in TASKS:
         rows = results.select(report["rows"], task=task)

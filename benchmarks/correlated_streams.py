@@ -116,7 +116,6 @@ def accuracies_of(task: Task, method, rate: float, runs: int) -> list[float]:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the table of a report."""
     more = {"buffers": "{buffers}"}
     return {"drift": pages.by_epsilon(report["rows"], "noise", "noise", correlated.cell, more)}
 

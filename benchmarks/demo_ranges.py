@@ -3,8 +3,7 @@ noise of every run is new.
 
     python -m benchmarks run demo_ranges [--runs 10]
 
-The documentation states these ranges, and `tests/test_demo_ranges.py` compares them. `python -m
-benchmarks.evidence howto/whole_life.md` writes the table."""
+The documentation states these ranges, and `tests/test_demo_ranges.py` compares them."""
 
 import contextlib
 import io

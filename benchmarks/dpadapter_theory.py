@@ -5,8 +5,7 @@
 The lemma stands beside four pre-trained networks (configs/pretrain/digits.py). The theorem stands
 beside softmax regression with weight decay, whose constants are known: the features x of an image
 are its pixels and a one, so that f is linear in theta, rho = max ||x|| and beta = 0. Weight decay
-gives a PL constant of 1 / (2 lambda). Nothing is private. `python -m benchmarks.evidence
-results/dpadapter.md` writes the tables."""
+gives a PL constant of 1 / (2 lambda). Nothing is private."""
 
 import contextlib
 import io
@@ -194,7 +193,6 @@ def measure(flags) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of docs/results/dpadapter.md."""
     lines = []
     for method, direction in dict.fromkeys((r["method"], r["direction"]) for r in report["lemma"]):
         mine = results.select(report["lemma"], method=method, direction=direction)

@@ -9,15 +9,14 @@ The other scripts of this folder measure and write the JSON files. A table stand
 
 import importlib
 import json
-import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from benchmarks import timing
+from benchmarks.registry import RESULTS, ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
 PLACE = r"(?<=<!-- table: {} -->\n).*?(?=<!-- end -->)"
 
 

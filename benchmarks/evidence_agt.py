@@ -201,13 +201,10 @@ def tables(report) -> dict[str, str]:
             lines.append({"": title} | cells)
         return pages.padded(lines)
 
-    def student(way, draw):
-        score = draw["student"].get(way)
-        return score
-
     of = functools.partial
     mechanisms = {way: of(_accuracy, way) for way in WAYS}
-    mechanisms |= {f"student of {way} answers": of(student, way) for way in WAYS}
+    for way in WAYS:
+        mechanisms[f"student of {way} answers"] = lambda draw, way=way: draw["student"].get(way)
     for name in ("PATE", "PATE answered", "DP-SGD", "without noise"):
         mechanisms[name] = operator.itemgetter(name)
     sizes = {}
@@ -271,8 +268,7 @@ def _count(value: float, queries: float) -> str:
 
 def _accuracy(way: str, draw, *, size: int = 1, queries: int = ASKED) -> float | None:
     """Returns the accuracy of a mechanism in a draw, None if it does not apply."""
-    accuracy = draw["accuracy"][str(size)].get(way, {}).get(str(queries))
-    return accuracy
+    return draw["accuracy"][str(size)].get(way, {}).get(str(queries))
 
 
 def _over_dp_sgd(way: str, draw, *, queries: int) -> float | None:

@@ -42,7 +42,6 @@ def _place(row: Mapping[str, str]) -> tuple[int, float]:
 
 
 def tables(report, added) -> dict[str, str]:
-    """Returns the tables of the run on USPS."""
     report = merged(report, added)
     grids = report["grids"]
     markdown = {}

@@ -49,7 +49,6 @@ def measure(flags) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of docs/results/agt.md."""
     sets, options = [], []
     for name, result in report["sets"].items():
         data = {"data": f"{name}, {result['records']} records"}

@@ -226,7 +226,6 @@ FURTHER = ("none", *METHODS, "vector scaling", "vector scaling, no privacy")
 
 
 def tables(report, earlier) -> dict[str, str]:
-    """Returns the tables of docs/results/recalibration.md."""
     networks = []
     for network, run in report.items():
         row = {"network": network} | results.only(run, "images", "trials", "shifts")

@@ -34,8 +34,6 @@ from jaxdp.models.layers import GroupNorm
 from jaxdp.report import plot_curves
 from launch import adapt, adapt_results, adapt_settings, data, frame, models, results
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "evidence_tta.json"
 _RESULTS = ("mean", "std", "over_source", "over_original", "over_usual")
 KEPT = ("method", "setting", *_RESULTS, "length", "taken", "learning_rate")
 STUDIES = {

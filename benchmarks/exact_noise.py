@@ -67,7 +67,6 @@ def accuracy_row(runs: int, epsilon: float, form: str) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of a report."""
     columns = {
         "case": "{case}",
         "part": "{part}",

@@ -5,8 +5,7 @@ private images.
 
 The data and the network are those of `configs/finetune/cifar10_squeezenet.py`. Each of five
 disjoint sets of 2000 training images of CIFAR-10 is a private set. Learning rates are chosen on
-coarse classes of CIFAR-100. `python -m benchmarks.evidence results/public_checkpoint.md` writes the
-table into the page."""
+coarse classes of CIFAR-100."""
 
 import functools
 import itertools

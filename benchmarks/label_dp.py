@@ -57,7 +57,6 @@ def row_of(runs: int, epsilon: float, method: str) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the table of a report."""
     protected = {
         "what is protected": lambda row: (
             "image and label" if row["method"] == "DP-SGD" else "label"

@@ -5,8 +5,7 @@ scikit-learn.
 
 Fine-tuning is attacked through its final model only, by LiRA (Carlini et al. 2022,
 arXiv:2112.03570) with shadow models and with wrongly labelled records as canaries. The other stages
-are attacked by their canary audits. `python -m benchmarks.evidence results/membership.md` writes
-the tables and the picture of the page."""
+are attacked by their canary audits."""
 
 import dataclasses
 import functools

@@ -74,7 +74,6 @@ def row_of(splits: clip_parts.Splits, bound: int) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the table of a report."""
     columns = {
         "images of an owner": lambda row: str(row["bound"] or "one image"),
         "images": "{images}",

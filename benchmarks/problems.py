@@ -182,8 +182,7 @@ class Training:
 
     @property
     def examples(self) -> int:
-        size = jax.tree.leaves(self.batch)[0].shape[0]
-        return size
+        return jax.tree.leaves(self.batch)[0].shape[0]
 
     def trained(self, params):
         return {name: params[name] for name in self.moving or params}

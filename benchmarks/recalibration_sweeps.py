@@ -80,7 +80,6 @@ def _summary(result) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of docs/results/recalibration.md."""
     recipe = []
     for name, accuracy in report["recipe"].items():
         recipe.append({"images": name, "accuracy in percent": results.percent(accuracy)})

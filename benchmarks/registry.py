@@ -1,12 +1,16 @@
 """The one table of benchmarks: what each one measures, and where it writes.
 
-A benchmark is a module of this folder. `measure(flags)` returns its report, and
-`add_arguments(parser)` declares its flags, where it has any."""
+A benchmark is a module of this folder. `measure(flags)` returns its report, `FLAGS` has its flags
+as `timing.parser` takes them, and `tables(report)` the tables of its page, where it has any. The
+page stands in `benchmarks.evidence`, which writes it."""
 
 import importlib
 import pathlib
 from types import ModuleType
 from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 
 
 class Benchmark(NamedTuple):

@@ -47,7 +47,6 @@ def row_of(splits: clip_parts.Splits, method: str, start: float) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the table of a report."""
 
     def cell(rows):
         (row,) = rows

@@ -31,7 +31,6 @@ NAMES = {
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the table of docs/results/split_adaptation.md."""
     rows = []
     for method, row in report["methods"].items():
         paper = "{}, {}".format(*PAPER[method]) if method in PAPER else ""

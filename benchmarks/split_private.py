@@ -11,8 +11,7 @@ its label. The numbers n are public.
     prototypes  how many images of a class are nearest to each of 50 public cluster centres, with Gaussian noise
     votes       the client labels public images by noisy votes of disjoint teachers (Papernot et al. 2018, GNMax)
 
-The server predicts by the nearest class mean. `python -m benchmarks.evidence
-results/split_adaptation.md` writes the table and the picture of the page."""  # noqa: E501
+The server predicts by the nearest class mean."""  # noqa: E501
 
 import functools
 import itertools
@@ -151,7 +150,6 @@ def _few_shots(label: Array, count: int, random: Generator) -> Array:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the table of docs/results/split_adaptation.md."""
     titles = {epsilon: f"epsilon {epsilon:g}" for epsilon in EPSILONS}
     titles[math.inf] = "no privacy"
     lines = []

@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import pages, timing
+from benchmarks.registry import RESULTS
 from jaxdp.report import format_table
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 # The work, the step, its base, the ratio of their times, and milliseconds of the step where they
 # are known.
 Line = tuple[str, str, str, float, float | None]
@@ -147,7 +146,6 @@ def rows_of(suite: str, reports: Iterable) -> list[Row]:
 
 
 def tables(*reports) -> dict[str, str]:
-    """Returns the rows of the reports of the suite cpu as a table of a page."""
     columns = {name: f"{{{name}}}" for name in ("benchmark", "work", "step", "over")}
     columns |= {"ratio of times": "{ratio:.3g}", "ms": "{ms:.3g}"}
     return {"suite": pages.plain(pages.lines(rows_of("cpu", reports), columns))}

@@ -227,8 +227,7 @@ def earlier(path: str) -> dict:
     file = pathlib.Path(path)
     if not file.exists():
         return {}
-    report = json.loads(file.read_text(encoding="utf-8"))
-    return report
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def write(report: dict, path: str):

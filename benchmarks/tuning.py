@@ -194,7 +194,6 @@ def measure(flags) -> dict:
 
 
 def tables(report) -> dict[str, str]:
-    """Returns the tables of a report."""
 
     def noise(row):
         return f"{row['noise_multiplier']:.2f}"
