@@ -68,7 +68,7 @@ def summary(compared: Iterable[Compared]) -> list[dict]:
     return rows
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     columns = {"histories of": "{kind}", "adjacency": "{adjacency}", "number": "{histories}"}
     columns |= {name: f"{{{name}:.1e}}" for name in ("least", "median", "most")}
     return {"accountant": pages.plain(pages.lines(report["rows"], columns))}

@@ -254,7 +254,7 @@ def scores_table(report, part: str) -> str:
     return pages.padded(lines)
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     by_steps, of_texts = [], []
     for steps in STEPS:
         for row in report.get(f"network/{steps}", ()):

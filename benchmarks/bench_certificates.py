@@ -132,7 +132,7 @@ def flips() -> list[dict[str, float]]:
     return [dict(zip(probabilities, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     """Returns the table of docs/results/agt.md: mean stable distances with standard errors over
     seeds."""
     heads = ("published", "records replaced", "records added or removed")

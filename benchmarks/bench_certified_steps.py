@@ -99,7 +99,7 @@ def run_size(size: Size, rounds: int) -> dict:
     return rows
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     columns = {
         "network": "{network}",
         "records": "{records}",

@@ -74,7 +74,7 @@ def run_case(case: str, engines: list[str], rounds: int) -> dict:
     return rows
 
 
-def tables(report, sequential) -> dict[str, str]:
+def tables(report, sequential) -> dict:
     """Returns the tables of docs/results/speed.md: ratios to the plain gradient without and with
     XLA's flag, megabytes of both, and what there is to compile."""
     memory, compiling = [], []

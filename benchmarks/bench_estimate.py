@@ -100,7 +100,7 @@ def at(layers: int, one: hlo.Count, two: hlo.Count) -> hlo.Count:
     return one.plus(two, layers - 1).plus(one, 1 - layers)
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     plain, private = report["steps"]
     rows = []
     for label, key, unit in (

@@ -77,7 +77,7 @@ PROGRAMS = {
     "optax.sigmoid_focal_loss": of(optax.sigmoid_focal_loss, LABEL),
     "optax.kl_divergence": lambda z: optax.kl_divergence(jax.nn.log_softmax(z), like(z, SHARES)),
     "optax.ctc_loss": ctc,
-    "optax.hinge_loss": of(optax.hinge_loss, 2 * LABEL - 1),
+    "optax.hinge_loss": lambda z: optax.hinge_loss(z, 2 * like(z, LABEL) - 1),
     "optax.huber_loss": of(optax.huber_loss, LABEL),
     "optax.l2_loss": of(optax.l2_loss, LABEL),
     "optax.log_cosh": of(optax.log_cosh, LABEL),
@@ -165,7 +165,7 @@ def sampled(program: Callable, box: jaxdp.Interval) -> np.ndarray:
     return np.concatenate(columns, 1)
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     rows, refused = [], []
     for name, by_radius in report["programs"].items():
         results = [by_radius[str(radius)] for radius in RADII]

@@ -131,7 +131,7 @@ NAMES = {
 }
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     generators = {
         "a vector of 2^20 values": "{name}",
         "processor ns per value": "{cpu_ns_per_value:.1f}",

@@ -131,7 +131,7 @@ def exchange() -> float:
     return float(json.loads(said[0].splitlines()[-1]))
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     waits = "ms of it that the device waits, inline"
     header = ["reading a batch", "ms of a step, inline", "ahead", waits, "ahead"]
     lines = []

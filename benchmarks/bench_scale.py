@@ -158,7 +158,7 @@ def noise_rows(name: str, case: problems.Case) -> Iterator[dict]:
         }
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     by_step = {}
     for row in results.select(report["steps"], devices=DEVICES):
         by_step[row["network"], row["layout"], row["step"]] = row

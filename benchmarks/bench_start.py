@@ -75,7 +75,7 @@ def measured(case: str, rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items() if values}
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     rows = [{"process": case} | row for case, row in report["cases"].items()]
     columns = {"process": "{process}"}
     columns |= {name: f"{{{name}:.3g}}" for name in ("import", "cold", "warm", "ratio")}

@@ -236,7 +236,7 @@ def measured(name: str, rounds: int, peers: bool, torch: bool) -> dict[str, dict
     return rows
 
 
-def tables(report, elsewhere) -> dict[str, str]:
+def tables(report, elsewhere) -> dict:
     """Returns the steps of two reports with their aims."""
     return {"steps": _table(report), "steps elsewhere": _table(elsewhere)}
 

@@ -295,7 +295,7 @@ def bases(name: str) -> dict[str, str]:
 SHOWN = ("DPAdapter", "SAM", "optax", "Adp", "DP-SAT", "GEP")
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     markdown = {}
     for kind, ratio in (("pre-training", "over_plain"), ("fine-tuning", "over_dp_sgd")):
         cases = {title: rows for title, rows in report["cases"].items() if kind in title}

@@ -190,7 +190,7 @@ def row_of(data: Splits, method: str) -> dict:
 # --- The report and its page --------------------------------------------------------------------
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     columns = {
         "case": "{case}",
         "clip norms": "{clip norms}",

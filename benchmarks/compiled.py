@@ -118,7 +118,7 @@ def allocated_mb(row: Row) -> float:
     return (memory["temp"] + memory["output"] - memory["alias"]) / 1e6
 
 
-def tables(v5e, v6e, v5p, h100) -> dict[str, str]:
+def tables(v5e, v6e, v5p, h100) -> dict:
     """Returns the tables of docs/results/accelerators.md: steps, costly operations, and the steps
     that were not compiled."""
     markdown = {}

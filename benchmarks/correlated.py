@@ -96,7 +96,7 @@ def row_of(runs: int, task: str, method: str, epsilon: float) -> dict:
     return row | {"buffers": noise.buffers if noise else 0, "error": error(trainer, steps)}
 
 
-def best_row(task: str, runs: int, steps: int, **options) -> tuple[dict, Any]:
+def best_row(task: str, runs: int, steps: int, /, **options) -> tuple[dict, Any]:
     """Returns the best rate, its accuracies [runs] and what a run spends, and the last trainer."""
     private, test = examples(task)
     inputs, width = test["features"].shape[1], TASKS[task][2]
@@ -178,7 +178,7 @@ def cell(row: Mapping) -> str:
     return f"{pages.accuracy(row)}, {row['error']:.3g}"
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     markdown = {}
     for task in TASKS:
         rows = results.select(report["rows"], task=task)

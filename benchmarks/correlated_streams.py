@@ -115,7 +115,7 @@ def accuracies_of(task: Task, method, rate: float, runs: int) -> list[float]:
     return accuracies
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     more = {"buffers": "{buffers}"}
     return {"drift": pages.by_epsilon(report["rows"], "noise", "noise", correlated.cell, more)}
 

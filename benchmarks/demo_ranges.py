@@ -33,7 +33,7 @@ def span(ends: list[float], percent: bool) -> str:
     return (low if low == high else f"{low} to {high}") + (" %" if percent else "")
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     """Returns the tables of docs/howto/whole_life.md: ranges, and gains of stages within a run."""
 
     def range_of(item):

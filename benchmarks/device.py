@@ -254,7 +254,7 @@ def certificates(tiny: bool, rounds: int) -> dict[str, dict]:
     return rows
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     """Returns the steps of all cases of a report as a table of a page."""
     rows = []
     for case, row in report["cases"].items():

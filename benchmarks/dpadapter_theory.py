@@ -192,7 +192,7 @@ def measure(flags) -> dict:
     }
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     lines = []
     for method, direction in dict.fromkeys((r["method"], r["direction"]) for r in report["lemma"]):
         mine = results.select(report["lemma"], method=method, direction=direction)

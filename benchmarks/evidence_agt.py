@@ -188,7 +188,7 @@ def of_paper(paper) -> dict[str, str]:
     return {"paper": pages.padded(paper["table"])}
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     """Returns the tables of docs/results/agt.md: percent, with standard errors over draws in
     parentheses."""
     draws_of = {name: data["draws"] for name, data in report["data"].items()}

@@ -41,7 +41,7 @@ def _place(row: Mapping[str, str]) -> tuple[int, float]:
     return FAMILIES.index(family), float(gamma or 0)
 
 
-def tables(report, added) -> dict[str, str]:
+def tables(report, added) -> dict:
     report = merged(report, added)
     grids = report["grids"]
     markdown = {}

@@ -48,7 +48,7 @@ def measure(flags) -> dict:
     return {"sets": sets, "options": options}
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     sets, options = [], []
     for name, result in report["sets"].items():
         data = {"data": f"{name}, {result['records']} records"}

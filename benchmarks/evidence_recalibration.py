@@ -225,7 +225,7 @@ def summary(folder: pathlib.Path) -> dict:
 FURTHER = ("none", *METHODS, "vector scaling", "vector scaling, no privacy")
 
 
-def tables(report, earlier) -> dict[str, str]:
+def tables(report, earlier) -> dict:
     networks = []
     for network, run in report.items():
         row = {"network": network} | results.only(run, "images", "trials", "shifts")

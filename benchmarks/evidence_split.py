@@ -55,7 +55,7 @@ def _rounded(value):
 Lines = list[dict[str, Any]]
 
 
-def tables(found, paper) -> dict[str, str]:
+def tables(found, paper) -> dict:
     """Returns the tables of the run, beside the paper's numbers."""
     rows = found["rows"]
     runs = results.select(rows, part="runs", laplace=1.0)

@@ -169,7 +169,7 @@ def summary(result, rows: Sequence, config, minutes: float) -> dict:
 # --- The page -----------------------------------------------------------------------------------
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     """Returns the tables of the page in Markdown, by the name in their comment."""
     markdown = {}
     for study in STUDIES:

@@ -66,7 +66,7 @@ def accuracy_row(runs: int, epsilon: float, form: str) -> dict:
     return {"epsilon": epsilon, "form": form, "accuracies": accuracies}
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     columns = {
         "case": "{case}",
         "part": "{part}",

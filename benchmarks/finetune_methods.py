@@ -167,7 +167,7 @@ def compared(
     return rows
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     """Returns the table of docs/results/public_checkpoint.md: accuracies, and gains over DP-SGD."""
     header = ["method"]
     table = [[variant] for variant in VARIANTS]

@@ -56,7 +56,7 @@ def row_of(runs: int, epsilon: float, method: str) -> dict:
     }
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     protected = {
         "what is protected": lambda row: (
             "image and label" if row["method"] == "DP-SGD" else "label"

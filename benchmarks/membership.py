@@ -496,7 +496,7 @@ def _number(value) -> str:
     return "none" if value == math.inf else f"{value:.3g}"
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     """Returns the tables of docs/results/membership.md: a row per stage and epsilon, and LiRA."""
     attacks = []
     for row in report["rows"]:

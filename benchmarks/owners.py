@@ -73,7 +73,7 @@ def row_of(splits: clip_parts.Splits, bound: int) -> dict:
     return row | {"rate": rate, "epsilon": cost, "accuracies": accuracies}
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     columns = {
         "images of an owner": lambda row: str(row["bound"] or "one image"),
         "images": "{images}",

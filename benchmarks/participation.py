@@ -106,7 +106,7 @@ def cell(row: Mapping) -> str:
     return f"{correlated.cell(row)}, b = {row['separation']}"
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     markdown = {}
     for task in TASKS:
         rows = results.select(report["rows"], task=task)

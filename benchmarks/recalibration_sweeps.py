@@ -79,7 +79,7 @@ def _summary(result) -> dict:
 # --- The page -----------------------------------------------------------------------------------
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     recipe = []
     for name, accuracy in report["recipe"].items():
         recipe.append({"images": name, "accuracy in percent": results.percent(accuracy)})

@@ -46,7 +46,7 @@ def row_of(splits: clip_parts.Splits, method: str, start: float) -> dict:
     return {"method": method, "start": start, "rate": rate, "accuracies": accuracies}
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
 
     def cell(rows):
         (row,) = rows

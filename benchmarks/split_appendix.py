@@ -19,7 +19,7 @@ CONFIG = digits.get_config("appendix")
 PATCHES = 16  # of an image of 8x8 pixels
 
 
-def tables(found, paper) -> dict[str, str]:
+def tables(found, paper) -> dict:
     """Returns the tables of the run, beside the paper's numbers."""
     rows = found["rows"]
     rows_of = {

@@ -26,7 +26,7 @@ AUGMENTED = (SA, "without Hilbert augmentation", AMPLITUDE)
 SHOTS = backends.get_config().ablation.shots
 
 
-def tables(found, paper) -> dict[str, str]:
+def tables(found, paper) -> dict:
     """Returns the three comparisons, and the augmentations beside each other."""
     augmented = []
     for testbed, title in TESTBEDS.items():

@@ -30,7 +30,7 @@ NAMES = {
 }
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     rows = []
     for method, row in report["methods"].items():
         paper = "{}, {}".format(*PAPER[method]) if method in PAPER else ""

@@ -149,7 +149,7 @@ def _few_shots(label: Array, count: int, random: Generator) -> Array:
     return np.concatenate(rows)
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
     titles = {epsilon: f"epsilon {epsilon:g}" for epsilon in EPSILONS}
     titles[math.inf] = "no privacy"
     lines = []

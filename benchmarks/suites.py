@@ -145,7 +145,7 @@ def rows_of(suite: str, reports: Iterable) -> list[Row]:
     return rows
 
 
-def tables(*reports) -> dict[str, str]:
+def tables(*reports) -> dict:
     columns = {name: f"{{{name}}}" for name in ("benchmark", "work", "step", "over")}
     columns |= {"ratio of times": "{ratio:.3g}", "ms": "{ms:.3g}"}
     return {"suite": pages.plain(pages.lines(rows_of("cpu", reports), columns))}

@@ -193,7 +193,7 @@ def measure(flags) -> dict:
     return {"rows": timing.swept(run, EPSILONS, STRATEGIES), "runs": flags.runs}
 
 
-def tables(report) -> dict[str, str]:
+def tables(report) -> dict:
 
     def noise(row):
         return f"{row['noise_multiplier']:.2f}"
