@@ -80,8 +80,8 @@ def module_of(line):
     return words[2] if words[0] == "python" else f"launch.{words[1]}"
 
 
-# The noise of AdpAlloc is calibrated for one kind of step after the other, and that of many bands is
-# optimised, which takes seconds.
+# The noise of AdpAlloc is calibrated for one kind of step after the other, and that of many bands
+# is optimised, which takes seconds.
 ONE_BAND = "--config.private.noise.bands=1"
 FASTER = {
     "configs/dpadapter_table1.py:digits": "--config.private.epochs=1",
