@@ -309,24 +309,6 @@ def test_an_interrupted_update_of_several_batches_is_charged_again_with_all_of_t
     assert resumed.visits == account.visits and charged(ledger) == 2
 
 
-@pytest.mark.slow
-def test_what_calls_back_to_python_is_charged_again(tmp_path):
-    def apply_fn(params, images):
-        logits = tiny.apply_fn(params, images)
-        return logits + jax.pure_callback(
-            lambda x: np.zeros(x.shape, np.float32),
-            logits,
-            jax.lax.stop_gradient(logits),
-            vmap_method="sequential",
-        )
-
-    adapter, stream, ledger = adapter_of(apply_fn=apply_fn), stream_of(8), new_ledger()
-    moved = died(adapter, stream, 0, account=account_of(ledger), workdir=tmp_path)
-    watched, account = Watched(adapter), account_of(ledger)
-    tta.serve(watched, stream, account=account, workdir=tmp_path)
-    assert charged(ledger) == account.worst == 2 and not np.array_equal(watched.moved[0], moved[0])
-
-
 def test_another_ledger_is_charged_in_full(tmp_path):
     adapter, stream, ledger = adapter_of(), stream_of(12, 12), new_ledger()
     died(adapter, stream, 4, account=account_of(ledger), workdir=tmp_path)
