@@ -2,10 +2,8 @@
 refused."""
 
 import dataclasses
-import importlib.util
 import json
 import os
-import pathlib
 import signal
 
 import jax
@@ -21,12 +19,7 @@ from jaxdp.privacy.events import composition
 from jaxdp.release import notes
 from jaxdp.tta.monitor import CollapseMonitor
 from tests import forked
-
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model", pathlib.Path(__file__).with_name("tiny_model.py")
-)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+from tests.tta import tiny_model as tiny
 
 SEED, SIGMA = bytes(range(16)), 2.0
 EVENT = GaussianDpEvent(SIGMA)
@@ -192,11 +185,10 @@ def test_a_second_call_returns_what_was_kept_and_pays_nothing(tmp_path):
 
 KILLED = """
 import os, pathlib, signal, sys
-sys.path.insert(0, "tests/tta")
 import numpy as np, optax
-import tiny_model as tiny
 from jaxdp import Ledger, tta
 from jaxdp.data import from_arrays
+from tests.tta import tiny_model as tiny
 
 root, kill = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 rng = np.random.default_rng(0)
