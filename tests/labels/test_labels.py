@@ -9,7 +9,7 @@ from scipy.stats import binomtest
 
 import jaxdp
 from jaxdp import privacy
-from jaxdp.data import by_group, from_arrays
+from jaxdp.data import from_arrays
 from jaxdp.labels import (
     METHODS,
     event,
@@ -19,7 +19,6 @@ from jaxdp.labels import (
 )
 from jaxdp.labels.histogram import noisy_counts
 from jaxdp.privacy import LabelDpEvent, Ledger
-from jaxdp.release import Till
 
 _SEED = bytes(range(16))
 _COUNT = 600
@@ -58,32 +57,6 @@ def test_labels_are_noisy_by_the_epsilon_that_is_paid(account):
     np.testing.assert_array_equal(batch["label"], noisy.labels[[5, 2]])
     assert set(batch) == {"features", "label"} and batch["label"].dtype == np.int32
     assert len(noisy) == _COUNT and noisy.num_classes == 3
-
-
-def test_labels_are_paid_once_and_equal_again_after_a_crash(account, tmp_path, monkeypatch):
-    def call(**options):
-        return release_labels(_records(), account=account, workdir=tmp_path, **options).labels
-
-    keeper = Till.keeper
-
-    def crash(self, what):
-        def keep(arrays):
-            crash.labels = arrays["labels"]
-            raise OSError("the disk is full")
-
-        return keep
-
-    monkeypatch.setattr(Till, "keeper", crash)
-    with pytest.raises(OSError, match="full"):
-        call(epsilon=1.0)
-    monkeypatch.setattr(Till, "keeper", keeper)
-    for _ in range(2):  # resumed, then kept
-        np.testing.assert_array_equal(call(epsilon=1.0), crash.labels)
-    assert account.epsilon(delta=0.0) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="another release"):
-        call(epsilon=2.0)
-    with pytest.raises(jaxdp.BudgetExceeded):
-        release_labels(_records(), account=account, epsilon=3.5)
 
 
 def test_what_a_release_will_cost_is_what_it_charges(account):
@@ -184,37 +157,6 @@ def test_the_model_of_a_stage_sees_no_true_label(account):
 
     with pytest.raises(KeyError, match="label"):
         release_labels_in_stages(_records(), read_labels, account=account, epsilon=1.0)
-
-
-@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
-def test_an_account_for_examples_is_refused(adjacency):
-    ledger = Ledger.in_memory()
-    ledger.register("scans", adjacency=adjacency, unit="example")
-    account = ledger.account("scans")
-    for release in (release_labels, release_label_prior):
-        with pytest.raises(ValueError, match=r"whole examples.*labels only"):
-            release(_records(), account=account, epsilon=1.0)
-    assert not ledger.events("scans").get(None)
-
-
-def test_what_cannot_work_is_refused_before_anything_is_spent(account):
-    records = _records()
-    groups = by_group(records, np.arange(_COUNT) // 2, max_records=2)
-    wrong = [
-        (records, {"epsilon": 0.0}, "epsilon"),
-        (records, {"num_classes": 1}, "num_classes"),
-        (records, {"prior": np.full((5, 3), 1 / 3)}, "row for each record"),
-        (records, {"columns": ["age"]}, "columns"),
-        (records, {"columns": ["label"]}, "columns"),
-        (groups, {}, "one record of each owner"),
-        (from_arrays(features=np.zeros((2, 1)), label=np.zeros(2)), {}, "dtype"),
-    ]
-    for source, options, words in wrong:
-        with pytest.raises((TypeError, ValueError), match=words):
-            release_labels(source, account=account, **{"epsilon": 1.0} | options)
-    with pytest.raises(ValueError, match="stages"):
-        release_labels_in_stages(records, _beliefs, account=account, epsilon=1.0, stages=1)
-    assert account.epsilon(delta=0.0) == 0
 
 
 def test_a_corrected_loss_is_least_at_the_true_distribution():
