@@ -291,15 +291,17 @@ def _slab(
 ) -> jax.Array:
     """Returns the slab of uniform numbers, uint32 [4, K]: the thresholds that are not above."""
     thresholds = jnp.asarray(slab_thresholds())
-    slab = jnp.zeros_like(words[0])
-    step = _SLABS // 2
-    while step:
-        # The slab is at least slab + step if the threshold before that is not above.
-        middle = slab + step
+
+    def halved(i: jax.Array, slab: jax.Array) -> jax.Array:
+        # The slab is at least `middle` if the threshold before that is not above.
+        middle = slab + (jnp.uint32(_SLABS // 2) >> i)
         threshold = thresholds[middle - 1].T
         is_below = _is_less(words, threshold)
-        slab = jnp.where(is_below, slab, middle)
-        step //= 2
+        return jnp.where(is_below, slab, middle)
+
+    halvings = jnp.uint32(_SLABS.bit_length() - 1)
+    # Computed from the words, so that slabs vary over the same mesh axes.
+    slab: jax.Array = lax.fori_loop(jnp.uint32(0), halvings, halved, words[0] * 0)
     return slab
 
 
