@@ -218,7 +218,7 @@ def test_the_largest_source_with_the_largest_contributions_stays_in_range():
 
 # --- What an answer gives away ------------------------------------------------------------------
 
-DRAWS = 400_000
+DRAWS = 250_000
 
 
 @jax.jit
