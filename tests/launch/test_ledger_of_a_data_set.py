@@ -236,7 +236,7 @@ def test_cells_that_were_set_aside_are_charged_too(files):
 
 
 def test_a_mark_that_a_ledger_lacks_is_missed(tmp_path):
-    """A finished run that is one release marks its chunks again, so that no copy goes on for free."""
+    """A finished run marks its chunks again, so that no copy of it goes on for free."""
     event = PureDpEvent(0.1)
     rows = [
         {"token": "first", "charges": [["data", to_json(event)]], "first_step": 0, "next_step": 2},
