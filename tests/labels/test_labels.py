@@ -1,6 +1,7 @@
 """Noisy labels: paid once, equal again after a crash, and nothing else of the labels gets out."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -18,7 +19,8 @@ from jaxdp.labels import (
     release_labels_in_stages,
 )
 from jaxdp.labels.histogram import noisy_counts
-from jaxdp.privacy import LabelDpEvent, Ledger
+from jaxdp.privacy import BudgetExceeded, LabelDpEvent, Ledger
+from jaxdp.release import Till
 
 _SEED = bytes(range(16))
 _COUNT = 600
@@ -149,6 +151,36 @@ def test_stages_cost_one_epsilon_and_make_more_labels_right(account, tmp_path):
     for other in ({"split_seed": 1}, {"stages": 2}):
         with pytest.raises(ValueError, match="another division"):
             staged(workdir=None, **other)
+
+
+@pytest.mark.parametrize("with_parts", [True, False])
+def test_another_ledger_pays_for_the_parts_that_a_workdir_keeps(account, tmp_path, with_parts):
+    def staged(ledger):
+        words = {"account": ledger.account("survey"), "epsilon": 1.0, "workdir": tmp_path}
+        return release_labels_in_stages(_records(), _beliefs, **words)
+
+    def registered(epsilon):
+        ledger = Ledger.in_memory()
+        terms = {"unit": "respondent", "epsilon": epsilon, "delta": 0.0}
+        ledger.register("survey", adjacency="replace_label", **terms)
+        return ledger
+
+    kept = staged(account.ledger)
+    if not with_parts:  # Earlier versions did not note the part.
+        for path in tmp_path.rglob("charges.jsonl"):
+            row = json.loads(path.read_text())
+            del row["partition"]
+            path.write_text(f"{json.dumps(row)}\n")
+    np.testing.assert_array_equal(staged(account.ledger).labels, kept.labels)
+    assert len(account.ledger.report()["datasets"][0]["spends"]) == 2
+    other = registered(epsilon=1.0)
+    np.testing.assert_array_equal(staged(other).labels, kept.labels)
+    assert other.events("survey") == account.ledger.events("survey")
+    assert other.epsilon("survey", delta=0.0) == pytest.approx(1.0)
+    small = registered(epsilon=0.5)
+    with pytest.raises(BudgetExceeded):
+        staged(small)
+    assert small.epsilon("survey", delta=0.0) == 0
 
 
 def test_the_model_of_a_stage_sees_no_true_label(account):

@@ -227,6 +227,7 @@ def _slow(
 ) -> jax.Array:
     """Draws the magnitudes [K] of the values with these indices, whatever it takes."""
     counters = lanes.astype(jnp.uint32)
+    # The first words of the slab, the place and u_1.
     places = jnp.array([0, 4, 6])
 
     def turn(
@@ -239,6 +240,7 @@ def _slow(
         words = jnp.where(state.turn == 1, with_seen, words)
         return _after_turn(bits, state, words)
 
+    # From the words, so that the carry varies over the same mesh axes as what the loop returns.
     zeros = first[2] * 0
     start = _Lanes(
         turn=jnp.uint32(1),
