@@ -20,7 +20,6 @@ from jaxdp.labels import (
 )
 from jaxdp.labels.histogram import noisy_counts
 from jaxdp.privacy import BudgetExceeded, LabelDpEvent, Ledger
-from jaxdp.release import Till
 
 _SEED = bytes(range(16))
 _COUNT = 600
