@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -91,7 +91,11 @@ def remembered_epsilon(
 
 
 def _deltas(
-    counts: Counts, epsilons: np.ndarray, least: float, adjacency: Adjacency, method: Method
+    counts: Mapping[DpEvent, int],
+    epsilons: np.ndarray,
+    least: float,
+    adjacency: Adjacency,
+    method: Method,
 ) -> np.ndarray:
     """Returns `deltas_of_counts`."""
     return deltas_of_counts(counts, epsilons, least=least, adjacency=adjacency, method=method)
