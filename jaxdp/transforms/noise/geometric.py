@@ -148,10 +148,12 @@ def _of_cells(cells: _Cells) -> _Lanes:
     # One of 14 is open after a turn, so one round of these is enough, except for bad luck.
     room = size // 8 + 64
     # Computed from the cells, so that the lanes vary over the same mesh axes as the words.
-    zeros = 0 * (cells.t + cells.keys[0] + cells.counters + cells.numbers)
+    nonce = cells.counters + cells.numbers
+    zeros = 0 * (cells.t + cells.keys[0] + nonce)
     start = _Lanes(zeros == 0, zeros == 1, zeros, zeros, zeros)
+    first_turn = zeros[:1].sum()
     if size <= room:
-        return _after_turns(cells, start, zeros[:1].sum())
+        return _after_turns(cells, start, first_turn)
     lanes = _after_block(cells.t, start, _words(cells, 0))
 
     def settle(lanes: _Lanes) -> _Lanes:
@@ -161,7 +163,7 @@ def _of_cells(cells: _Cells) -> _Lanes:
         own = own._replace(is_open=own.is_open & (places < size))
         own_cells = jax.tree.map(lambda x: x[..., inside], cells)
         # These lanes are all closed then, so the turns of the others begin at 1 too.
-        own = _after_turns(own_cells, own, zeros[0] + 1)
+        own = _after_turns(own_cells, own, first_turn + 1)
         put = lambda x, y: x.at[places].set(y, mode="drop")  # noqa: E731
         settled: _Lanes = jax.tree.map(put, lanes, own)
         return settled
@@ -175,10 +177,12 @@ def _after_turns(cells: _Cells, lanes: _Lanes, first_turn: jax.Array) -> _Lanes:
 
     def again(state: tuple[jax.Array, _Lanes]) -> tuple[jax.Array, _Lanes]:
         turn, lanes = state
-        return turn + 1, _after_block(cells.t, lanes, _words(cells, turn))
+        words = _words(cells, turn)
+        return turn + 1, _after_block(cells.t, lanes, words)
 
+    start = (first_turn, lanes)
     closed: _Lanes
-    _, closed = lax.while_loop(lambda state: _is_open(state[1]), again, (first_turn, lanes))
+    _, closed = lax.while_loop(lambda state: _is_open(state[1]), again, start)
     return closed
 
 

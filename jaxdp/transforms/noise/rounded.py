@@ -237,7 +237,8 @@ def _slow(
         # In the first turn, the words that `_quick` has seen are the first ones. One body for all
         # turns compiles in half the time.
         with_seen = words.at[places].set(first[:3])
-        words = jnp.where(state.turn == 1, with_seen, words)
+        is_first = state.turn == 1
+        words = jnp.where(is_first, with_seen, words)
         return _after_turn(bits, state, words)
 
     # From the words, so that the carry varies over the same mesh axes as what the loop returns.
@@ -293,17 +294,20 @@ def _slab(
 ) -> jax.Array:
     """Returns the slab of uniform numbers, uint32 [4, K]: the thresholds that are not above."""
     thresholds = jnp.asarray(slab_thresholds())
+    half = jnp.uint32(_SLABS // 2)
+    halvings = jnp.uint32(_SLABS.bit_length() - 1)
 
     def halved(i: jax.Array, slab: jax.Array) -> jax.Array:
         # The slab is at least `middle` if the threshold before that is not above.
-        middle = slab + (jnp.uint32(_SLABS // 2) >> i)
+        step = half >> i
+        middle = slab + step
         threshold = thresholds[middle - 1].T
         is_below = _is_less(words, threshold)
         return jnp.where(is_below, slab, middle)
 
-    halvings = jnp.uint32(_SLABS.bit_length() - 1)
     # Computed from the words, so that slabs vary over the same mesh axes.
-    slab: jax.Array = lax.fori_loop(jnp.uint32(0), halvings, halved, words[0] * 0)
+    zeros = words[0] * 0
+    slab: jax.Array = lax.fori_loop(jnp.uint32(0), halvings, halved, zeros)
     return slab
 
 
