@@ -454,6 +454,8 @@ def _reserved(what: Release[Any], token: str) -> Iterator[Requests]:
     with contextlib.ExitStack() as reservations:
         # One ledger, or none for public data.
         for ledger in ledgers:
-            words = {"label": what.label, "partition": what.partition, "token": token}
-            reservations.enter_context(ledger.spend_all(what.charges, **words))
+            reservation = ledger.spend_all(
+                what.charges, partition=what.partition, label=what.label, token=token
+            )
+            reservations.enter_context(reservation)
         yield what.charges

@@ -121,7 +121,7 @@ def account_of(cell, work):
 
 def release(cell, work):
     own = work.folder(cell)
-    folders = {"own": own, "scratch": own / "scratch" / "1", "shared": work.root / "shared"}
+    folders = {"own": own, "deleted": own / "scratch" / "1", "shared": work.root / "shared"}
     what = {"label": "release", "facts": lambda: [cell.folder], "compute": lambda secret: None}
     with account_of(cell, work) as account, Till(folders[cell.folder]) as till:
         till.release(Release(charges=[(account, PureDpEvent(0.3))], **what))
@@ -132,7 +132,7 @@ def release(cell, work):
 RELEASES = dataclasses.replace(
     QUERIES,
     name="releases",
-    cells=lambda config: map(Place, ("own", "scratch", "shared")),
+    cells=lambda config: map(Place, ("own", "deleted", "shared")),
     account=account_of,
     run=release,
 )
@@ -227,6 +227,7 @@ def test_cells_that_were_set_aside_are_charged_too(files):
     Ledger(path).backup(files / "backup.sqlite")
     study = dataclasses.replace(RELEASES, cells=lambda config: [Place("own")])
     frame.run(study, queries(files), workdir, choice=frame.Choice(path))
+    (workdir / "cells" / "own" / "code.json").unlink()  # as of an earlier version
     frame.run(study, queries(files), workdir, stale="redo_all")
     assert spends(path) == 2 and (workdir / "stale").exists()
     before = charges(path)
