@@ -92,7 +92,7 @@ def _has(ledger: Ledger, rows: Sequence[Mapping[str, Any]]) -> bool:
             if not any(ledger.paid(other, row["token"]) for other in known):
                 return False
         mark = _mark(ledger, rows[:place], row)
-        if mark is not None and not (mark.is_lost or mark.account.paid(mark.token)):
+        if mark is not None and not (mark.is_lost or ledger.labels_of(mark.token)):
             return False
     return True
 
