@@ -113,14 +113,14 @@ def audit_stream(
         # All results have the same noise, so their differences have none.
         key = runs.keys("choice", 1)
         at_once = jax.vmap(functools.partial(_after, adapter, batch))
-        found = []
+        of_places: list[Exact] = []
         for start in range(0, len(places), size):
             some = places[start : start + size]
             firsts = [_first(batch, image) for image in some]
             images, masks = map(np.stack, zip(*firsts, strict=True))
             results = at_once(images, masks, key[np.zeros(len(some), int)])
-            found += map(Exact, some, np.asarray(results, np.float64))
-        return found
+            of_places += map(Exact, some, np.asarray(results, np.float64))
+        return of_places
 
     def distance(one: Exact, other: Exact) -> float:
         return float(np.linalg.norm(one.result - other.result))
