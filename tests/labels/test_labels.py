@@ -212,6 +212,9 @@ def test_what_cannot_work_is_refused_before_anything_is_spent(account):
     for source, options, words in wrong:
         with pytest.raises((TypeError, ValueError), match=words):
             release_labels(source, account=account, **{"epsilon": 1.0} | options)
+    # Its noise is larger than what can be drawn. The least epsilon that passes is 2 / 2^18.
+    with pytest.raises(ValueError, match=r"epsilon must be at least 7\.62"):
+        release_label_prior(records, account=account, epsilon=np.nextafter(2 / 2**18, 0))
     with pytest.raises(ValueError, match="stages"):
         release_labels_in_stages(records, _beliefs, account=account, epsilon=1.0, stages=1)
     assert account.epsilon(delta=0.0) == 0
