@@ -29,7 +29,7 @@ import numpy as np
 import optax
 
 from jaxdp.data import Groups, Owners, Source, check_source
-from jaxdp.files import check_count, shows_keywords, unwatched
+from jaxdp.files import check_count, shown, shows_keywords, unwatched
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.loop import Diverged, check_account, check_chunks, facts_of_steps, fit
 from jaxdp.finetune.procedures import Procedure, check_spent
@@ -320,15 +320,16 @@ class Search:
         """Raises or warns if the workdir is of no use for a search that nothing identifies."""
         if self.workdir is None or not self._unknown:
             return
-        names = " and ".join(self._unknown)
+        names = ", ".join(self._unknown)
         if (self.workdir / KEPT).exists():
             raise ValueError(
-                f"{self.workdir} keeps the result of a search in {KEPT}, and nothing tells whether "
-                f"it is this one, because {names} has no facts. Use a new workdir for a new search."
+                f"workdir={shown(self.workdir)} keeps the result of a search in {KEPT}. Nothing "
+                f"tells whether it is this one: facts are None for {names}. Use a new workdir."
             )
         warnings.warn(
-            f"{names} has no facts=[...] that say what it computes, so a search that is killed "
-            "pays again and begins anew. With facts it goes on for free.",
+            f"facts are None for {names}. A search in a workdir that is killed then pays again and "
+            "begins anew. With facts=[...] that say what the function computes, it goes on for "
+            "free.",
             stacklevel=3,
         )
 
@@ -526,11 +527,12 @@ class Search:
 
     def _check_structure(self, name: str, params: Any) -> None:
         """Raises ValueError for what a procedure returned if it is no tree like the first one."""
-        expected, found = jax.tree.structure(self.params), jax.tree.structure(params)
-        if found != expected:
+        expected: Any = jax.tree.structure(self.params)
+        returned: Any = jax.tree.structure(params)
+        if returned != expected:
             raise ValueError(
                 f"trainers[{name!r}] must return arrays in the structure of params, {expected}, "
-                f"got {found}. Only a run can tell, so the search is charged. A search in a "
+                f"got {returned}. Only a run can tell, so the search is charged. A search in a "
                 "workdir goes on with the same facts once `run` is mended."
             )
 

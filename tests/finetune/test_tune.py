@@ -543,7 +543,7 @@ def test_copies_of_a_killed_search_release_one_result_a_charge(account, tmp_path
     def go(name, function):
         score = PublicScore(function, facts=facts)
         # Who has no facts hears it before the crash.
-        warned = pytest.warns(UserWarning, match="score has no facts")
+        warned = pytest.warns(UserWarning, match="facts are None for score")
         with warned if facts is None else contextlib.nullcontext():
             return jaxdp.tune(
                 {"a": noisy(["noise"])},
@@ -574,7 +574,7 @@ def test_copies_of_a_killed_search_release_one_result_a_charge(account, tmp_path
         go(name, function)
     assert spends() == 1 + len(names)
     # What nobody can compare is not given as the result of another score.
-    with pytest.raises(ValueError, match=r"keeps the result of a search .* score has no facts"):
+    with pytest.raises(ValueError, match=r"keeps the result of a search .* None for score"):
         jaxdp.tune(
             {"a": noisy(["noise"])},
             account,
