@@ -490,6 +490,7 @@ def asks_python(params, x):
     return jax.pure_callback(lambda x: x, like, x, vmap_method="sequential") @ params["w"]
 
 
+@pytest.mark.slow
 def test_a_token_has_the_score_and_the_procedures(account, people):
     known = [
         {},
