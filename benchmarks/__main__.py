@@ -26,7 +26,7 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str]):
     if not arguments:
         print(listing())
         return

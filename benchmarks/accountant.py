@@ -6,16 +6,14 @@ A long history has 1,000 releases of up to 20 kinds under one of three adjacenci
 1e-15 to 1e-2. The second accountant inverts characteristic functions on a line
 (`tests.privacy.second_accountant`). It shares no code and no method with ours. Short histories have
 a few releases, whose exact epsilon follows from direct convolution. The histories are those of
-tests/privacy/test_histories.py. `python -m benchmarks.evidence results/accountant.md` writes the
-table of the page."""
+tests/privacy/test_histories.py."""
 
-import argparse
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import pages
 from jaxdp import privacy
 from jaxdp.privacy.events import compose
 from tests.privacy import test_histories
@@ -56,41 +54,29 @@ def short_histories(count: int) -> Iterable[Compared]:
         yield Compared(SHORT, "replace_one", ours, exact)
 
 
-def summary(compared: Iterable[Compared]) -> list[dict[str, Any]]:
+def summary(compared: Iterable[Compared]) -> list[dict]:
     """Returns a row for each kind of history and adjacency."""
-    groups: dict[tuple[str, str], list[float]] = {}
+    groups = {}
     for history in compared:
         groups.setdefault((history.kind, history.adjacency), []).append(history.excess)
     rows = []
     for (kind, adjacency), excesses in sorted(groups.items()):
-        rows.append(
-            {
-                "kind": kind,
-                "adjacency": adjacency,
-                "histories": len(excesses),
-                "least": float(np.min(excesses)),
-                "median": float(np.median(excesses)),
-                "most": float(np.max(excesses)),
-            }
-        )
+        row = {"kind": kind, "adjacency": adjacency, "histories": len(excesses)}
+        for name, share in (("least", np.min), ("median", np.median), ("most", np.max)):
+            row[name] = float(share(excesses))
+        rows.append(row)
     return rows
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the table of a report."""
-    lines = []
-    for row in report["rows"]:
-        shares = [f"{row[name]:.1e}" for name in ("least", "median", "most")]
-        lines.append([row["kind"], row["adjacency"], str(row["histories"]), *shares])
-    header = ["histories of", "adjacency", "number", "least", "median", "most"]
-    return {"accountant": timing.page_table(header, lines)}
+def tables(report) -> dict:
+    columns = {"histories of": "{kind}", "adjacency": "{adjacency}", "number": "{histories}"}
+    columns |= {name: f"{{{name}:.1e}}" for name in ("least", "median", "most")}
+    return {"accountant": pages.plain(pages.lines(report["rows"], columns))}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--long", type=int, default=1000, help="histories of 1,000 releases")
-    parser.add_argument("--short", type=int, default=1000, help="histories of a few releases")
+FLAGS = {"long": (1000, "histories of 1,000 releases"), "short": (1000, "of a few releases")}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     compared = [*map(long_history, range(flags.long)), *short_histories(flags.short)]
     return {"rows": summary(compared)}

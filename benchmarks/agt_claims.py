@@ -7,25 +7,22 @@ records, clients, the published image network, and embeddings of texts.
 Draws, accuracies and the two files are those of `benchmarks.evidence_agt`. Reads private labels
 without payment: for public benchmark data only."""
 
-import argparse
 import functools
 import importlib
 import math
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import evidence_agt, timing
+from benchmarks import evidence_agt, pages, timing
 from benchmarks.evidence_agt import ASKED, DATA, WAYS, epsilon_of, rounded, share
 from jaxdp import prediction
-from jaxdp.data import DataSpec, Records, by_group, from_arrays
+from jaxdp.data import DataSpec, by_group, from_arrays
 from jaxdp.models import Pretrained, create
 from jaxdp.prediction.features import FeatureMap
-from jaxdp.report import format_table
 from launch import data, embeddings, frame, models, results
 from launch.teachers import Bench, Pool, flip_probability
 
@@ -39,7 +36,7 @@ STEPS = (0, 1, 2, 4)
 PHRASES = 20_000  # of SST-2, for the embeddings
 
 
-def scores(pool: Pool, truth: np.ndarray, *, steps: int = 1) -> dict[str, Any]:
+def scores(pool: Pool, truth: np.ndarray, *, steps: int = 1) -> dict:
     """Returns what a certified model gives. `steps` certified steps make a neighbour."""
     pool = Pool(pool.label, pool.distance // steps, pool.num_classes)
     row = {
@@ -52,7 +49,7 @@ def scores(pool: Pool, truth: np.ndarray, *, steps: int = 1) -> dict[str, Any]:
     return row
 
 
-def certified(bench: Bench, **changes: Any) -> Pool:
+def certified(bench: Bench, **changes) -> Pool:
     """Returns the certified model of all records under other options of the training."""
     before = bench.config
     bench.config = before.copy_and_resolve_references()
@@ -63,10 +60,19 @@ def certified(bench: Bench, **changes: Any) -> Pool:
     return one
 
 
+def scored(bench: Bench, **changes) -> dict:
+    return scores(certified(bench, **changes), bench.test["label"])
+
+
+def certified_by(bounds, model, features: np.ndarray, classes: int) -> Pool:
+    found = prediction.certify(bounds, model.logits, features)
+    return Pool(np.asarray(found.label), np.asarray(found.distance), classes)
+
+
 # --- What is measured ---------------------------------------------------------------------------
 
 
-def tightness(bench: Bench) -> dict[str, Any]:
+def tightness(bench: Bench) -> dict:
     """Returns quantiles of the stable distance, and the share that reaches the largest."""
     bench.config.certificate.max_distance = MOST
     distance = certified(bench).distance
@@ -76,10 +82,10 @@ def tightness(bench: Bench) -> dict[str, Any]:
     }
 
 
-def threats(bench: Bench) -> dict[str, Any]:
+def threats(bench: Bench) -> dict:
     """Returns scores of T4 and of Theorem 4.6, each under the relation for which it holds."""
     truth, certificate = bench.test["label"], bench.config.certificate
-    replaced = certified(bench, threat="replace_one")
+    replaced = scored(bench, threat="replace_one")
     most = certificate.max_distance
     certificate.max_distance = 2 * most  # a replacement is two steps
     both = certified(bench)
@@ -88,27 +94,25 @@ def threats(bench: Bench) -> dict[str, Any]:
     return {
         "T4, added or removed": scores(added, truth),
         "T4, replaced": scores(both, truth, steps=2),
-        "Theorem 4.6, replaced": scores(replaced, truth),
+        "Theorem 4.6, replaced": replaced,
     }
 
 
-def schedules(bench: Bench) -> dict[str, Any]:
+def schedules(bench: Bench) -> dict:
     """Returns scores by the number of batches of an epoch and of epochs. All steps together have
     the length of the one step of the config."""
-    training, truth = bench.config.training, bench.test["label"]
+    training = bench.config.training
     records, rate = training.records, training.learning_rate
     rows = {}
     for batches in BATCHES:
         sizes = {"records": records // batches, "learning_rate": rate / batches}
-        one = certified(bench, batches=batches, **sizes)
-        rows[f"batches: {batches}"] = scores(one, truth)
+        rows[f"batches: {batches}"] = scored(bench, batches=batches, **sizes)
     for epochs in EPOCHS:
-        one = certified(bench, epochs=epochs, learning_rate=rate / epochs)
-        rows[f"epochs: {epochs}"] = scores(one, truth)
+        rows[f"epochs: {epochs}"] = scored(bench, epochs=epochs, learning_rate=rate / epochs)
     return rows
 
 
-def federated(bench: Bench, draw: int) -> dict[str, Any]:
+def federated(bench: Bench, draw: int) -> dict:
     """Returns scores by the number of clients. One step of distance is a client with all of its
     records."""
     config, truth = bench.config, bench.test["label"]
@@ -121,18 +125,16 @@ def federated(bench: Bench, draw: int) -> dict[str, Any]:
         source = from_arrays(**bench.train, num_classes=bench.classes, name="clients")
         groups = by_group(source, owner.tolist(), max_records=4 * count // clients)
         owned = groups.gather(np.arange(len(groups)))
-        assert isinstance(owned, Records)
         bounds = prediction.train_with_bounds(
             bench.model.loss, bench.start, owned, group=True, batch_size=clients, **options
         )
-        found = prediction.certify(bounds, bench.model.logits, bench.test["features"])
-        pool = Pool(np.asarray(found.label), np.asarray(found.distance), bench.classes)
+        pool = certified_by(bounds, bench.model, bench.test["features"], bench.classes)
         rows[f"{clients} clients"] = scores(pool, truth)
-    rows[f"{count} records"] = scores(certified(bench), truth)
+    rows[f"{count} records"] = scored(bench)
     return rows
 
 
-def network(options: argparse.Namespace, steps: int, root: pathlib.Path) -> dict[str, Any]:
+def network(options, steps: int, root: pathlib.Path) -> dict:
     """Returns scores of the published image network after so many steps."""
     config = importlib.import_module("configs.predict.pneumonia").get_config("published")
     config.data.data_dir = options.data_dir
@@ -146,7 +148,7 @@ def network(options: argparse.Namespace, steps: int, root: pathlib.Path) -> dict
     return scores(one, truth) | {"reached": reached}
 
 
-def texts(options: argparse.Namespace, pooling: str) -> dict[str, Any]:
+def texts(options, pooling: str) -> dict:
     """Returns scores of embeddings by a GPT-2 of random weights. Its vocabulary are the words of
     the public word vectors."""
     words = [word.decode() for word in np.load(options.word_vectors)["words"]]
@@ -157,10 +159,10 @@ def texts(options: argparse.Namespace, pooling: str) -> dict[str, Any]:
     config = importlib.import_module("configs.predict.embeddings").get_config("sst2")
     config.embedding.pooling = pooling
 
-    def encode(text: str) -> list[int]:
+    def encode(text):
         return [index[word] for word in text.split() if word in index]
 
-    def vectors(part: str, labelled: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    def vectors(part, labelled=True):
         spec = DataSpec(source="tfds", name="glue/sst2", part=part, data_dir=options.data_dir)
         read, label = data.texts(spec, "sentence", labelled=labelled)
         one = embeddings.embed(gpt2, read, encode=encode, vocabulary=len(words), **config.embedding)
@@ -174,15 +176,14 @@ def texts(options: argparse.Namespace, pooling: str) -> dict[str, Any]:
     how = {"clip": 0.05, "learning_rate": 100.0, "batch_size": PHRASES, "epochs": 1}
     records = {"features": project(train), "label": label}
     bounds = prediction.train_with_bounds(model.loss, model.init(), records, ks=100, **how)
-    found = prediction.certify(bounds, model.logits, project(test))
-    pool = Pool(np.asarray(found.label), np.asarray(found.distance), 2)
+    pool = certified_by(bounds, model, project(test), 2)
     return scores(pool, truth) | {"majority": float(max(truth.mean(), 1 - truth.mean()))}
 
 
-def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[pathlib.Path], Any]]]:
+def parts(options) -> Iterator[tuple[str, Callable]]:
     """Yields each part of the report with what measures it."""
 
-    def of_draws(name: str, measure: Callable[..., Any], root: pathlib.Path) -> list[Any]:
+    def of_draws(name, measure, root):
         rows = []
         for draw, bench in enumerate(evidence_agt.draws(name, options, root)):
             rows.append(measure(bench, draw) if measure is federated else measure(bench))
@@ -204,109 +205,88 @@ def parts(options: argparse.Namespace) -> Iterator[tuple[str, Callable[[pathlib.
 # --- Tables -------------------------------------------------------------------------------------
 
 
-def mean_of(rows: list[Any], *path: str) -> str:
+COLUMNS = ("distance", "stable", "global", "without noise")
+
+
+def mean_of(rows: list, name: str) -> str:
     """Returns a mean over draws with its standard error if there are several, "" where a mechanism
     does not apply.
     """
-    values = [functools.reduce(lambda tree, name: tree.get(name, {}), path, row) for row in rows]
-    if values[0] == {}:
-        return ""
-    if path[-1] == "distance":
+    values = [row.get(name) for row in rows]
+    if name == "distance" and values[0] is not None:
         mean, _, error = results.moments(values)
         return results.number(mean, error)
-    return share(values) if len(values) > 1 else _percent(values[0])
+    return share(values)
 
 
-def tightness_table(report: Any) -> str:
+def tightness_table(report) -> str:
     """Returns the noise at the stable distance over that of global sensitivity."""
-    rows = []
+    rows, asked = [], epsilon_of(ASKED)
     for name in DATA:
         draws = report.get(f"tightness/{name}")
         if draws is None:
             continue
         low, middle, high = np.mean([draw["quantiles"] for draw in draws], axis=0)
         row = {"": name, "k' of 10, 50, 90 %": f"{low:.0f}, {middle:.0f}, {high:.0f}"}
-        for epsilon in (epsilon_of(ASKED), 1.0):
-            # Theorem 5.1 with the beta of the paper, epsilon / 6, over a global sensitivity of 1.
+        # Theorem 5.1 with the beta of the paper, epsilon / 6, over a global sensitivity of 1.
+        for epsilon in (asked, 1.0):
             smooth = math.exp(-epsilon * middle / 6)
             row[f"sensitivity, epsilon {epsilon:.2g}"] = f"{smooth:.2g}"
-        row["scale of the noise"] = f"{6 * math.exp(-epsilon_of(ASKED) * middle / 6):.2g}"
+        row["scale of the noise"] = f"{6 * math.exp(-asked * middle / 6):.2g}"
+        classes, distance = 10 if name == "digits" else 2, np.array([round(middle)])
         for way in ("global", "smooth", "stable"):
-            classes = 10 if name == "digits" else 2
-            cell = ""
+            row[f"flips, {way}"] = ""
             if classes == 2 or way != "smooth":
-                distance = np.array([round(middle)])
-                flip = flip_probability(WAYS[way], distance, epsilon_of(ASKED), classes)
-                cell = f"{flip[0]:.2g}"
-            row[f"flips, {way}"] = cell
+                (flip,) = flip_probability(WAYS[way], distance, asked, classes)
+                row[f"flips, {way}"] = f"{flip:.2g}"
         rows.append(row)
-    return format_table(rows, style="markdown")
+    return pages.padded(rows)
 
 
-def scores_table(rows: dict[str, list[Any]], ways: tuple[str, ...]) -> str:
-    """Returns a row for each name, with distances and accuracies."""
+def scores_table(report, part: str) -> str:
+    """Returns a row for each model of a part, with distances and accuracies."""
     lines = []
-    for name, draws in rows.items():
-        line = {"": name, "distance": mean_of(draws, "distance")}
-        lines.append(line | {way: mean_of(draws, way) for way in ways})
-    return format_table(lines, style="markdown")
+    for place, draws in report.items():
+        name = place.removeprefix(f"{part}/")
+        for key in draws[0] if name != place else ():
+            cells = {way: mean_of([draw[key] for draw in draws], way) for way in COLUMNS}
+            lines.append({"": f"{name}, {key}"} | cells)
+    return pages.padded(lines)
 
 
-def tables(report: Any) -> dict[str, str]:
-    """Returns further tables of docs/results/agt.md."""
-
-    def of_part(part: str) -> dict[str, list[Any]]:
-        rows = {}
-        for place, draws in report.items():
-            name = place.removeprefix(f"{part}/")
-            if name != place:
-                for key in draws[0]:
-                    rows[f"{name}, {key}"] = [draw[key] for draw in draws]
-        return rows
-
-    accuracies = ("stable", "global", "without noise")
-    by_steps = []
+def tables(report) -> dict:
+    by_steps, of_texts = [], []
     for steps in STEPS:
-        if f"network/{steps}" not in report:
-            continue
-        (row,) = report[f"network/{steps}"]
-        line = {"": f"steps: {steps}", "distance": mean_of([row], "distance")}
-        for k in REACHED:
-            line[f"k >= {k}"] = _percent(row.get("reached", {}).get(str(k)))
-        for way in ("stable", "smooth", "global", "without noise"):
-            line[way] = _percent(row.get(way))
-        by_steps.append(line)
-    of_texts = []
+        for row in report.get(f"network/{steps}", ()):
+            line = {"": f"steps: {steps}", "distance": mean_of([row], "distance")}
+            for k in REACHED:
+                line[f"k >= {k}"] = share([row.get("reached", {}).get(str(k))])
+            ways = ("stable", "smooth", "global", "without noise")
+            by_steps.append(line | {way: mean_of([row], way) for way in ways})
     for place, rows in report.items():
         part, _, pooling = place.partition("/")
         if part == "texts":
-            cells = {way: _percent(rows[0][way]) for way in TEXT_COLUMNS}
+            cells = {way: mean_of(rows, way) for way in TEXT_COLUMNS}
             of_texts.append({"": f"pooling {pooling}"} | cells)
+    parts = ("threats", "schedules", "federated")
     return {
         "tightness": tightness_table(report),
-        "threats": scores_table(of_part("threats"), accuracies),
-        "schedules": scores_table(of_part("schedules"), accuracies),
-        "federated": scores_table(of_part("federated"), accuracies),
-        "network": format_table(by_steps, style="markdown"),
-        "texts": format_table(of_texts, style="markdown"),
+        **{part: scores_table(report, part) for part in parts},
+        "network": pages.padded(by_steps),
+        "texts": pages.padded(of_texts),
     }
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else results.percent(value)
-
-
 TEXT_COLUMNS = ("stable", "smooth", "global", "without noise", "majority")
+FLAGS = {
+    "data_dir": "",
+    "word_vectors": "",
+    "draws": 2,
+    "only": ("", "the beginning of the names of parts"),
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data_dir", default="")
-    parser.add_argument("--word_vectors", default="")
-    parser.add_argument("--draws", type=int, default=2)
-    parser.add_argument("--only", default="", help="the beginning of the names of parts")
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     report = dict(timing.earlier(flags.output))
     frame.keep_compiled()
     for name, run in parts(flags):

@@ -9,18 +9,15 @@ with k replacements in every batch. "replace" has k replacements in the whole da
 random, and for "add_remove" they follow from a hash of each record. The second table has the
 probability of a wrong answer at a distance, for every mechanism."""
 
-import argparse
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-import jaxdp
-from benchmarks import timing
+from benchmarks import bench_prediction, pages, timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.prediction import certify, mechanisms, query_epsilon, train_with_bounds
-from jaxdp.transforms import losses
+from jaxdp.report import format_table
 from launch import results
 
 KS = 40
@@ -55,15 +52,12 @@ CASES = {
 }
 
 
-def network(params: Any, x: jax.Array) -> jax.Array:
+def network(params, x: jax.Array) -> jax.Array:
     return jax.nn.relu(x @ params["w0"] + params["b0"]) @ params["w1"] + params["b1"]
 
 
-def loss(params: Any, example: Any) -> jax.Array:
-    logits = network(params, example["x"])
-    if logits.size == 1:
-        return losses.sigmoid_cross_entropy(logits, example["y"])
-    return losses.softmax_cross_entropy(logits, example["y"])
+def loss(params, example) -> jax.Array:
+    return bench_prediction.loss_of(network(params, example["x"]), example["y"])
 
 
 def problem(case: Case, seed: int) -> tuple[Any, Any, np.ndarray, np.ndarray]:
@@ -72,11 +66,11 @@ def problem(case: Case, seed: int) -> tuple[Any, Any, np.ndarray, np.ndarray]:
     centres = rng.normal(size=(classes, case.features))
     centres *= 1.5 / np.linalg.norm(centres, axis=1, keepdims=True)
 
-    def draw(n: int) -> tuple[np.ndarray, np.ndarray]:
+    def draw(n):
         y = np.arange(n) % classes
         return np.float32(centres[y] + case.spread * rng.normal(size=(n, case.features))), y
 
-    def uniform(*shape: int) -> np.ndarray:
+    def uniform(*shape):
         return np.float32(rng.uniform(-1, 1, shape) / np.sqrt(shape[0]))
 
     params = {
@@ -98,11 +92,9 @@ def stable_distances(case: Case, seed: int) -> dict[str, float]:
     order = np.concatenate(
         [rng.permutation(case.records).reshape(batches, case.batch)] * case.epochs
     )
-    row: dict[str, float] = {}
+    row = {}
     for name, threat, product in RULES:
-        assigned: dict[str, Any] = (
-            {"batches": batches} if threat == "add_remove" else {"order": order}
-        )
+        assigned = {"batches": batches} if threat == "add_remove" else {"order": order}
         bounds = train_with_bounds(
             loss,
             params,
@@ -113,7 +105,7 @@ def stable_distances(case: Case, seed: int) -> dict[str, float]:
             lr_decay=case.lr_decay,
             batch_size=case.batch,
             epochs=case.epochs,
-            threat=threat,  # type: ignore[arg-type]
+            threat=threat,
             product=product,
             **assigned,
         )
@@ -127,63 +119,45 @@ def flips() -> list[dict[str, float]]:
     """Returns the probability of a flipped label: two classes, 100 queries at a total of (10,
     1e-5)."""
     epsilon = query_epsilon(10.0, 1e-5, 100)
-    rows = []
-    for k in DISTANCES:
-        at = np.asarray([k])
-        rows.append(
-            {
-                "distance": k,
-                "global Laplace": float(
-                    mechanisms.flip_probability_global_laplace(at, epsilon=epsilon)[0]
-                ),
-                "Cauchy, published": float(
-                    mechanisms.flip_probability_cauchy(at, epsilon=epsilon, calibration="paper")[0]
-                ),
-                "Cauchy, ours": float(
-                    mechanisms.flip_probability_cauchy(at, epsilon=epsilon, calibration="stable")[0]
-                ),
-                "randomised response": float(
-                    mechanisms.flip_probability(at, epsilon=epsilon, num_classes=2)[0]
-                ),
-            }
-        )
-    return rows
+    at = np.asarray(DISTANCES)
+    cauchy = mechanisms.flip_probability_cauchy
+    probabilities = {
+        "distance": at,
+        "global Laplace": mechanisms.flip_probability_global_laplace(at, epsilon=epsilon),
+        "Cauchy, published": cauchy(at, epsilon=epsilon, calibration="paper"),
+        "Cauchy, ours": cauchy(at, epsilon=epsilon, calibration="stable"),
+        "randomised response": mechanisms.flip_probability(at, epsilon=epsilon, num_classes=2),
+    }
+    columns = [np.asarray(values).tolist() for values in probabilities.values()]
+    return [dict(zip(probabilities, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def table(report: Mapping[str, Any]) -> str:
+def tables(report) -> dict:
     """Returns the table of docs/results/agt.md: mean stable distances with standard errors over
     seeds."""
-    rows = []
+    heads = ("published", "records replaced", "records added or removed")
+    lines = []
     for name, runs in report["cases"].items():
-        moments_of = {rule: results.moments(run[rule] for run in runs) for rule, *_ in RULES}
-        cells = {rule: f"{one.mean:.1f} ({one.error:.1f})" for rule, one in moments_of.items()}
-        gain = f"{moments_of['add_remove'].mean / moments_of['published'].mean:.1f}"
-        heads = ("network", "published", "records replaced", "records added or removed", "gain")
-        rows.append(dict(zip(heads, (name, *cells.values(), gain), strict=True)))
-    return jaxdp.report.format_table(rows, style="markdown")
+        of = {rule: [run[rule] for run in runs] for rule, *_ in RULES}
+        cells = [pages.mean(distances, scale=1) for distances in of.values()]
+        gain = np.mean(of["add_remove"]) / np.mean(of["published"])
+        line = {"network": name} | dict(zip(heads, cells, strict=True))
+        lines.append(line | {"gain": f"{gain:.1f}"})
+    return {"certificates": pages.padded(lines)}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=3)
+FLAGS = {"seeds": 3}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     keep_freed_memory()
     cases, means = {}, {}
     for name, case in CASES.items():
-        cases[name] = [stable_distances(case, seed) for seed in range(flags.seeds)]
-        means[name] = mean_with_gains(cases[name])
+        cases[name] = runs = [stable_distances(case, seed) for seed in range(flags.seeds)]
+        means[name] = {rule: results.moments(run[rule] for run in runs).mean for rule in runs[0]}
     flip_rows = flips()
     queries = f"mean stable distance over 200 queries and {flags.seeds} seeds"
     timing.show(f"{queries}, largest k {KS}", means)
     print("\nprobability of flipping a label, 100 queries at (10, 1e-5)\n")
-    print(jaxdp.report.format_table(flip_rows, digits=3))
+    print(format_table(flip_rows, digits=3))
     return {"seeds": flags.seeds, "cases": cases, "flips": flip_rows}
-
-
-def mean_with_gains(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean distance of every rule, and its gain over the published one."""
-    mean = {rule: float(np.mean([run[rule] for run in runs])) for rule in runs[0]}
-    for rule in ("replace", "add_remove"):
-        mean[f"{rule} / published"] = mean[rule] / mean["published"]
-    return mean

@@ -11,19 +11,16 @@ medians of ratios within a round. Memory is what XLA allocates beyond the argume
 analysis of the compiled program. "all gradients" is that of `jax.vmap(jax.grad(loss))`, which is
 compiled and not run."""
 
-import argparse
 import statistics
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from benchmarks import bench_prediction as networks
-from benchmarks import timing
+from benchmarks import pages, timing
 from jaxdp.memory import keep_freed_memory
-from jaxdp.prediction import Poisoning, agt, checks, plan
+from jaxdp.prediction import Poisoning
 
 KS = 20
 
@@ -50,140 +47,80 @@ SIZES = {
 }
 
 
-class Program(NamedTuple):
-    """A compiled step and its arguments."""
-
-    compiled: Any
-    arguments: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, jitted: Any, *arguments: Any) -> "Program":
-        return cls(jitted.lower(*arguments).compile(), arguments)
-
-    def __call__(self) -> Any:
-        return self.compiled(*self.arguments)
-
-
-def plain(size: Size, params: Any, data: Any) -> dict[str, Callable[[], Program]]:
+def plain(size: Size, params, data) -> dict[str, timing.Compiled]:
     """Returns one step by clipped gradients, added up in a scan or held all at once."""
-    case = size.case
-    rest = {} if size.convolutions else {k: v for k, v in params.items() if k != "dense"}
-    moving = {k: v for k, v in params.items() if k not in rest}
-
-    def gradient(moving: Any, example: Any) -> Any:
-        grads = jax.grad(lambda moving: networks.loss(moving | rest, example))(moving)
-        return jax.tree.map(lambda g: jnp.clip(g, -case.clip, case.clip), grads)
-
-    def descend(moving: Any, sums: Any) -> Any:
-        rate = case.learning_rate / case.records
-        return jax.tree.map(lambda p, g: p - rate * g, moving, sums)
-
-    @jax.jit
-    def scanned(moving: Any, data: Any) -> Any:
-        def add(sums: Any, example: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, gradient(moving, example)), None
-
-        return descend(moving, lax.scan(add, jax.tree.map(jnp.zeros_like, moving), data)[0])
-
-    @jax.jit
-    def at_once(moving: Any, data: Any) -> Any:
-        grads = jax.vmap(gradient, (None, 0))(moving, data)
-        return descend(moving, jax.tree.map(lambda g: g.sum(0), grads))
-
+    names = tuple(params) if size.convolutions else ("dense",)
+    moving = {name: params[name] for name in names}
     on_device = jax.tree.map(jnp.asarray, (moving, data))
-    return {
-        "plain": lambda: Program.of(scanned, *on_device),
-        "all gradients": lambda: Program.of(at_once, *on_device),
-    }
+    steps = networks.baselines(size.case, params, names)
+    programs = {"plain": steps["streamed"], "all gradients": steps["vmap"]}
+    return {name: timing.compiled(step, *on_device) for name, step in programs.items()}
 
 
-def certified(size: Size, params: Any, data: Any, threat: str, ks: Any = KS) -> tuple[Any, Any]:
-    """Returns `step(state)` as a lowered program of a state, and the first state."""
-    case = size.case
-    poisoning = None
-    if threat == "poison":
-        poisoning = Poisoning(radius=0.01, features="x", label="y")
-    training = plan.Training(
-        clip=case.clip,
-        learning_rate=case.learning_rate,
-        batch_size=case.records,
-        epochs=1,
-        threat=threat,  # type: ignore[arg-type]
-        poisoning=poisoning,
-        trainable=None if size.convolutions else networks.trained,
-    )
-    static, arrays = plan.make_plan(networks.loss, params, data, checks.distances(ks), training)
-
-    @jax.jit
-    def step(frozen: Any, data: Any, state: Any, rows: Any, rate: Any) -> Any:
-        return agt._batch_step(networks.loss, static, frozen, data, state, rows, rate, None)
-
-    def program(state: Any) -> Program:
-        rows = jnp.asarray(arrays.order[0])
-        return Program.of(step, arrays.frozen, arrays.data, state, rows, arrays.rates[0])
-
-    return program, agt._State(arrays.moving, [], None)
-
-
-def programs(size: Size, params: Any, data: Any) -> dict[str, Program]:
+def programs(size: Size, params, data) -> dict[str, timing.Compiled]:
     """Returns the programs of a case. The later steps start from the box of the first."""
-    result = {name: make() for name, make in plain(size, params, data).items()}
+    result = plain(size, params, data)
+    trainable = None if size.convolutions else networks.trained
+
+    def certified(threat, ks=KS):
+        poisoning = None
+        if threat == "poison":
+            poisoning = Poisoning(radius=0.01, features="x", label="y")
+        options = {"threat": threat, "poisoning": poisoning, "trainable": trainable}
+        step, arguments = networks.step_of(size.case, params, data, ks, **options)
+        return lambda state=None: timing.compiled(step, *arguments(state))
+
     for threat in size.threats:
         name = "first step" if len(size.threats) == 1 else threat
-        program, start = certified(size, params, data, threat)
-        result[name] = program(start)
-        if name != "first step":
-            continue
-        state = result[name]()
-        result["later step, all distances"] = program(state)
-        one, _ = certified(size, params, data, threat, (1,))
-        box = jax.tree.map(lambda x: x[1:2], state.lines)
-        result["later step"] = one(state._replace(lines=box))
+        program = certified(threat)
+        result[name] = program()
+        if name == "first step":
+            state = result[name]()
+            result["later step, all distances"] = program(state)
+            box = jax.tree.map(lambda x: x[1:2], state.lines)
+            result["later step"] = certified(threat, (1,))(state._replace(lines=box))
     return result
 
 
 _ONLY_COMPILED = ("all gradients", "later step, all distances")
 
 
-def run_size(size: Size, rounds: int) -> dict[str, Any]:
+def run_size(size: Size, rounds: int) -> dict:
     params, data = networks.problem(size.case)
     compiled = programs(size, params, data)
     calls = {name: call for name, call in compiled.items() if name not in _ONLY_COMPILED}
-    _, cpu = networks.timed(calls, rounds)
-    rows: dict[str, Any] = {}
+    _, cpu = timing.interleaved(calls, rounds, warm=False)
+    rows = {}
     for name, program in compiled.items():
-        rows[name] = {"memory_mb": timing.allocated_mb(program.compiled)}
+        rows[name] = {"memory_mb": program.memory_mb}
     for name in calls:
         rows[name]["cpu_s"] = statistics.median(cpu[name])
         rows[name]["over_plain"] = timing.median_ratio(cpu[name], cpu["plain"])
     return rows
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of docs/results/speed.md."""
-
-    def cells(row: Mapping[str, Any]) -> list[str]:
-        if "cpu_s" not in row:
-            return ["", "", f"{row['memory_mb']:.0f}"]
-        seconds = f"{row['cpu_s']:.2g}"
-        return [seconds, f"{row['over_plain']:.1f}", f"{row['memory_mb']:.0f}"]
-
-    header = ["network", "records", "step", "CPU seconds", "over plain", "memory, MB"]
-    lines: dict[str, list[list[str]]] = {"certified steps": [], "certified threats": []}
-    for name, rows in report["cases"].items():
-        table = "certified threats" if "every threat" in name else "certified steps"
+def tables(report) -> dict:
+    columns = {
+        "network": "{network}",
+        "records": "{records}",
+        "step": "{step}",
+        "CPU seconds": "{cpu_s:.2g}",
+        "over plain": "{over_plain:.1f}",
+        "memory, MB": "{memory_mb:.0f}",
+    }
+    rows = {"certified steps": [], "certified threats": []}
+    for name, steps in report["cases"].items():
         network = name.removesuffix(", every threat")
-        for step, row in rows.items():
-            lines[table].append([network, str(report["records"][name]), step, *cells(row)])
-    return {name: timing.page_table(header, table) for name, table in lines.items()}
+        table = "certified steps" if network == name else "certified threats"
+        case = {"network": network, "records": report["records"][name]}
+        rows[table] += [case | {"step": step} | row for step, row in steps.items()]
+    return {name: pages.plain(pages.lines(of, columns)) for name, of in rows.items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", default="", help=f"parts of names, split by ;, of {[*SIZES]}")
-    parser.add_argument("--rounds", type=int, default=3)
+FLAGS = {"cases": ("", f"parts of names, split by ;, of {[*SIZES]}"), "rounds": 3}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     keep_freed_memory()
     earlier = timing.earlier(flags.output)  # --cases adds to the file
     cases, records = earlier.get("cases", {}), earlier.get("records", {})

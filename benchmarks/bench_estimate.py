@@ -8,17 +8,14 @@ Nothing is run. Models of the full width with one, two and three layers are comp
 models give the line, and the third checks it. Times are counts over the peak rates that the makers
 state, so no step is faster than these."""
 
-import argparse
 from collections.abc import Mapping
-from typing import Any
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks import bench_scale, timing
+from benchmarks import bench_scale, pages, problems, timing
 from jaxdp import finetune
 from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
@@ -34,28 +31,16 @@ EXAMPLES = {"physical": 256, "step": 4096, "records": 2**24}
 CHIPS = {"TPU v5p": (459e12, 2.765e12, 300e9), "H100 SXM": (989e12, 3.35e12, 50e9)}
 
 
-class Transformer(nn.Module):
-    """A causal transformer whose input and output embeddings are one array."""
-
-    layers: int
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        embedding = nn.Embed(VOCABULARY, WIDTH)
-        places = self.param("places", nn.initializers.normal(0.02), (LENGTH, WIDTH))
-        x, mask = embedding(tokens) + places, nn.make_causal_mask(tokens)
-        for _ in range(self.layers):
-            x += nn.MultiHeadDotProductAttention(HEADS)(nn.LayerNorm()(x), mask=mask)
-            x += nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(x))))
-        return embedding.attend(nn.LayerNorm()(x))
+Counts = Mapping[str, hlo.Count]
 
 
-def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count], dict[str, int]]:
+def counts_of(layers: int) -> tuple[int, Counts, dict[str, int]]:
     """Returns the number of parameters, and for the programs of a step the work and the bytes of
     one device."""
-    network, optimizer = Transformer(layers), optax.adam(1e-3)
+    network = problems.Language(VOCABULARY, LENGTH, WIDTH, layers, HEADS)
+    optimizer = optax.adam(1e-3)
 
-    def losses(params: Any, batch: jax.Array) -> jax.Array:
+    def losses(params, batch):
         logits = network.apply(params, batch[:, :-1])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean(-1)
 
@@ -71,7 +56,7 @@ def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count], dict[str, int]]:
     params = jax.eval_shape(network.init, jax.random.key(0), jnp.zeros((1, LENGTH), jnp.int32))
     layout = Layout.of(params, mesh, ("data",), rule)
 
-    def placed(tree: Any) -> Any:
+    def placed(tree):
         lie = layout.shardings(tree, params, params)
         return jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, lie
@@ -88,15 +73,15 @@ def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count], dict[str, int]]:
     part = jax.ShapeDtypeStruct((), jnp.uint32, sharding=layout.everywhere)
 
     @jax.jit
-    def gradient(params: Any, batch: Any) -> Any:
+    def gradient(params, batch):
         whole = layout.whole().constrained(params, params, params)
         grads = jax.grad(lambda params: losses(params, batch).sum())(whole)
         return layout.constrained(layout.whole().constrained(grads, params, params), params, params)
 
     @jax.jit
-    def update(params: Any, opt_state: Any, grads: Any) -> Any:
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return layout.constrained((optax.apply_updates(params, updates), opt_state), params, params)
+    def update(params, opt_state, grads):
+        after = problems.updated(optimizer, grads, opt_state, params)
+        return layout.constrained(after, params, params)
 
     programs = {
         "plain gradient": gradient.lower(state.params, batch),
@@ -106,7 +91,7 @@ def counts_of(layers: int) -> tuple[int, dict[str, hlo.Count], dict[str, int]]:
     }
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
     compiled = {name: lowered.compile() for name, lowered in programs.items()}
-    held = {name: bench_scale.held_bytes(program) for name, program in compiled.items()}
+    held = {name: timing.held_bytes(program) for name, program in compiled.items()}
     return size, {name: hlo.count(program) for name, program in compiled.items()}, held
 
 
@@ -115,8 +100,7 @@ def at(layers: int, one: hlo.Count, two: hlo.Count) -> hlo.Count:
     return one.plus(two, layers - 1).plus(one, 1 - layers)
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """Returns the estimate as tables of a page."""
+def tables(report) -> dict:
     plain, private = report["steps"]
     rows = []
     for label, key, unit in (
@@ -133,14 +117,14 @@ def markdown(report: dict[str, Any]) -> str:
     held = {name: row["held_bytes"] / 1e9 for name, row in report["programs"].items()}
     rows.append(_cells("GB held by XLA", held["plain gradient"], held["clipped sum"], ".3g"))
     header = ["one chip, one step", "plain", "private", "private / plain"]
-    return timing.page_table(header, rows)
+    return {"estimate": pages.page_table(header, rows)}
 
 
 def _cells(label: str, plain: float, private: float, form: str) -> list[str]:
     return [label, format(plain, form), format(private, form), f"{private / plain:.3f}"]
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     few, one, little = counts_of(1)
     more, two, much = counts_of(2)
     _, three, _ = counts_of(3)
@@ -154,13 +138,8 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     print(format_table(counts, digits=4))
     programs = {}
     for name, count in full.items():
-        programs[name] = {
-            "flops": count.flops,
-            "memory_bytes": count.bytes,
-            "sent_bytes": count.moved,
-            "held_bytes": little[name] + (LAYERS - 1) * (much[name] - little[name]),
-            "kinds": count.collectives,
-        }
+        held = little[name] + (LAYERS - 1) * (much[name] - little[name])
+        programs[name] = sums_of(count) | {"held_bytes": held, "kinds": count.collectives}
     sizes = {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, "length": LENGTH}
     report = {
         "parameters": few + (LAYERS - 1) * (more - few),
@@ -171,33 +150,27 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         "programs": programs,
         "steps": rows,
     }
-    print(markdown(report))
+    print(tables(report)["estimate"])
     return report
 
 
-def step_row(step: str, gradient: hlo.Count, update: hlo.Count, passes: int) -> dict[str, Any]:
+def sums_of(count: hlo.Count) -> dict:
+    return {"flops": count.flops, "memory_bytes": count.bytes, "sent_bytes": count.moved}
+
+
+def step_row(step: str, gradient: hlo.Count, update: hlo.Count, passes: int) -> dict:
     """Returns the counts of a step of several passes, and its least seconds on each chip."""
     count = update.plus(gradient, passes)
-    row = {
-        "step": step,
-        "flops": count.flops,
-        "memory_bytes": count.bytes,
-        "sent_bytes": count.moved,
-        "collectives": count.messages,
-        "kinds": count.collectives,
-    }
-    for chip, (flops, memory, network) in CHIPS.items():
-        row[chip] = {
-            "flops": count.flops / flops,
-            "memory": count.bytes / memory,
-            "sent": count.moved / network,
-        }
+    row = {"step": step} | sums_of(count)
+    row |= {"collectives": count.messages, "kinds": count.collectives}
+    amounts = {"flops": count.flops, "memory": count.bytes, "sent": count.moved}
+    for chip, rates in CHIPS.items():
+        pairs = zip(amounts.items(), rates, strict=True)
+        row[chip] = {name: amount / rate for (name, amount), rate in pairs}
     return row
 
 
-def line_errors(
-    one: Mapping[str, hlo.Count], two: Mapping[str, hlo.Count], three: Mapping[str, hlo.Count]
-) -> dict[str, dict[str, float]]:
+def line_errors(one: Counts, two: Counts, three: Counts) -> dict[str, dict[str, float]]:
     """Returns how far the line through one and two layers is off at three layers."""
     flops, sent = {}, {}
     for name, counted in three.items():

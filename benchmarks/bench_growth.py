@@ -9,7 +9,7 @@ Time is processor time, the median of the rounds, because other programs may use
 is the most memory that the process held. "held" is what XLA allocates for the arguments, results
 and temporary arrays of the largest program."""
 
-import argparse
+import functools
 import itertools
 import json
 import os
@@ -19,58 +19,54 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
-from typing import Any
 
-ROUNDS, DEVICES = 11, (1, 2, 4, 8)
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks import bench_scale, problems, timing
+from jaxdp import finetune
+from jaxdp.compilers import hlo
+from jaxdp.data import PoissonSampler, from_arrays
+from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent
+
+ROUNDS = 11
 POINTS = {
     "batch": (64, 128, 256, 512, 1024, 2048),
     "parameters": (128, 256, 512, 1024, 2048),  # units in each of two hidden layers
-    "devices": DEVICES,
+    "devices": (1, 2, 4, 8),
     "steps": (50, 200, 800, 3200),
     "ledger rows": (100, 300, 1000, 3000, 10000),
 }
 FEATURES, CLASSES, UNITS, BATCH = 256, 10, 512, 512
+FLAGS = {
+    "picture": ".bench/growth.png",
+    "point": {"nargs": 2, "help": "an axis and a value: measure this point here"},
+}
 
 
-def timed(call: Callable[[], Any]) -> dict[str, float]:
-    """Returns processor and wall seconds of a call, the medians of the rounds after a first one."""
-    call()
-    wall, cpu = [], []
-    for _ in range(ROUNDS):
-        start, start_cpu = time.perf_counter(), time.process_time()
-        call()
-        wall.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - start_cpu)
-    return {"cpu_s": statistics.median(cpu), "wall_s": statistics.median(wall)}
+def timed(call: Callable, rounds: int | None = None) -> dict[str, float]:
+    """Returns processor and wall seconds of a call, the medians of the rounds."""
+    wall, cpu = timing.interleaved({"call": call}, rounds or ROUNDS, warm=False)
+    return {"cpu_s": statistics.median(cpu["call"]), "wall_s": statistics.median(wall["call"])}
 
 
-def training(units: int, batch: int, devices: int) -> tuple[Any, ...]:
+def training(units: int, batch: int, devices: int) -> tuple:
     """Returns a trainer of a multilayer perceptron, its first parameters, its source, and its loss
     of a batch."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-
-    from benchmarks import bench_scale
-    from jaxdp import finetune
-    from jaxdp.data import PoissonSampler, from_arrays
-
     rng = np.random.default_rng(0)
-    sizes = (FEATURES, units, units, CLASSES)
-    params = [
-        jnp.asarray(rng.normal(size=pair) / np.sqrt(pair[0]), jnp.float32)
-        for pair in itertools.pairwise(sizes)
-    ]
+    params = []
+    for pair in itertools.pairwise((FEATURES, units, units, CLASSES)):
+        params.append(jnp.asarray(rng.normal(size=pair) / np.sqrt(pair[0]), jnp.float32))
     records = 8192
     source = from_arrays(
         x=rng.normal(size=(records, FEATURES)).astype(np.float32),
         y=rng.integers(CLASSES, size=records),
     )
 
-    def mean_loss(params: Any, batch: Any) -> jax.Array:
+    def mean_loss(params, batch):
         h = jnp.tanh(jnp.tanh(batch["x"] @ params[0]) @ params[1]) @ params[2]
         return optax.softmax_cross_entropy_with_integer_labels(h, batch["y"]).mean()
 
@@ -89,78 +85,59 @@ def training(units: int, batch: int, devices: int) -> tuple[Any, ...]:
 
 def step_point(units: int = UNITS, batch: int = BATCH, devices: int = 1) -> dict[str, float]:
     """Measures a step on one physical batch of `batch` examples, and the plain step."""
-    import jax
-    import numpy as np
-    import optax
-
-    from benchmarks import bench_scale
-    from jaxdp.compilers import hlo
-
     trainer, params, source, mean_loss = training(units, batch, devices)
     state, rows = trainer.init(params), np.arange(batch)
-    programs = [
-        function.lower(*args).compile()
-        for function, args in trainer.programs(state, source).values()
-    ]
+    calls = trainer.programs(state, source).values()
+    programs = [function.lower(*args).compile() for function, args in calls]
 
-    def private() -> None:
+    def private():
         jax.block_until_ready(trainer.update(state, trainer.sums(state, source, rows)))
 
+    private()
     row = timed(private)
     counts = [hlo.count(program) for program in programs]
     row |= {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
         "flops": sum(count.flops for count in counts),
         "sent_bytes": sum(count.moved for count in counts),
-        "held_mb": max(map(bench_scale.held_bytes, programs)) / 1e6,
+        "held_mb": max(map(timing.held_bytes, programs)) / 1e6,
     }
     if devices == 1:
         optimizer = trainer.optimizer
 
         @jax.jit
-        def updated(params: Any, opt_state: Any, batch: Any) -> Any:
-            updates, opt_state = optimizer.update(
-                jax.grad(mean_loss)(params, batch), opt_state, params
-            )
-            return optax.apply_updates(params, updates), opt_state
+        def updated(params, opt_state, batch):
+            grads = jax.grad(mean_loss)(params, batch)
+            return problems.updated(optimizer, grads, opt_state, params)
 
         opt_state = optimizer.init(params)
-        plain = timed(
-            lambda: jax.block_until_ready(
-                updated(params, opt_state, jax.device_put(source.gather(rows)))
-            )
-        )
-        row["plain_cpu_s"] = plain["cpu_s"]
+
+        def plain():
+            return updated(params, opt_state, jax.device_put(source.gather(rows)))
+
+        jax.block_until_ready(plain())
+        row["plain_cpu_s"] = timed(plain)["cpu_s"]
     return row
 
 
 def steps_point(steps: int) -> dict[str, float]:
     """Measures a whole run of `steps` steps with a ledger and checkpoints, without its first
     step."""
-    from jaxdp import finetune
-    from jaxdp.privacy import Ledger
-
     trainer, params, source, _ = training(128, 128, 1)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        Ledger(pathlib.Path(folder) / "ledger.sqlite") as ledger,
-    ):
-        ledger.register("data", adjacency="add_remove", unit="example", delta=1e-6)
-        options = {"account": ledger.account("data"), "checkpoint_every": 50, "progress": False}
-        finetune.fit(
-            trainer, params, source, steps=1, workdir=pathlib.Path(folder) / "first", **options
-        )
-        start, start_cpu = time.perf_counter(), time.process_time()
-        finetune.fit(
-            trainer, params, source, steps=steps, workdir=pathlib.Path(folder) / "run", **options
-        )
-        return {"cpu_s": time.process_time() - start_cpu, "wall_s": time.perf_counter() - start}
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        with Ledger(folder / "ledger.sqlite") as ledger:
+            ledger.register("data", adjacency="add_remove", unit="example", delta=1e-6)
+            options = {"account": ledger.account("data"), "progress": False}
+            run = functools.partial(
+                finetune.fit, trainer, params, source, checkpoint_every=50, **options
+            )
+            run(steps=1, workdir=folder / "first")
+            return timed(lambda: run(steps=steps, workdir=folder / "run").params, rounds=1)
 
 
 def ledger_point(rows: int) -> dict[str, float]:
     """Measures opening a ledger of `rows` spends, a question about epsilon, and one more spend."""
-    from jaxdp.privacy import GaussianDpEvent, Ledger, PoissonSampledDpEvent
-
     event = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "ledger.sqlite"
@@ -170,16 +147,17 @@ def ledger_point(rows: int) -> dict[str, float]:
                 with ledger.spend("data", event):
                     pass
 
-        def one_more() -> None:
+        def one_more():
             with Ledger(path) as ledger:
                 ledger.epsilon("data")
                 with ledger.spend("data", event):
                     pass
 
+        one_more()
         return timed(one_more) | {"file_mb": path.stat().st_size / 1e6}
 
 
-MEASURES: dict[str, Callable[[int], dict[str, float]]] = {
+MEASURES = {
     "batch": lambda value: step_point(batch=value),
     "parameters": lambda value: step_point(units=value),
     "devices": lambda value: step_point(devices=value),
@@ -199,59 +177,30 @@ def measured(axis: str, value: int) -> dict[str, float]:
         text=True,
         check=True,
     )
-    point: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return point
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def draw(report: dict[str, Any], path: str) -> None:
+def draw(report: dict, path: str):
     """Draws time and memory of each axis, and work and bytes of a device."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
 
     figure = Figure(figsize=(17, 6.4), layout="constrained")
-    times, memories = figure.subplots(2, len(POINTS))
-    names = {
-        "batch": "examples in a physical batch",
-        "parameters": "parameters",
-        "devices": "virtual devices on two cores",
-        "steps": "steps of a run, a checkpoint every 50",
-        "ledger rows": "rows of the ledger",
-    }
-    for axis, above, below in zip(POINTS, times, memories, strict=True):
+    for column, (axis, (xlabel, title)) in enumerate(AXES.items()):
         points = report["axes"][axis]
-        x = [
-            point.get("parameters", point["value"]) if axis == "parameters" else point["value"]
-            for point in points
-        ]
-
-        def line(
-            axes: Any, key: str, label: str, scale: float = 1.0, x: Any = x, points: Any = points
-        ) -> None:
-            axes.plot(
-                x, [point[key] * scale for point in points], marker="o", markersize=4, label=label
-            )
-
-        line(above, "cpu_s", "private", 1e3)
-        if all("plain_cpu_s" in point for point in points):
-            line(above, "plain_cpu_s", "plain", 1e3)
-        if axis == "devices":
-            line(above, "flops", "MFLOP of one device", 1e-6)
-        above.set_title(
-            {"steps": "ms of a run", "ledger rows": "ms to open, ask and spend"}.get(
-                axis, "ms of a step"
-            )
-        )
-        line(below, "rss_mb", "resident memory of the process")
-        if "held_mb" in points[0]:
-            line(below, "held_mb", "of XLA, for one device")
-        if "file_mb" in points[0]:
-            line(below, "file_mb", "file of the ledger")
-        below.set_title("MB")
-        for axes in (above, below):
+        key = "parameters" if axis == "parameters" else "value"
+        x = [point[key] for point in points]
+        work = [("flops", "MFLOP of one device", 1e-6)] if axis == "devices" else []
+        for row, (heading, lines) in enumerate(((title, TIMES + work), ("MB", MEMORIES))):
+            axes = figure.add_subplot(2, len(AXES), 1 + column + row * len(AXES))
+            for name, label, scale in lines:
+                if all(name in point for point in points):
+                    values = [point[name] * scale for point in points]
+                    axes.plot(x, values, marker="o", markersize=4, label=label)
+            axes.set_title(heading)
             axes.set_xscale("log")
-            axes.set_xticks(
-                x, [f"{value:,}" if value < 1e5 else f"{value / 1e6:.1f} M" for value in x]
-            )
+            names = [f"{value:,}" if value < 1e5 else f"{value / 1e6:.1f} M" for value in x]
+            axes.set_xticks(x, names)
             axes.minorticks_off()
             values = [value for drawn in axes.lines for value in drawn.get_ydata()]
             if max(values) > 5 * min(values):
@@ -263,17 +212,28 @@ def draw(report: dict[str, Any], path: str) -> None:
             axes.yaxis.set_major_formatter("{x:,g}")
             axes.grid(alpha=0.3)
             axes.legend(fontsize=8)
-        below.set_xlabel(names[axis])
+        axes.set_xlabel(xlabel)
     figure.suptitle("Processor time and memory, medians of processes of their own")
     figure.savefig(path, dpi=90)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--picture", default=".bench/growth.png")
-    parser.add_argument("--point", nargs=2, help="an axis and a value: measure this point here")
+# The label of x, and the title of the times.
+AXES = {
+    "batch": ("examples in a physical batch", "ms of a step"),
+    "parameters": ("parameters", "ms of a step"),
+    "devices": ("virtual devices on two cores", "ms of a step"),
+    "steps": ("steps of a run, a checkpoint every 50", "ms of a run"),
+    "ledger rows": ("rows of the ledger", "ms to open, ask and spend"),
+}
+TIMES = [("cpu_s", "private", 1e3), ("plain_cpu_s", "plain", 1e3)]
+MEMORIES = [
+    ("rss_mb", "resident memory of the process", 1),
+    ("held_mb", "of XLA, for one device", 1),
+    ("file_mb", "file of the ledger", 1),
+]
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
+def measure(flags) -> dict | None:
     if flags.point:
         axis, value = flags.point
         point = MEASURES[axis](int(value))

@@ -9,11 +9,8 @@ point. "Width" is the largest width of a result, "sampled" the largest distance 
 at points of the box. A sound bound cannot be narrower. The samples are computed in float64. The
 second command writes the tables of the page."""
 
-import argparse
 import math
-import pathlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +19,10 @@ import optax
 from jax import lax
 
 import jaxdp
-from jaxdp.report import format_table
+from benchmarks import pages
 from jaxdp.transforms import losses
 from jaxdp.transforms.intervals import UnsupportedPrimitive
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "intervals.json"
 RADII, SAMPLES = (1e-4, 0.1), 512
 POINT = np.array([0.3, -1.1, 2.0, 0.7, -0.2, 1.3], np.float32)
 LABEL = np.array([0.0, 1.0, 0.0, 0.0, 1.0, 1.0], np.float32)
@@ -54,46 +49,48 @@ def attention(z: jax.Array) -> jax.Array:
     return jax.nn.softmax(x @ x.T / math.sqrt(6)) @ x
 
 
+def ten_layers(z: jax.Array) -> jax.Array:
+    return lax.scan(lambda h, _: (0.5 * layer(h), None), z, length=10)[0]
+
+
 def normalised(z: jax.Array) -> jax.Array:
     return (z - z.mean()) * lax.rsqrt(z.var() + 1e-3)
 
 
-PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
+def of(loss: Callable, *values: np.ndarray) -> Callable:
+    """Returns a loss as a function of its first argument."""
+    return lambda z: loss(z, *(like(z, value) for value in values))
+
+
+def gradient(program: Callable) -> Callable:
+    return jax.grad(lambda z: program(z).sum())
+
+
+binary = of(optax.sigmoid_binary_cross_entropy, LABEL)
+softmax = of(optax.softmax_cross_entropy, SHARES)
+integer_labels = optax.softmax_cross_entropy_with_integer_labels
+PROGRAMS = {
     # Losses of optax, as its documentation lists them.
-    "optax.sigmoid_binary_cross_entropy": lambda z: optax.sigmoid_binary_cross_entropy(
-        z, like(z, LABEL)
-    ),
-    "optax.softmax_cross_entropy": lambda z: optax.softmax_cross_entropy(z, like(z, SHARES)),
-    "optax.softmax_cross_entropy_with_integer_labels": lambda z: (
-        optax.softmax_cross_entropy_with_integer_labels(z, 2)
-    ),
-    "optax.sigmoid_focal_loss": lambda z: optax.sigmoid_focal_loss(z, like(z, LABEL)),
+    "optax.sigmoid_binary_cross_entropy": binary,
+    "optax.softmax_cross_entropy": softmax,
+    "optax.softmax_cross_entropy_with_integer_labels": lambda z: integer_labels(z, 2),
+    "optax.sigmoid_focal_loss": of(optax.sigmoid_focal_loss, LABEL),
     "optax.kl_divergence": lambda z: optax.kl_divergence(jax.nn.log_softmax(z), like(z, SHARES)),
     "optax.ctc_loss": ctc,
     "optax.hinge_loss": lambda z: optax.hinge_loss(z, 2 * like(z, LABEL) - 1),
-    "optax.huber_loss": lambda z: optax.huber_loss(z, like(z, LABEL)),
-    "optax.l2_loss": lambda z: optax.l2_loss(z, like(z, LABEL)),
-    "optax.log_cosh": lambda z: optax.log_cosh(z, like(z, LABEL)),
-    "optax.cosine_distance": lambda z: optax.cosine_distance(z, like(z, LABEL)),
-    "optax.ranking_softmax_loss": lambda z: optax.losses.ranking_softmax_loss(z, like(z, LABEL)),
-    "optax.triplet_margin_loss": lambda z: optax.losses.triplet_margin_loss(
-        z, like(z, LABEL), like(z, SHARES)
-    ),
+    "optax.huber_loss": of(optax.huber_loss, LABEL),
+    "optax.l2_loss": of(optax.l2_loss, LABEL),
+    "optax.log_cosh": of(optax.log_cosh, LABEL),
+    "optax.cosine_distance": of(optax.cosine_distance, LABEL),
+    "optax.ranking_softmax_loss": of(optax.losses.ranking_softmax_loss, LABEL),
+    "optax.triplet_margin_loss": of(optax.losses.triplet_margin_loss, LABEL, SHARES),
     "optax.ntxent": lambda z: optax.ntxent(like(z, WEIGHTS[:4]) * z, jnp.array([0, 0, 1, 1])),
     # Their gradients, which training with bounds needs.
-    "gradient of optax.sigmoid_binary_cross_entropy": jax.grad(
-        lambda z: optax.sigmoid_binary_cross_entropy(z, like(z, LABEL)).sum()
-    ),
-    "gradient of optax.softmax_cross_entropy": jax.grad(
-        lambda z: optax.softmax_cross_entropy(z, like(z, SHARES))
-    ),
-    "gradient of optax.ctc_loss": jax.grad(lambda z: ctc(z).sum()),
-    "gradient of jaxdp's sigmoid_cross_entropy": jax.grad(
-        lambda z: losses.sigmoid_cross_entropy(z, like(z, LABEL))
-    ),
-    "gradient of jaxdp's softmax_cross_entropy": jax.grad(
-        lambda z: losses.softmax_cross_entropy(z, like(z, SHARES))
-    ),
+    "gradient of optax.sigmoid_binary_cross_entropy": gradient(binary),
+    "gradient of optax.softmax_cross_entropy": gradient(softmax),
+    "gradient of optax.ctc_loss": gradient(ctc),
+    "gradient of jaxdp's sigmoid_cross_entropy": gradient(of(losses.sigmoid_cross_entropy, LABEL)),
+    "gradient of jaxdp's softmax_cross_entropy": gradient(of(losses.softmax_cross_entropy, SHARES)),
     # Functions of JAX.
     "jax.nn.log_sigmoid": jax.nn.log_sigmoid,
     "jax.nn.softplus": jax.nn.softplus,
@@ -118,9 +115,7 @@ PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
     "a dense layer with tanh": layer,
     "normalisation": normalised,
     "attention": attention,
-    "a scan of ten layers": lambda z: lax.scan(lambda h, _: (0.5 * layer(h), None), z, length=10)[
-        0
-    ],
+    "a scan of ten layers": ten_layers,
     "max pooling": lambda z: lax.reduce_window(z, -jnp.inf, lax.max, (2,), (1,), "VALID"),
     # Programs that are refused.
     "jnp.fft.fft": lambda z: jnp.abs(jnp.fft.fft(z)),
@@ -129,15 +124,15 @@ PROGRAMS: dict[str, Callable[[jax.Array], Any]] = {
         z[:, None], like(z, WEIGHTS[:2, None]), jnp.array([2, 4])
     ),
     "jnp.median": jnp.median,
-    "gradient of jnp.sort": jax.grad(lambda z: (jnp.sort(z) * like(z, SHARES)).sum()),
+    "gradient of jnp.sort": gradient(lambda z: jnp.sort(z) * like(z, SHARES)),
 }
 
 
-def flat(x: Any) -> np.ndarray:
+def flat(x) -> np.ndarray:
     return np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(x)])
 
 
-def widths(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any]:
+def widths(program: Callable, radius: float) -> dict:
     """Returns the widths of one program over one box, and whether all samples lie inside."""
     box = jaxdp.Interval(POINT - np.float32(radius), POINT + np.float32(radius))
     try:
@@ -156,7 +151,7 @@ def widths(program: Callable[[jax.Array], Any], radius: float) -> dict[str, Any]
     }
 
 
-def sampled(program: Callable[[jax.Array], Any], box: jaxdp.Interval) -> np.ndarray:
+def sampled(program: Callable, box: jaxdp.Interval) -> np.ndarray:
     """Returns the values of a program at points of a box, in float64, a row for each point."""
     low = np.asarray(box.lower, np.float64)
     high = np.asarray(box.upper, np.float64)
@@ -170,8 +165,7 @@ def sampled(program: Callable[[jax.Array], Any], box: jaxdp.Interval) -> np.ndar
     return np.concatenate(columns, 1)
 
 
-def tables(report: Any) -> dict[str, str]:
-    """Returns the tables of docs/results/intervals.md."""
+def tables(report) -> dict:
     rows, refused = [], []
     for name, by_radius in report["programs"].items():
         results = [by_radius[str(radius)] for radius in RADII]
@@ -180,22 +174,15 @@ def tables(report: Any) -> dict[str, str]:
             continue
         row = {"program": name}
         for radius, result in zip(RADII, results, strict=True):
-            row[f"width, {radius:g}"] = _number(result["width"])
-            row[f"sampled, {radius:g}"] = _number(result["sampled"])
+            width = result["width"]
+            row[f"width, {radius:g}"] = "infinite" if width is None else f"{width:.2g}"
+            row[f"sampled, {radius:g}"] = f"{result['sampled']:.2g}"
         sound = all(result["sound"] for result in results)
-        row["sound"] = "yes" if sound else "no"
-        rows.append(row)
-    return {
-        "bounded": format_table(rows, style="markdown"),
-        "refused": format_table(refused, style="markdown"),
-    }
+        rows.append(row | {"sound": "yes" if sound else "no"})
+    return {"bounded": pages.padded(rows), "refused": pages.padded(refused)}
 
 
-def _number(x: float | None) -> str:
-    return "infinite" if x is None else f"{x:.2g}"
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     programs = {}
     for name, program in PROGRAMS.items():
         programs[name] = {str(radius): widths(program, radius) for radius in RADII}

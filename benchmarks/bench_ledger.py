@@ -6,13 +6,11 @@ opening a large file.
 There is no peer, because other accountants keep no file. The ratios compare parts of one run: 8
 writers with 1, the last spends with the first ones, and the best served writer with the worst."""
 
-import argparse
 import os
 import pathlib
 import statistics
 import tempfile
 import time
-from typing import Any
 
 from jaxdp.privacy import (
     ComposedDpEvent,
@@ -49,7 +47,7 @@ def writers(count: int, seconds: float) -> dict[str, float]:
     }
 
 
-def _write_until(path: pathlib.Path, start: float, end: float, pipe: int) -> None:
+def _write_until(path: pathlib.Path, start: float, end: float, pipe: int):
     worst, served = 0.0, 0
     with Ledger(path) as ledger:
         time.sleep(max(0.0, start - time.time()))
@@ -106,14 +104,13 @@ def sampled(count: int) -> dict[str, float]:
     return {"epsilon(), s": took[0], "of one more, s": took[1]}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--distinct", type=int, default=100_000, help="different events of one account"
-    )
-    parser.add_argument("--seconds", type=float, default=3.0, help="duration of the writers")
+FLAGS = {
+    "distinct": (100_000, "different events of one account"),
+    "seconds": (3.0, "duration of the writers"),
+}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     few = flags.distinct // 10  # composing the PLD of more leaves would take minutes
     rows = {
         "1 writers": writers(1, flags.seconds),

@@ -7,9 +7,9 @@ inputs. "ours" is the form in `jaxdp.models`. All forms of an operation are comp
 in turn. "cpu" is processor time of all threads. The rows of PyTorch need torch and opacus. It runs
 on one thread, because its threads wait in loops, which counts as processor time."""
 
-import argparse
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +40,8 @@ class Operation:
     """
 
     shape: tuple[int, ...]
-    forms: dict[str, Any]
-    torch: Callable[[], Any]
+    forms: dict
+    torch: Callable
     tokens: int = 0
     only: str = ""
 
@@ -65,97 +65,92 @@ class Textbook(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        scale, bias = (
-            self.param(n, nn.initializers.constant(v), x.shape[-1:])
-            for n, v in (("scale", 1), ("bias", 0))
-        )
+        scale = self.param("scale", nn.initializers.ones, x.shape[-1:])
+        bias = self.param("bias", nn.initializers.zeros, x.shape[-1:])
         y = x.reshape(*x.shape[:-1], self.groups, -1)
-        y = (y - y.mean(self.axes, keepdims=True)) / jnp.sqrt(
-            y.var(self.axes, keepdims=True) + 1e-6
-        )
+        deviation = jnp.sqrt(y.var(self.axes, keepdims=True) + 1e-6)
+        y = (y - y.mean(self.axes, keepdims=True)) / deviation
         return y.reshape(x.shape) * scale + bias
 
 
+def windows(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Array:
+    edges = [(0, 0), (padding, padding), (padding, padding), (0, 0)]
+    x = jnp.pad(x, edges, constant_values=-jnp.inf)
+    end = x.shape[1] - size + 1
+    corners = []
+    for i, j in itertools.product(range(size), repeat=2):
+        corners.append(x[:, i : i + end : stride, j : j + end : stride])
+    return functools.reduce(jnp.maximum, corners)
+
+
+def pools(size: int, stride: int, padding: int = 0) -> dict:
+    flax = functools.partial(
+        nn.max_pool,
+        window_shape=(size, size),
+        strides=(stride, stride),
+        padding=((padding, padding),) * 2,
+    )
+    given = {"size": size, "stride": stride, "padding": padding}
+    ours, slices = (functools.partial(pool, **given) for pool in (models.max_pool, windows))
+    return {"ours": ours, "Flax": flax, "slices in both directions": slices}
+
+
+def torch_mlp():
+    from torch import nn as tnn
+
+    return tnn.Sequential(tnn.Linear(192, 768), tnn.GELU(), tnn.Linear(768, 192))
+
+
+def torch_attention():
+    from benchmarks import torch_steps
+
+    return torch_steps.Attention(192, 3, causal=False)
+
+
+def torch_layer(name: str, *args, **options) -> Callable:
+    def make():
+        import torch
+
+        return getattr(torch.nn, name)(*args, **options)
+
+    return make
+
+
 def operations() -> dict[str, Operation]:
-    def windows(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Array:
-        x = jnp.pad(
-            x, [(0, 0), (padding, padding), (padding, padding), (0, 0)], constant_values=-jnp.inf
-        )
-        end = x.shape[1] - size + 1
-        corners = [
-            x[:, i : i + end : stride, j : j + end : stride]
-            for i in range(size)
-            for j in range(size)
-        ]
-        return functools.reduce(jnp.maximum, corners)
-
-    def torch_mlp() -> Any:
-        from torch import nn as tnn
-
-        return tnn.Sequential(tnn.Linear(192, 768), tnn.GELU(), tnn.Linear(768, 192))
-
-    def torch_attention() -> Any:
-        from benchmarks import torch_steps
-
-        return torch_steps.Attention(192, 3, causal=False)
-
-    def torch_layer(name: str, *args: Any, **options: Any) -> Callable[[], Any]:
-        def make() -> Any:
-            import torch
-
-            return getattr(torch.nn, name)(*args, **options)
-
-        return make
-
-    conv = {"ours and Flax": nn.Conv(16, (3, 3), padding=1, use_bias=False)}
-    torch_conv, images = torch_layer("Conv2d", 16, 16, 3, padding=1, bias=False), (64, 32, 32, 16)
-    norm = {
+    tokens, images, small, large = (
+        (32, 64, 192),
+        (64, 32, 32, 16),
+        (256, 13, 13, 16),
+        (16, 56, 56, 64),
+    )
+    mlp = {"ours and Flax": MLP(False), "flattened tokens": MLP(True)}
+    attention = {"ours": vit.Attention(3), "Flax": nn.MultiHeadDotProductAttention(3)}
+    layer_norm = {"ours and Flax": nn.LayerNorm(), "textbook": Textbook(1, (3,))}
+    group_norm = {
         "ours": models.GroupNorm(8),
         "Flax": nn.GroupNorm(8),
         "textbook": Textbook(8, (1, 2, 4)),
     }
-
-    def pools(size: int, stride: int, padding: int = 0) -> dict[str, Any]:
-        given: dict[str, Any] = {"size": size, "stride": stride, "padding": padding}
-        edges = ((padding, padding),) * 2
-        flax = functools.partial(
-            nn.max_pool, window_shape=(size, size), strides=(stride, stride), padding=edges
-        )
-        ours, slices = (functools.partial(pool, **given) for pool in (models.max_pool, windows))
-        return {"ours": ours, "Flax": flax, "slices in both directions": slices}
-
+    embedding = {"ours and Flax": nn.Embed(4096, 256)}
+    torch_embedding = torch_layer("Embedding", 4096, 256)
+    conv = {"ours and Flax": nn.Conv(16, (3, 3), padding=1, use_bias=False)}
+    torch_conv = torch_layer("Conv2d", 16, 16, 3, padding=1, bias=False)
+    of = Operation
     return {
-        "MLP 192-768-192 with GELU, [32, 64, 192]": Operation(
-            (32, 64, 192), {"ours and Flax": MLP(False), "flattened tokens": MLP(True)}, torch_mlp
+        "MLP 192-768-192 with GELU, [32, 64, 192]": of(tokens, mlp, torch_mlp),
+        "attention, 3 heads, [32, 64, 192]": of(tokens, attention, torch_attention),
+        "LayerNorm, [32, 64, 192]": of(tokens, layer_norm, torch_layer("LayerNorm", 192, eps=1e-6)),
+        "GroupNorm, 8 groups, [64, 32, 32, 16]": of(
+            images, group_norm, torch_layer("GroupNorm", 8, 16)
         ),
-        "attention, 3 heads, [32, 64, 192]": Operation(
-            (32, 64, 192),
-            {"ours": vit.Attention(3), "Flax": nn.MultiHeadDotProductAttention(3)},
-            torch_attention,
+        "max-pool 2x2/1, [256, 13, 13, 16]": of(small, pools(2, 1), torch_layer("MaxPool2d", 2, 1)),
+        "max-pool 3x3/2, [16, 56, 56, 64]": of(
+            large, pools(3, 2, 1), torch_layer("MaxPool2d", 3, 2, 1)
         ),
-        "LayerNorm, [32, 64, 192]": Operation(
-            (32, 64, 192),
-            {"ours and Flax": nn.LayerNorm(), "textbook": Textbook(1, (3,))},
-            torch_layer("LayerNorm", 192, eps=1e-6),
-        ),
-        "GroupNorm, 8 groups, [64, 32, 32, 16]": Operation(
-            images, norm, torch_layer("GroupNorm", 8, 16)
-        ),
-        "max-pool 2x2/1, [256, 13, 13, 16]": Operation(
-            (256, 13, 13, 16), pools(2, 1), torch_layer("MaxPool2d", 2, 1)
-        ),
-        "max-pool 3x3/2, [16, 56, 56, 64]": Operation(
-            (16, 56, 56, 64), pools(3, 2, 1), torch_layer("MaxPool2d", 3, 2, 1)
-        ),
-        "embedding 4096 x 256, [16, 128]": Operation(
-            (16, 128),
-            {"ours and Flax": nn.Embed(4096, 256)},
-            torch_layer("Embedding", 4096, 256),
-            tokens=4096,
-        ),
-        "convolution 3x3, [64, 32, 32, 16]": Operation(images, conv, torch_conv),
-        "its input gradient": Operation(images, conv, torch_conv, only="input"),
-        "its weight gradient": Operation(images, conv, torch_conv, only="weight"),
+        "embedding 4096 x 256, [16, 128]": of((16, 128), embedding, torch_embedding, tokens=4096),
+        "convolution 3x3, [64, 32, 32, 16]": of(images, conv, torch_conv),
+        "its input gradient": of(images, conv, torch_conv, only="input"),
+        "its weight gradient": of(images, conv, torch_conv, only="weight"),
     }
 
 
@@ -166,32 +161,31 @@ def inputs_of(operation: Operation) -> np.ndarray:
     return generator.standard_normal(operation.shape, np.float32)
 
 
-def jax_calls(operation: Operation, form: Any) -> tuple[dict[str, Call], Any]:
+def jax_calls(operation: Operation, form) -> tuple[dict[str, Call], Any]:
     """Returns the compiled calls of a form, and its output."""
     x = jnp.asarray(inputs_of(operation))
-    params: Any = {}
-    apply: Any = lambda params, x: form(x)  # noqa: E731
+    params = {}
+    apply = lambda params, x: form(x)  # noqa: E731
     if isinstance(form, nn.Module):
         params, apply = form.init(jax.random.key(0), x), form.apply
     out = apply(params, x)
     cotangent = jnp.ones_like(out)
 
-    def backward(params: Any, x: jax.Array, only: str = "") -> Any:
+    def backward(params, x, only=""):
         if operation.tokens or only == "weight":
             return jax.vjp(lambda p: apply(p, x), params)[1](cotangent)
         if only == "input":
             return jax.vjp(lambda x: apply(params, x), x)[1](cotangent)
         return jax.vjp(apply, params, x)[1](cotangent)
 
-    def value_and_grads(params: Any, x: jax.Array) -> Any:
+    def value_and_grads(params, x):
         return apply(params, x), backward(params, x)
 
     if operation.only:
-        functions: dict[str, Any] = {"backward": functools.partial(backward, only=operation.only)}
+        functions = {"backward": functools.partial(backward, only=operation.only)}
     else:
         functions = {"forward": apply, "backward": value_and_grads}
-    compiled = {name: jax.jit(f).lower(params, x).compile() for name, f in functions.items()}
-    return {name: functools.partial(f, params, x) for name, f in compiled.items()}, out
+    return {name: timing.compiled(f, params, x) for name, f in functions.items()}, out
 
 
 def torch_calls(operation: Operation) -> dict[str, Call]:
@@ -203,32 +197,31 @@ def torch_calls(operation: Operation) -> dict[str, Call]:
     if x.ndim == 4:
         x = x.permute(0, 3, 1, 2).contiguous()
     weights = list(module.parameters())
-    leaves = {"weight": weights, "input": [x], "": weights if operation.tokens else [*weights, x]}[
-        operation.only
-    ]
+    leaves = [] if operation.only == "input" else list(weights)
+    if operation.only != "weight" and not operation.tokens:
+        leaves.append(x)
     for leaf in (*weights, x):
         if leaf.is_floating_point():
             leaf.requires_grad_(any(leaf is used for used in leaves))
     cotangent = torch.ones_like(module(x))
 
-    def forward() -> None:
+    def forward():
         with torch.no_grad():
             module(x)
 
-    def value_and_grads() -> None:
+    def value_and_grads():
         torch.autograd.grad(module(x), leaves, cotangent)
+
+    def gradients():
+        torch.autograd.grad(out, leaves, cotangent, retain_graph=True)
 
     if operation.only:
         out = module(x)
-        return {
-            "backward": lambda: (
-                torch.autograd.grad(out, leaves, cotangent, retain_graph=True) and None
-            )
-        }
+        return {"backward": gradients}
     return {"forward": forward, "backward": value_and_grads}
 
 
-def measured(operation: Operation, rounds: int, torch: bool) -> list[dict[str, Any]]:
+def measured(operation: Operation, rounds: int, torch: bool) -> list[dict]:
     """Returns a row for every form."""
     calls, outputs = {}, []
     for name, form in operation.forms.items():
@@ -239,24 +232,18 @@ def measured(operation: Operation, rounds: int, torch: bool) -> list[dict[str, A
     if torch:
         calls["PyTorch"] = torch_calls(operation)
     flat = {(name, kind): call for name, kinds in calls.items() for kind, call in kinds.items()}
-    wall, cpu = timing.interleaved(flat, rounds)  # type: ignore[arg-type]
-    rows = []
-    for name, kinds in calls.items():
-        row: dict[str, Any] = {"form": name}
-        for kind in kinds:
-            row |= {
-                f"{kind}_ms": timing.median_ms(wall[name, kind]),  # type: ignore[index]
-                f"{kind}_cpu_ms": timing.median_ms(cpu[name, kind]),  # type: ignore[index]
-            }
-        rows.append(row)
-    return rows
+    wall, cpu = timing.interleaved(flat, rounds)
+    rows = {name: {"form": name} for name in calls}
+    for name, kind in flat:
+        rows[name][f"{kind}_ms"] = timing.median_ms(wall[name, kind])
+        rows[name][f"{kind}_cpu_ms"] = timing.median_ms(cpu[name, kind])
+    return list(rows.values())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=15)
+FLAGS = {"rounds": 15}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     torch = not timing.missing("torch", "opacus")
     keep_freed_memory()
     rows = {}

@@ -6,21 +6,19 @@ memory.
 Two baselines train the same model with the same clipped gradients. "vmap" is the obvious program:
 `jax.vmap(jax.grad(loss))`, clip, sum. "streamed" adds up one record after the other in a scan,
 which XLA vectorises over parameters. It is the fastest that we know. "bounds" is
-`train_with_bounds` with ks = 0..20, and "one k" the same with a single distance. With --replace,
-"replace" is the same for replaced records (nine passes instead of one). Rounds are interleaved, and
-medians are reported. Ratios are medians of ratios within a round. "memory" is what XLA allocates
-beyond the arguments. "first call" includes compiling.
+`train_with_bounds` with ks = 0..20, and "one k" the same with a single distance. Rounds are
+interleaved, and medians are reported. Ratios are medians of ratios within a round. "memory" is what
+XLA allocates beyond the arguments. "first call" includes compiling.
 
 With --reference the public PyTorch implementation runs in the same process for four of the twenty
 distances. Its time for all is five times their sum. Install the package abstract_gradient_training
 for this."""
 
-import argparse
 import functools
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +53,7 @@ KS = 20
 REFERENCE_KS = (1, 7, 14, 20)
 
 
-def network(params: Any, x: jax.Array) -> jax.Array:
+def network(params, x: jax.Array) -> jax.Array:
     for stride, kernel in zip((2, 1), params.get("frozen", ()), strict=False):
         x = lax.conv_general_dilated(
             x[None], kernel, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -67,30 +65,34 @@ def network(params: Any, x: jax.Array) -> jax.Array:
     return x
 
 
-def loss(params: Any, example: Any) -> jax.Array:
-    logits = network(params, example["x"])
+def loss(params, example) -> jax.Array:
+    return loss_of(network(params, example["x"]), example["y"])
+
+
+def loss_of(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """Returns the loss of one logit, or of a logit for each class."""
     if logits.size == 1:
-        return losses.sigmoid_cross_entropy(logits, example["y"])
-    return losses.softmax_cross_entropy(logits, example["y"])
+        return losses.sigmoid_cross_entropy(logits, label)
+    return losses.softmax_cross_entropy(logits, label)
 
 
-def trained(path: str, leaf: Any) -> bool:
+def trained(path: str, leaf) -> bool:
     del leaf
     return path.startswith("dense")
 
 
-def problem(case: Case) -> tuple[Any, Any]:
+def problem(case: Case) -> tuple:
     rng = np.random.default_rng(0)
 
-    def uniform(*shape: int) -> np.ndarray:
+    def uniform(*shape):
         return np.float32(rng.uniform(-1, 1, shape) / np.sqrt(np.prod(shape[:-1]) or 1))
 
-    params: Any = {
+    params = {
         "dense": [
             (uniform(a, b), uniform(b)) for a, b in zip(case.sizes, case.sizes[1:], strict=False)
         ]
     }
-    shape: tuple[int, ...] = case.sizes[:1]
+    shape = case.sizes[:1]
     if case.images:
         params["frozen"] = [uniform(4, 4, 1, 16), uniform(4, 4, 16, 32)]
         shape = (28, 28, 1)
@@ -101,46 +103,41 @@ def problem(case: Case) -> tuple[Any, Any]:
     return params, {"x": np.float32(rng.uniform(0, 1, (case.records, *shape))), "y": labels}
 
 
-def baselines(case: Case, params: Any) -> dict[str, Callable[..., Any]]:
-    rest = {k: v for k, v in params.items() if k != "dense"}
+def baselines(case: Case, params, names: tuple[str, ...] = ("dense",)) -> dict[str, Callable]:
+    """Returns trainings of the parameters of these names by clipped gradients."""
+    rest = {name: leaves for name, leaves in params.items() if name not in names}
 
-    def gradient(dense: Any, example: Any) -> Any:
-        grads = jax.grad(lambda dense: loss({"dense": dense, **rest}, example))(dense)
+    def gradient(moving, example):
+        grads = jax.grad(lambda moving: loss(moving | rest, example))(moving)
         return jax.tree.map(lambda g: jnp.clip(g, -case.clip, case.clip), grads)
 
-    def steps(total: Callable[..., Any]) -> Callable[..., Any]:
-        def train(dense: Any, data: Any) -> Any:
+    def steps(total):
+        def train(moving, data):
             for t in range(case.steps):
                 rate = case.learning_rate / (1 + case.lr_decay * t) / case.records
-                dense = jax.tree.map(
-                    lambda p, g, rate=rate: p - rate * g, dense, total(dense, data)
-                )
-            return dense
+                grads = total(moving, data)
+                moving = jax.tree.map(lambda p, g, rate=rate: p - rate * g, moving, grads)
+            return moving
 
         return jax.jit(train)
 
-    def at_once(dense: Any, data: Any) -> Any:
-        return jax.tree.map(lambda g: g.sum(0), jax.vmap(gradient, (None, 0))(dense, data))
+    def at_once(moving, data):
+        return jax.tree.map(lambda g: g.sum(0), jax.vmap(gradient, (None, 0))(moving, data))
 
-    def streamed(dense: Any, data: Any) -> Any:
-        def add(sums: Any, example: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, gradient(dense, example)), None
+    def streamed(moving, data):
+        def add(sums, example):
+            return jax.tree.map(jnp.add, sums, gradient(moving, example)), None
 
-        return lax.scan(add, jax.tree.map(jnp.zeros_like, dense), data)[0]
+        return lax.scan(add, jax.tree.map(jnp.zeros_like, moving), data)[0]
 
     return {"vmap": steps(at_once), "streamed": steps(streamed)}
 
 
-VARIANTS = {
-    "bounds": (KS, "add_remove"),
-    "one k": ((1,), "add_remove"),
-    "replace": (KS, "replace_one"),
-}
+VARIANTS = {"bounds": KS, "one k": (1,)}
 
 
-def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict[str, Any]:
-    params, data = problem(case)
-    settings: dict[str, Any] = {
+def settings_of(case: Case) -> dict:
+    return {
         "clip": case.clip,
         "learning_rate": case.learning_rate,
         "lr_decay": case.lr_decay,
@@ -148,20 +145,41 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
         "epochs": case.steps,
         "trainable": trained,
     }
-    on_device = jax.tree.map(jnp.asarray, (params["dense"], data))
-    calls: dict[str, Callable[[], Any]] = {}
-    trainings = baselines(case, params)
-    for name, train in trainings.items():
-        calls[name] = functools.partial(train, *on_device)
 
-    def bounds(ks: Any, threat: str) -> Any:
-        result = train_with_bounds(loss, params, data, ks=ks, threat=threat, **settings)
+
+def step_of(case: Case, params, data, ks, **options) -> tuple[Callable, Callable]:
+    """Returns a step that bounds a training, and its arguments as a function of a state.
+
+    The first step has no state. A later one has that of the step before, with as many boxes as
+    distances.
+    """
+    training = plan.Training(**{"threat": "add_remove", **settings_of(case), **options})
+    static, arrays = plan.make_plan(loss, params, data, checks.distances(ks), training)
+    moving, frozen, records, order, rates = arrays
+
+    @jax.jit
+    def step(frozen, records, state, rows, rate):
+        return agt._batch_step(loss, static, frozen, records, state, rows, rate, None)
+
+    def arguments(state=None):
+        state = agt._State(moving, [], None) if state is None else state
+        return frozen, records, state, order[0], rates[0]
+
+    return step, arguments
+
+
+def run_case(case: Case, rounds: int, *, reference: bool = False) -> dict:
+    params, data = problem(case)
+    on_device = jax.tree.map(jnp.asarray, ({"dense": params["dense"]}, data))
+    trainings = baselines(case, params)
+    calls = {name: functools.partial(train, *on_device) for name, train in trainings.items()}
+
+    def bounds(ks):
+        result = train_with_bounds(loss, params, data, ks=ks, **settings_of(case))
         return result.lower["dense"]
 
-    variants = [name for name in VARIANTS if name != "replace" or replace]
-    for name in variants:
-        calls[name] = functools.partial(bounds, *VARIANTS[name])
-    rows: dict[str, Any] = {}
+    calls |= {name: functools.partial(bounds, ks) for name, ks in VARIANTS.items()}
+    rows = {}
     for name, call in calls.items():
         start = time.perf_counter()
         jax.block_until_ready(call())
@@ -169,9 +187,11 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
     # Lowering fills the caches of tracing, so it comes after the first calls.
     for name, train in trainings.items():
         rows[name]["memory_mb"] = timing.allocated_mb(train.lower(*on_device).compile())
-    for name in variants:
-        rows[name]["memory_mb"] = step_memory(params, data, settings, *VARIANTS[name])
-    wall, cpu = timed(calls, rounds)
+    for name, ks in VARIANTS.items():
+        step, arguments = step_of(case, params, data, ks)
+        later = step.lower(*arguments(step.lower(*arguments()).out_info))
+        rows[name]["memory_mb"] = timing.allocated_mb(later.compile())
+    wall, cpu = timing.interleaved(calls, rounds, warm=False)  # a call is a whole training
     if reference:
         rows["reference"] = {"cpu_s": reference_seconds(case, params, data)}
     for name in calls:
@@ -182,43 +202,7 @@ def run_case(case: Case, rounds: int, *, replace: bool, reference: bool) -> dict
     return rows
 
 
-def timed(
-    calls: dict[str, Callable[[], Any]], rounds: int
-) -> tuple[timing.Seconds, timing.Seconds]:
-    """Returns wall and processor seconds. A call is a whole training, so none goes untimed."""
-    wall: timing.Seconds = {name: [] for name in calls}
-    cpu: timing.Seconds = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start, start_cpu = time.perf_counter(), time.process_time()
-            jax.block_until_ready(call())
-            wall[name].append(time.perf_counter() - start)
-            cpu[name].append(time.process_time() - start_cpu)
-    return wall, cpu
-
-
-def step_memory(params: Any, data: Any, settings: dict[str, Any], ks: Any, threat: str) -> float:
-    """Returns the megabytes of a later step, which has as many boxes as distances."""
-    static, arrays = plan_of(params, data, settings, ks, threat)
-    moving, frozen, records, order, rates = arrays
-    state = agt._State(moving, [], None)
-    for _ in range(2):
-        lowered = agt._batch_step.lower(
-            loss, static, frozen, records, state, order[0], rates[0], None
-        )
-        state = lowered.out_info
-    return timing.allocated_mb(lowered.compile())
-
-
-def plan_of(
-    params: Any, data: Any, settings: dict[str, Any], ks: Any, threat: str
-) -> tuple[Any, Any]:
-    return plan.make_plan(
-        loss, params, data, checks.distances(ks), plan.Training(threat=threat, **settings)
-    )
-
-
-def reference_seconds(case: Case, params: Any, data: Any) -> float:
+def reference_seconds(case: Case, params, data) -> float:
     """Returns CPU seconds of the public implementation for twenty distances, on features of frozen
     convolutions."""
     import logging
@@ -229,22 +213,17 @@ def reference_seconds(case: Case, params: Any, data: Any) -> float:
     logging.getLogger("abstract_gradient_training").setLevel("CRITICAL")
     features = data["x"]
     if case.images:
-        frozen = {
-            **params,
-            "dense": [
-                (np.eye(case.sizes[0], dtype=np.float32), np.zeros(case.sizes[0], np.float32))
-            ],
-        }
+        size = case.sizes[0]
+        same = (np.eye(size, dtype=np.float32), np.zeros(size, np.float32))
+        frozen = {**params, "dense": [same]}
         features = np.asarray(jax.lax.map(lambda x: network(frozen, x), features))
-    modules: list[Any] = []
+    modules = []
     for weight, bias in params["dense"]:
         layer = torch.nn.Linear(*weight.shape)
         layer.weight.data, layer.bias.data = torch.tensor(weight.T.copy()), torch.tensor(bias)
         modules += [layer, torch.nn.ReLU()]
-    batch = (
-        torch.tensor(features),
-        torch.tensor(data["y"].astype(np.int64 if case.sizes[-1] > 1 else np.float32)),
-    )
+    kind = np.int64 if case.sizes[-1] > 1 else np.float32
+    batch = (torch.tensor(features), torch.tensor(data["y"].astype(kind)))
     total = 0.0
     for k in REFERENCE_KS:
         model = public.bounded_models.IntervalBoundedModel(torch.nn.Sequential(*modules[:-1]))
@@ -264,31 +243,27 @@ def reference_seconds(case: Case, params: Any, data: Any) -> float:
     return total * KS / len(REFERENCE_KS)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    names = "; ".join(CASES)
-    parser.add_argument(
-        "--cases", default="", help=f"parts of names, separated by semicolons, of {names}"
-    )
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--replace", action="store_true")
-    parser.add_argument("--reference", action="store_true")
+FLAGS = {
+    "cases": ("", f"parts of names, separated by semicolons, of {'; '.join(CASES)}"),
+    "rounds": 7,
+    "reference": False,
+}
+COLUMNS = (
+    "wall_ms",
+    "wall_over_streamed",
+    "wall_over_vmap",
+    "cpu_s",
+    "memory_mb",
+    "first_call_s",
+)
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     keep_freed_memory()
-    columns = (
-        "wall_ms",
-        "wall_over_streamed",
-        "wall_over_vmap",
-        "cpu_s",
-        "memory_mb",
-        "first_call_s",
-    )
     cases = {}
     for name, case in CASES.items():
-        if not any(part in name for part in flags.cases.split(";")):
-            continue
-        rows = run_case(case, flags.rounds, replace=flags.replace, reference=flags.reference)
-        cases[name] = rows
-        timing.show(f"{name}, batch of {case.records}", rows, columns)
+        if any(part in name for part in flags.cases.split(";")):
+            rows = run_case(case, flags.rounds, reference=flags.reference)
+            cases[name] = rows
+            timing.show(f"{name}, batch of {case.records}", rows, COLUMNS)
     return {"rounds": flags.rounds, "ks": KS, "cases": cases}

@@ -6,9 +6,6 @@ libraries write.
 Nothing is compiled or run. The counts depend on JAX's release and on the backend, not on the
 machine."""
 
-import argparse
-from typing import Any
-
 import jax
 
 import jaxdp
@@ -25,7 +22,7 @@ def work(entry: foreign_programs.Entry) -> dict[str, counts.Count]:
     )
     loss = problem.plain or problem.loss
 
-    def total(params: Any, batch: Any) -> jax.Array:
+    def total(params, batch):
         return jax.vmap(loss, (None, 0))(params, batch).sum()
 
     clipped = jaxdp.clipped_grad(problem.loss, clip_norm=1.0)
@@ -40,7 +37,7 @@ def work(entry: foreign_programs.Entry) -> dict[str, counts.Count]:
         }
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     rows = []
     for name, entry in foreign_programs.PROGRAMS.items():
         counted = work(entry)

@@ -8,7 +8,6 @@ reads a batch when its step is due. The wait of a step is the wall time until it
 device. "exchange" is what two processes of this machine take to tell each other that both have
 read."""
 
-import argparse
 import contextlib
 import json
 import pathlib
@@ -19,12 +18,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import bench_growth, timing
+from benchmarks import bench_growth, pages
 from jaxdp.release import Hosts
 from jaxdp.report import format_table
 
@@ -41,21 +39,21 @@ class Slow:
       read: `read(indices)` is called before each read.
     """
 
-    def __init__(self, source: Any, read: Callable[[np.ndarray], Any]):
+    def __init__(self, source, read: Callable):
         self._source, self._read = source, read
         self.fingerprint = source.fingerprint
 
     def __len__(self) -> int:
         return len(self._source)
 
-    def gather(self, indices: np.ndarray) -> Any:
+    def gather(self, indices: np.ndarray):
         """Returns the examples after the call of `read`."""
         self._read(indices)
         return self._source.gather(indices)
 
 
 @contextlib.contextmanager
-def on_disk(source: Any) -> Iterator[Slow]:
+def on_disk(source) -> Iterator[Slow]:
     """Yields a source that reads a file for each example."""
     with tempfile.TemporaryDirectory() as folder:
         root = pathlib.Path(folder)
@@ -63,20 +61,20 @@ def on_disk(source: Any) -> Iterator[Slow]:
             row = source.gather(np.array([index]))
             np.save(root / f"{index}.npy", row["x"])
 
-        def read(indices: np.ndarray) -> None:
+        def read(indices):
             for index in indices:
                 np.load(root / f"{index}.npy")
 
         yield Slow(source, read)
 
 
-def inline(trainer: Any, state: Any, source: Any) -> Iterator[Any]:
+def inline(trainer, state, source) -> Iterator:
     """Yields the batches that `trainer.batches` yields, each read when it is asked for."""
     for step in range(STEPS):
         yield trainer.load(state, source, trainer.drawn(state._replace(step=np.int32(step))))
 
 
-def timed(trainer: Any, params: Any, source: Any, *, ahead: bool) -> list[tuple[float, float]]:
+def timed(trainer, params, source, *, ahead: bool) -> list[tuple[float, float]]:
     """Returns the seconds of each step's wait for the batch, and of the whole step, without the
     first two steps."""
     state, seconds = trainer.init(params), []
@@ -96,9 +94,9 @@ def timed(trainer: Any, params: Any, source: Any, *, ahead: bool) -> list[tuple[
     return seconds[2:]
 
 
-def measured(trainer: Any, params: Any, source: Any) -> dict[str, Any]:
+def measured(trainer, params, source) -> dict:
     """Returns medians of milliseconds "inline" and "ahead", of rounds that take turns."""
-    pairs_of: dict[str, list[tuple[float, float]]] = {"inline": [], "ahead": []}
+    pairs_of = {"inline": [], "ahead": []}
     for _ in range(ROUNDS):
         for name, pairs in pairs_of.items():
             pairs += timed(trainer, params, source, ahead=name == "ahead")
@@ -133,26 +131,25 @@ def exchange() -> float:
     return float(json.loads(said[0].splitlines()[-1]))
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as a table of a page."""
+def tables(report) -> dict:
     waits = "ms of it that the device waits, inline"
     header = ["reading a batch", "ms of a step, inline", "ahead", waits, "ahead"]
     lines = []
-    for row in rows:
+    for row in report["rows"]:
         times = [row[way][key] for key in ("step_ms", "wait_ms") for way in ("inline", "ahead")]
         lines.append([row["reading"], *(f"{ms:.0f}" for ms in times)])
-    return timing.page_table(header, lines)
+    return {"reading": pages.page_table(header, lines)}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--exchange",
-        nargs=2,
-        help="an address and the number of this process: measure the exchange",
-    )
+FLAGS = {
+    "exchange": {
+        "nargs": 2,
+        "help": "an address and the number of this process: measure the exchange",
+    }
+}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
+def measure(flags) -> dict | None:
     if flags.exchange:
         address, process = flags.exchange
         print(json.dumps(exchanged(address, int(process))))
@@ -162,7 +159,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
     alone = rows[0]["inline"]["step_ms"] - rows[0]["inline"]["wait_ms"]
     for share in SHARES:
         seconds = share * alone / 1e3
-        slow = Slow(source, lambda indices, seconds=seconds: time.sleep(seconds))  # type: ignore[misc]
+        slow = Slow(source, lambda indices, seconds=seconds: time.sleep(seconds))
         reading = f"a delay of {share:g} of a step's own time"
         rows.append({"reading": reading, **measured(trainer, params, slow)})
     with on_disk(source) as slow:
@@ -171,5 +168,6 @@ def measure(flags: argparse.Namespace) -> dict[str, Any] | None:
     print(format_table(steps, digits=4))
     exchange_ms = exchange()
     print(f"An exchange between two processes takes {exchange_ms:.2g} ms.")
-    print(markdown(rows))
-    return {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": exchange_ms}
+    report = {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": exchange_ms}
+    print(tables(report)["reading"])
+    return report

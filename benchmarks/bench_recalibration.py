@@ -11,12 +11,13 @@ the ECE of the test split. It runs on a sample of the trials, between runs of ou
 are means over settings and medians over shifts after the first, which compiles. The whole sweep is
 `--shifts 15`."""
 
-import argparse
+import functools
+import itertools
 import math
 import resource
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +62,15 @@ def numpy_confidence(logits: np.ndarray, temperature: float) -> np.ndarray:
     return (exponentials / exponentials.sum(1, keepdims=True)).max(1)
 
 
+def numpy_bin_of(confidence: np.ndarray) -> np.ndarray:
+    return np.minimum((confidence * BINS).astype(int), BINS - 1)
+
+
 def numpy_bins(confidence: np.ndarray, values: np.ndarray) -> np.ndarray:
-    index = np.minimum((confidence * BINS).astype(int), BINS - 1)
-    return np.bincount(index, values, minlength=BINS)
+    return np.bincount(numpy_bin_of(confidence), values, minlength=BINS)
 
 
-def numpy_golden(
-    objective: Callable[[float], float], low: float, high: float, iterations: int
-) -> float:
+def numpy_golden(objective: Callable, low: float, high: float, iterations: int) -> float:
     golden = (math.sqrt(5) - 1) / 2
     left, right = high - golden * (high - low), low + golden * (high - low)
     at_left, at_right = objective(left), objective(right)
@@ -84,56 +86,41 @@ def numpy_golden(
     return (low + high) / 2
 
 
-def numpy_trial(
-    name: str, logits: np.ndarray, labels: np.ndarray, setting: Setting, rng: np.random.Generator
-) -> float:
+ITERATIONS = 5  # of the search, which asks once more than that
+OBJECTIVES = {"one source": "nll", "Acc-T": "acc", "NLL-T": "nll", "ECE-T": "ece"}
+
+
+def numpy_trial(name: str, logits: np.ndarray, labels: np.ndarray, setting: Setting, rng) -> float:
     """Returns the ECE of the test split after one recalibration."""
     order = rng.permutation(len(labels))
-    used = setting.sources * setting.samples
-    test = order[used:]
-    calibration = order[:used]
-    sources = setting.sources
-    if name == "one source":
-        calibration = order[: setting.samples]
-        sources = 0  # a source alone adds no noise
+    used, sources = setting.sources * setting.samples, setting.sources
+    test, calibration = order[used:], order[:used]
+    if name == "one source":  # which alone adds no noise
+        calibration, sources = order[: setting.samples], 0
     trial = NumpyTrial(logits[calibration], labels[calibration], sources, setting.epsilon, rng)
+    temperature = 1.0
+    if name in OBJECTIVES:
+        objective = getattr(trial, OBJECTIVES[name])
+        temperature = numpy_golden(objective, 0.5, 3.0, ITERATIONS)
+    confidence = numpy_confidence(logits[test], temperature)
     if name == "histogram binning":
-        confidence = trial.binned(numpy_confidence(logits[test], 1.0))
-    else:
-        temperature = 1.0
-        if name != "none":
-            objectives = {
-                "one source": trial.nll,
-                "Acc-T": trial.acc,
-                "NLL-T": trial.nll,
-                "ECE-T": trial.ece,
-            }
-            temperature = numpy_golden(objectives[name], 0.5, 3.0, ITERATIONS)
-        confidence = numpy_confidence(logits[test], temperature)
+        confidence = trial.binned(confidence)
     correct = logits[test].argmax(1) == labels[test]
     return float(np.abs(numpy_bins(confidence, correct - confidence)).sum() / len(test))
 
 
-ITERATIONS = 5  # of the search, which asks once more than that
-
-
-class NumpyTrial:
+class NumpyTrial(NamedTuple):
     """The noisy objectives of the calibration records of one trial."""
 
-    def __init__(
-        self,
-        logits: np.ndarray,
-        labels: np.ndarray,
-        sources: int,
-        epsilon: float,
-        rng: np.random.Generator,
-    ):
-        self.logits = logits
-        self.labels = labels
-        self.right = (logits.argmax(1) == labels).astype(float)
-        self.sources = sources
-        self.epsilon = epsilon
-        self.rng = rng
+    logits: np.ndarray
+    labels: np.ndarray
+    sources: int
+    epsilon: float
+    rng: np.random.Generator
+
+    @property
+    def right(self) -> np.ndarray:
+        return (self.logits.argmax(1) == self.labels).astype(float)
 
     def noise(self, size: int, sensitivity: float) -> np.ndarray:
         """Returns the sum of the Laplace noise of all sources."""
@@ -166,9 +153,7 @@ class NumpyTrial:
         middle = (np.arange(BINS) + 0.5) / BINS
         filled = total > 0
         accuracy = np.clip(hits / np.where(filled, total, 1), 0, 1)
-        values = np.where(filled, accuracy, middle)
-        index = np.minimum((test_confidence * BINS).astype(int), BINS - 1)
-        return values[index]
+        return np.where(filled, accuracy, middle)[numpy_bin_of(test_confidence)]
 
 
 # --- Side by side -------------------------------------------------------------------------------
@@ -185,73 +170,61 @@ def ours(name: str, records: Records, order: Order, key: jax.Array) -> np.ndarra
     return np.stack([outcome.ece for outcome in outcomes])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--trials", type=int, default=500)
-    parser.add_argument(
-        "--sample", type=int, default=2, help="trials per setting and method of the plain loop"
-    )
-    parser.add_argument(
-        "--shifts", type=int, default=3, help="ours runs this many, after one that compiles"
-    )
+FLAGS = {
+    "trials": 500,
+    "sample": (2, "trials per setting and method of the plain loop"),
+    "shifts": (3, "ours runs this many, after one that compiles"),
+}
 
 
-class Sweep:
-    """Seconds per trial and mean ECEs of a method, of ours and of the NumPy loop."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, list[float]] = {side: [] for side in SIDES}
-        self.means: dict[str, list[float]] = {side: [] for side in SIDES}
-
-    def add(self, side: str, seconds: float, eces: Any) -> None:
-        self.seconds[side].append(seconds / np.size(eces))
-        self.means[side].append(float(np.mean(eces)))
-
-    def median(self, side: str) -> float:
-        return float(np.median(self.seconds[side]))
-
-    def row(self) -> dict[str, float]:
-        ratios = np.divide(self.seconds["numpy"], self.seconds["ours"])
-        return {
-            "ours, us per trial": 1e6 * self.median("ours"),
-            "NumPy, us per trial": 1e6 * self.median("numpy"),
-            "ratio": float(np.median(ratios)),
-            "mean ECE, ours": float(np.mean(self.means["ours"])),
-            "mean ECE, numpy": float(np.mean(self.means["numpy"])),
-        }
+def row_of(seconds: dict, means: dict) -> dict[str, float]:
+    """Returns the row of a method, from seconds per trial and mean ECEs of both sides."""
+    return {
+        "ours, us per trial": 1e6 * float(np.median(seconds["ours"])),
+        "NumPy, us per trial": 1e6 * float(np.median(seconds["numpy"])),
+        "ratio": float(np.median(np.divide(seconds["numpy"], seconds["ours"]))),
+        "mean ECE, ours": float(np.mean(means["ours"])),
+        "mean ECE, numpy": float(np.mean(means["numpy"])),
+    }
 
 
-SIDES = ("ours", "numpy")
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     keep_freed_memory()
     order = Order.draw(0, records=RECORDS, trials=flags.trials, settings=SETTINGS)
     rng = np.random.default_rng(0)
-    sweeps = {name: Sweep() for name in NAMES}
+    seconds = {name: {"ours": [], "numpy": []} for name in NAMES}
+    means = {name: {"ours": [], "numpy": []} for name in NAMES}
     first_shift = all_shifts = 0.0
     for shift in range(flags.shifts + 1):
         logits, labels = logits_of(shift)
         records = Records(jnp.asarray(logits), jnp.asarray(labels))
         for name in NAMES:
-            start = time.perf_counter()
-            eces = ours(name, records, order, jax.random.key(shift))
-            elapsed = time.perf_counter() - start
-            if shift < flags.shifts:
-                all_shifts += elapsed
-            if shift == 0:  # it compiles
-                first_shift += elapsed
-                continue
-            sweeps[name].add("ours", elapsed, eces)
-            start = time.perf_counter()
-            plain = numpy_trials(name, logits, labels, flags.sample, rng)
-            sweeps[name].add("numpy", time.perf_counter() - start, plain)
-    rows = [{"method": name} | sweep.row() for name, sweep in sweeps.items()]
-    ours_total = sum(sweep.median("ours") for sweep in sweeps.values())
-    numpy_total = sum(sweep.median("numpy") for sweep in sweeps.values())
+
+            def plain(name=name, logits=logits, labels=labels):
+                trials = itertools.product(SETTINGS, range(flags.sample))
+                return [numpy_trial(name, logits, labels, setting, rng) for setting, _ in trials]
+
+            key = jax.random.key(shift)
+            sides = {"ours": functools.partial(ours, name, records, order, key), "numpy": plain}
+            for side, call in sides.items():
+                if shift == 0 and side == "numpy":
+                    continue
+                start = time.perf_counter()
+                eces = call()
+                elapsed = time.perf_counter() - start
+                if side == "ours" and shift < flags.shifts:
+                    all_shifts += elapsed
+                if shift == 0:  # it compiles
+                    first_shift += elapsed
+                else:
+                    seconds[name][side].append(elapsed / np.size(eces))
+                    means[name][side].append(float(np.mean(eces)))
+    rows = [{"method": name} | row_of(seconds[name], means[name]) for name in NAMES]
+    totals = [sum(row[f"{side}, us per trial"] for row in rows) for side in ("ours", "NumPy")]
     trials = len(SETTINGS) * flags.trials * flags.shifts
     summary = {
-        "ratio of all methods, compiled": numpy_total / ours_total,
-        "ratio of all methods, with compilation": numpy_total * trials / all_shifts,
+        "ratio of all methods, compiled": totals[1] / totals[0],
+        "ratio of all methods, with compilation": totals[1] / 1e6 * trials / all_shifts,
         "first shift, with compilation, seconds": first_shift,
         "as many shifts, with compilation, seconds": all_shifts,
         "peak memory, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -260,14 +233,3 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     for name, value in summary.items():
         print(f"{name}: {value:.4g}")
     return vars(flags) | {"methods": rows} | summary
-
-
-def numpy_trials(
-    name: str, logits: np.ndarray, labels: np.ndarray, sample: int, rng: np.random.Generator
-) -> list[float]:
-    """Returns the ECE of a sample of trials of every setting."""
-    eces = []
-    for setting in SETTINGS:
-        for _ in range(sample):
-            eces.append(numpy_trial(name, logits, labels, setting, rng))
-    return eces

@@ -9,22 +9,22 @@ trainer's step: the clipped sum of one physical batch, and noise with the update
 batch, "fsdp" also all parameters. "noise" compares two ways to the noise of parameters that all
 devices have: each draws all of it, or each draws a part and gathers the others."""
 
-import argparse
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import bench_steps, timing
+from benchmarks import pages, problems
 from jaxdp import finetune, models
 from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
 from jaxdp.report import format_table
 from jaxdp.transforms.noise import gaussian, stream
+from launch import results
 
 DEVICES, LAYOUTS = 8, ("data", "fsdp")
 NOISE = ("MLP", "ViT")  # a few large leaves, and many small ones
@@ -34,11 +34,11 @@ def mesh_of(count: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:count]), ("data",))
 
 
-def divided(count: int) -> Callable[[str, Any], PartitionSpec]:
+def divided(count: int) -> Callable:
     """Returns the rule that divides the largest dimension of a parameter that is a multiple of the
     devices."""
 
-    def rule(path: str, leaf: Any) -> PartitionSpec:
+    def rule(path, leaf):
         whole = [d for d, n in enumerate(leaf.shape) if n % count == 0]
         longest = max(whole, key=lambda d: leaf.shape[d], default=None)
         return PartitionSpec(*("data" if d == longest else None for d in range(leaf.ndim)))
@@ -46,15 +46,15 @@ def divided(count: int) -> Callable[[str, Any], PartitionSpec]:
     return rule
 
 
-def whole(path: str, leaf: Any) -> PartitionSpec:
+def whole(path: str, leaf) -> PartitionSpec:
     return PartitionSpec()
 
 
 def steps(
-    loss: Callable[..., Any],
-    mean_loss: Callable[..., Any],
-    params: Any,
-    source: Any,
+    loss: Callable,
+    mean_loss: Callable,
+    params,
+    source,
     size: int,
     *,
     devices: int,
@@ -88,10 +88,9 @@ def steps(
     lie = jax.tree.map(lambda x: x.sharding, (state.params, state.opt_state))
 
     @functools.partial(jax.jit, out_shardings=lie)
-    def plain(params: Any, opt_state: Any, batch: Any) -> Any:
+    def plain(params, opt_state, batch):
         grads = jax.lax.with_sharding_constraint(jax.grad(mean_loss)(params, batch), lie[0])
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
+        return problems.updated(optimizer, grads, opt_state, params)
 
     rows = NamedSharding(mesh, PartitionSpec("data"))
     batch = jax.device_put(source.gather(np.arange(size)), rows)
@@ -101,38 +100,25 @@ def steps(
     return found | {"private": parts["sum"].plus(parts["update"])} | parts
 
 
-def cases() -> dict[str, bench_steps.Case]:
-    vit = {
-        "patch_size": 4,
-        "width": 64,
-        "depth": 2,
-        "num_heads": 2,
-        "mlp_width": 256,
-        "pool": "mean",
-    }
+def cases() -> dict[str, problems.Case]:
+    steps = problems.cases()
+    sizes = {"width": 64, "depth": 2, "num_heads": 2, "mlp_width": 256}
+    vit = models.create("vit_tiny", num_classes=10, patch_size=4, pool="mean", **sizes)
     return {
-        "MLP": bench_steps.Case(
-            models.create("mlp", num_classes=10, hidden=(512, 512)), (28, 28, 1), 64
-        ),
-        "CNN": bench_steps.Case(bench_steps.Digits(), (28, 28, 1), 64),
-        "ViT": bench_steps.Case(models.create("vit_tiny", num_classes=10, **vit), (32, 32, 3), 64),
-        "transformer": bench_steps.Case(
-            bench_steps.Language(), (bench_steps.LENGTH + 1,), 16, tokens=True
-        ),
+        "MLP": dataclasses.replace(steps["mlp"], batch_size=64),
+        "CNN": dataclasses.replace(steps["cnn"], batch_size=64),
+        "ViT": problems.Case(vit, (32, 32, 3), 64),
+        "transformer": steps["lm"],
     }
 
 
-def rows_of(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
+def rows_of(name: str, case: problems.Case) -> Iterator[dict]:
     """Yields the counts of the steps of a case on one device and, in both layouts, on many."""
-    source, (loss, mean_loss) = bench_steps.source_of(case), bench_steps.losses_of(case)
-    example = source.gather(np.arange(1))
-    params = case.network.init(
-        jax.random.key(0), example["tokens"][:, :-1] if case.tokens else example["x"]
-    )
+    source, params = case.source(), case.init()
     alone = None
     for devices, layout in ((1, "data"), *((DEVICES, layout) for layout in LAYOUTS)):
         options = {"devices": devices, "layout": layout, "optimizer": optax.sgd(0.01, momentum=0.9)}
-        found = steps(loss, mean_loss, params, source, case.batch_size, **options)
+        found = steps(case.loss, case.mean_loss, params, source, case.batch_size, **options)
         alone = alone or found
         for step, count in found.items():
             yield {
@@ -148,12 +134,11 @@ def rows_of(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
             }
 
 
-def noise_rows(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
+def noise_rows(name: str, case: problems.Case) -> Iterator[dict]:
     """Yields what the noise of a parameter takes on one of many devices that all have it, "drawn"
     or "gathered"."""
-    example = bench_steps.source_of(case).gather(np.arange(1))
-    params = case.network.init(jax.random.key(0), example["x"])
-    mesh, size = mesh_of(DEVICES), sum(leaf.size for leaf in jax.tree.leaves(params))
+    params, mesh = case.init(), mesh_of(DEVICES)
+    size = sum(leaf.size for leaf in jax.tree.leaves(params))
     everywhere = NamedSharding(mesh, PartitionSpec())
     sums = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere), params
@@ -173,41 +158,30 @@ def noise_rows(name: str, case: bench_steps.Case) -> Iterator[dict[str, Any]]:
         }
 
 
-def held_bytes(compiled: Any) -> int:
-    """Returns the bytes of arguments, results and temporary arrays of a compiled program on one
-    device."""
-    memory = compiled.memory_analysis()
-    total: int = (
-        memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    )
-    return total
-
-
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """Returns the counts as a table of a page."""
+def tables(report) -> dict:
     by_step = {}
-    for row in rows:
-        if row["devices"] == DEVICES:
-            by_step[row["network"], row["layout"], row["step"]] = row
+    for row in results.select(report["steps"], devices=DEVICES):
+        by_step[row["network"], row["layout"], row["step"]] = row
     divided = {"data": "batch", "fsdp": "batch and parameters"}
     header = ["network", "divided", "collectives, plain", "private"]
     header += ["MB sent, plain", "private", "work, plain", "private"]
     lines = []
-    for network, layout in dict.fromkeys((network, layout) for network, layout, _ in by_step):
+    for network, layout in dict.fromkeys(key[:2] for key in by_step):
         pair = [by_step[network, layout, step] for step in ("plain", "private")]
         line = [network, divided[layout]]
         line += [f"{row['collectives']:.0f}" for row in pair]
         line += [f"{row['sent_bytes'] / 1e6:.3g}" for row in pair]
         line += [f"1/{1 / row['share']:.1f}" for row in pair]
         lines.append(line)
-    return timing.page_table(header, lines)
+    return {"counts": pages.page_table(header, lines)}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     rows = [row for name, case in cases().items() for row in rows_of(name, case)]
     counts = [{name: x for name, x in row.items() if name != "kinds"} for row in rows]
     print(format_table(counts, digits=4))
     noise = [row for name in NOISE for row in noise_rows(name, cases()[name])]
     print(format_table(noise, digits=4))
-    print(markdown(rows))
-    return {"steps": rows, "noise": noise}
+    report = {"steps": rows, "noise": noise}
+    print(tables(report)["counts"])
+    return report

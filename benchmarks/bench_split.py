@@ -10,7 +10,6 @@ all 8 blocks of the frontend (65 sites). Copies: one pass in batches over the 65
 images, made on demand. Beside it, a pass over the same copies from an array that holds them all
 (fewer images if they do not fit), and the memory of both."""
 
-import argparse
 import functools
 import time
 from collections.abc import Callable
@@ -47,11 +46,20 @@ def fake(x: jax.Array, scale: jax.Array) -> jax.Array:
     return jnp.clip(jnp.round(x / scale), -128, 127) * scale
 
 
-@jax.jit
-def linear_score(
-    x: jax.Array, w: jax.Array, y: jax.Array, g: jax.Array, sx: jax.Array, sw: jax.Array
-) -> jax.Array:
-    return jnp.mean((g * (fake(x, sx) @ fake(w, sw) - y)) ** 2)
+def score_of(form: str) -> Callable:
+    """Returns the error of a product of rounded operands, whose form is that of `einsum`."""
+
+    @jax.jit
+    def score(a, b, y, g, a_scale, b_scale):
+        product = jnp.einsum(form, fake(a, a_scale), fake(b, b_scale))
+        return jnp.mean((g * (product - y)) ** 2)
+
+    return score
+
+
+linear_score, product_score, mixture_score = map(
+    score_of, ("nd,dk->nk", "nqd,nkd->nqk", "nqk,nkd->nqd")
+)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -59,18 +67,18 @@ def observe(
     backbone: Backbone,
     tapped: str,
     tap: jax.Array,
-    params: Any,
+    params,
     images: jax.Array,
     labels: jax.Array,
-) -> tuple[dict[str, Any], jax.Array]:
+) -> tuple[dict, jax.Array]:
     """Returns operands and outputs of all sites, and the gradient with respect to the output of
     one."""
     front, back = backbone.divide(params)
 
-    def loss(tap: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-        seen: dict[str, Any] = {}
+    def loss(tap):
+        seen = {}
 
-        def see(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        def see(next_fun, args, kwargs, context):
             y = next_fun(*args, **kwargs)
             if context.method_name == "__call__" and isinstance(context.module, nn.Dense | Product):
                 path = "/".join(context.module.path)
@@ -89,7 +97,7 @@ def observe(
 
 
 def loop(
-    backbone: Backbone, params: Any, images: jax.Array, labels: jax.Array
+    backbone: Backbone, params, images: jax.Array, labels: jax.Array
 ) -> dict[str, tuple[float, float]]:
     """Searches scales of the linear maps. For the two products of activations it does as many
     evaluations."""
@@ -104,7 +112,7 @@ def loop(
             for name in path.split("/"):
                 w = w[name]
             a, b = args[0].reshape(-1, args[0].shape[-1]), w["kernel"]
-            score: Callable[..., jax.Array] = linear_score
+            score = linear_score
             y, g = a @ b, g.reshape(len(a), -1)
         else:
             a, b = args
@@ -122,20 +130,6 @@ def loop(
     return scales_of
 
 
-@jax.jit
-def product_score(
-    a: jax.Array, b: jax.Array, y: jax.Array, g: jax.Array, sa: jax.Array, sb: jax.Array
-) -> jax.Array:
-    return jnp.mean((g * (jnp.einsum("nqd,nkd->nqk", fake(a, sa), fake(b, sb)) - y)) ** 2)
-
-
-@jax.jit
-def mixture_score(
-    a: jax.Array, b: jax.Array, y: jax.Array, g: jax.Array, sa: jax.Array, sb: jax.Array
-) -> jax.Array:
-    return jnp.mean((g * (jnp.einsum("nqk,nkd->nqd", fake(a, sa), fake(b, sb)) - y)) ** 2)
-
-
 # --- Copies -------------------------------------------------------------------------------------
 
 
@@ -146,49 +140,32 @@ def lazy_batch(copies: Copies, images: jax.Array, numbers: jax.Array) -> jax.Arr
 
 def passes(
     images: int, tokens: int, width: int, batch: int
-) -> tuple[dict[str, Callable[[], Any]], float, float]:
+) -> tuple[dict[str, Callable], float, float]:
     """Times one pass over all copies either way, with the megabytes of both."""
     x = jax.random.normal(jax.random.key(0), (images, tokens, width))
-    copies = augment_then_noise(
-        jax.random.key(1),
-        x,
-        laplace_scale=0.0,
-        copies=64,
-        n_patches=(tokens - 1) // 4,
-        prefix_tokens=1,
-    )
+    options = {"copies": 64, "n_patches": (tokens - 1) // 4, "prefix_tokens": 1}
+    copies = augment_then_noise(jax.random.key(1), x, laplace_scale=0.0, **options)
     rows, numbers = (np.asarray(column) for column in copies.index())
-    order = (
-        np.random.default_rng(0)
-        .permutation(len(rows))[: len(rows) // batch * batch]
-        .reshape(-1, batch)
-    )
+    shuffled = np.random.default_rng(0).permutation(len(rows))
+    order = shuffled[: len(rows) // batch * batch].reshape(-1, batch)
     compiled = lazy_batch.lower(copies, rows[order[0]], numbers[order[0]]).compile()
 
-    def lazily() -> Any:
+    def lazily():
         return [lazy_batch(copies, rows[part], numbers[part]).sum() for part in order]
 
-    calls: dict[str, Callable[[], Any]] = {"lazy": lazily}
+    calls = {"lazy": lazily}
     whole = x.nbytes * 65 / 1e6
     if whole < 4000:
-        everything = np.concatenate(
-            [
-                np.asarray(lazy_batch(copies, rows[p], numbers[p]))
-                for p in np.split(np.arange(len(rows)), range(4096, len(rows), 4096))
-            ]
-        )
-        calls["array"] = lambda: [jnp.asarray(everything[part]).sum() for part in order]
+        parts = np.split(np.arange(len(rows)), range(4096, len(rows), 4096))
+        every = np.concatenate([lazy_batch(copies, rows[p], numbers[p]) for p in parts])
+        calls["array"] = lambda: [jnp.asarray(every[part]).sum() for part in order]
     return calls, (x.nbytes + copies.neighbors.nbytes) / 1e6 + timing.allocated_mb(compiled), whole
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--frontend", action="store_true", help="search all 8 blocks as well: minutes"
-    )
+FLAGS = {"rounds": 3, "frontend": (False, "search all 8 blocks as well: minutes")}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     search = search_row(flags.rounds)
     print(f"search, 1 block: {search}")
     if flags.frontend:
@@ -201,7 +178,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     return {"rounds": flags.rounds, "search": search, "copies": copies}
 
 
-def search_row(rounds: int) -> dict[str, Any]:
+def search_row(rounds: int) -> dict:
     """Times the scale search of one block against the usual loop."""
     block = vit_s(1)
     calls = {"search_scales": lambda: search_scales(*block), "loop": lambda: loop(*block)}
@@ -213,7 +190,7 @@ def search_row(rounds: int) -> dict[str, Any]:
     }
 
 
-def copies_row(images: int, tokens: int, width: int, rounds: int) -> dict[str, Any]:
+def copies_row(images: int, tokens: int, width: int, rounds: int) -> dict:
     """Times one pass over augmented copies, made on demand and from an array."""
     calls, lazy_mb, whole_mb = passes(images, tokens, width, 64)
     wall, _ = timing.interleaved(calls, rounds)

@@ -9,7 +9,6 @@ to the end of the first private step of a case of `benchmarks.bench_steps`, whos
 makes. "import" ends before the first computation. "demo" is `make demo` as a whole, so it has the
 computation of all stages in both runs."""
 
-import argparse
 import os
 import pathlib
 import statistics
@@ -17,26 +16,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from typing import Any
 
-from jaxdp.report import format_table
+from benchmarks import pages
+from benchmarks.registry import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 DEMO = ["-m", "launch.lifecycle", "--config", "configs/lifecycle_digits.py", "--workdir"]
 # What a launcher does before it computes, and one step. It prints the seconds since the epoch
 # before and after.
 STEP = """
 import contextlib, sys, time
 import jax
-from benchmarks import bench_steps
+from benchmarks import bench_steps, problems
 from jaxdp.memory import keep_freed_memory
 
 keep_freed_memory()
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 print(time.time())
 with contextlib.ExitStack() as running:
-    steps = bench_steps.our_steps(bench_steps.cases()[sys.argv[1]], False, running)
+    steps = bench_steps.our_steps(problems.cases()[sys.argv[1]], False, running)
     jax.block_until_ready(steps["private"]())
     print(time.time(), flush=True)
 """
@@ -58,18 +55,13 @@ def started(case: str, cache: pathlib.Path, workdir: pathlib.Path) -> dict[str, 
     )
     if demo:
         return {"end": time.time() - begun}
-    return dict(
-        zip(
-            ("import", "end"),
-            (float(line) - begun for line in done.stdout.splitlines()[-2:]),
-            strict=True,
-        )
-    )
+    ends = [float(line) - begun for line in done.stdout.splitlines()[-2:]]
+    return dict(zip(("import", "end"), ends, strict=True))
 
 
 def measured(case: str, rounds: int) -> dict[str, float]:
     """Returns medians over rounds of a cold run and a warm one."""
-    seconds: dict[str, list[float]] = {"import": [], "cold": [], "warm": [], "ratio": []}
+    seconds = {"import": [], "cold": [], "warm": [], "ratio": []}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             places = pathlib.Path(folder)
@@ -83,22 +75,17 @@ def measured(case: str, rounds: int) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in seconds.items() if values}
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    """Returns the cases of a report as a table."""
-    columns = ("import", "cold", "warm", "ratio")
-    rows = [
-        {"process": case, **{name: f"{row[name]:.3g}" if name in row else None for name in columns}}
-        for case, row in report["cases"].items()
-    ]
-    return format_table(rows, style="markdown")
+def tables(report) -> dict:
+    rows = [{"process": case} | row for case, row in report["cases"].items()]
+    columns = {"process": "{process}"}
+    columns |= {name: f"{{{name}:.3g}}" for name in ("import", "cold", "warm", "ratio")}
+    return {"start": pages.padded(pages.lines(rows, columns))}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cases", default="mlp,cnn,resnet20,vit,lm,demo")
-    parser.add_argument("--rounds", type=int, default=3)
+FLAGS = {"cases": "mlp,cnn,resnet20,vit,lm,demo", "rounds": 3}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     cases = {}
     for case in flags.cases.split(","):
         cases[case] = measured(case, flags.rounds)

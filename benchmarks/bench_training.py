@@ -22,81 +22,45 @@ With --peers, optax's SAM runs beside ours. On the CNN the same steps run in PyT
 and adaptive clipping, and GEP as Yu et al. 2021 describe it, by `torch.func`. Install torch and
 opacus for this."""
 
-import argparse
 import functools
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
 
-from benchmarks import problems, timing
+from benchmarks import pages, problems, timing
+from benchmarks.timing import Step
 from jaxdp import finetune, models, pretrain
 from jaxdp.data import PoissonSampler
 from jaxdp.memory import keep_freed_memory
-from jaxdp.report import format_table
-
-
-class Case(NamedTuple):
-    model: str
-    options: dict[str, Any]
-    size: int  # of the square images
-    batch_size: int  # in private training, UPDATE in public
-
 
 # configs/dpadapter_table1.py:cpu
-CNN = {
-    "widths": (16, 32, 64),
-    "dense": 0,
-    "norm": "group",
-    "activation": jax.nn.relu,
-}
-CASES = {"cnn": Case("cnn", CNN, 16, 256), "resnet20": Case("resnet20", {}, 32, 64)}
+CNN = {"widths": (16, 32, 64), "dense": 0, "norm": "group", "activation": jax.nn.relu}
 CLASSES, RECORDS = 10, 5000
+CASES = {
+    "cnn": problems.Case(models.create("cnn", num_classes=CLASSES, **CNN), (16, 16, 3), 256),
+    "resnet20": problems.Case(models.create("resnet20", num_classes=CLASSES), (32, 32, 3), 64),
+}
 UPDATE, ASCENTS = 50, (50, 500)  # m2 and m1
 EVERY = 10  # steps between ascents, and between bases
 ANCHORS, BASIS, GROUPS = 256, 60, 3
 CLIP, RESIDUAL_CLIP, NOISE = 1.0, 0.4, 1.0
 
 
-class Problem(NamedTuple):
-    loss: Callable[..., jax.Array]  # of one example
-    mean_loss: Callable[..., jax.Array]  # of a batch
-    params: Any
+def mean_of(losses: Callable) -> Callable:
+    return lambda params, batch: losses(params, batch).mean()
 
 
-class Step(NamedTuple):
-    call: Callable[[], Any]
-    row: dict[str, Any]  # results without timing
-
-
-def images_of(case: Case, number: int) -> tuple[jax.Array, jax.Array]:
-    return jax.random.uniform(jax.random.key(0), (number, case.size, case.size, 3)), jnp.arange(
-        number
-    ) % CLASSES
-
-
-def problem_of(case: Case) -> Problem:
-    model = models.create(case.model, num_classes=CLASSES, **case.options)
-    params = jax.jit(model.init)(jax.random.key(1), images_of(case, 1)[0])["params"]
-
-    def mean_loss(params: Any, batch: Any) -> jax.Array:
-        logits = model.apply({"params": params}, batch[0])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
-
-    return Problem(problems.classifier_loss(model), mean_loss, params)
-
-
-def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batch: Any) -> Step:
+def whole_step(loss: Callable, optimizer, params, batch) -> Step:
     """Returns gradient and update in one compiled function. The optimizer may ask for further
     gradients."""
 
-    def step(params: Any, opt_state: Any, batch: Any) -> tuple[Any, Any]:
-        def gradient(point: Any, _: int = 0) -> Any:
+    def step(params, opt_state, batch):
+        def gradient(point, _=0):
             return jax.grad(loss)(point, batch)
 
         extended = optax.with_extra_args_support(optimizer)
@@ -104,19 +68,20 @@ def whole_step(loss: Callable[..., jax.Array], optimizer: Any, params: Any, batc
         return optax.apply_updates(params, updates), opt_state
 
     args = (params, optimizer.init(params), batch)
-    compiled = jax.jit(step).lower(*args).compile()
-    return Step(lambda: compiled(*args), {"memory_mb": timing.allocated_mb(compiled)})
+    call = timing.compiled(step, *args)
+    return Step(call, {"memory_mb": call.memory_mb})
 
 
 # --- Pre-training -------------------------------------------------------------------------------
 
 
-def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str, Step]:
-    _, mean_loss, params = problem
+def pretraining_steps(case: problems.Case, *, peers: bool) -> dict[str, Step]:
+    params, _, losses = problems.image_problem(case)
+    mean_loss = mean_of(losses)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    batch = images_of(case, UPDATE)
+    batch = case.images(UPDATE)
 
-    def step_of(trainer: pretrain.SharpnessTrainer, ascent: Any, limit: float) -> Step:
+    def step_of(trainer, ascent, limit):
         state = trainer.init(params)
         gradient = trainer.gradient.lower(
             state.params, state.perturbation, None, batch, np.int32(0), parts=1
@@ -130,9 +95,7 @@ def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str,
         "no ascent": step_of(dpadapter, None, 1.0),
     }
     for size in ASCENTS:
-        steps[f"DPAdapter, m1={size}"] = step_of(
-            dpadapter, images_of(case, size), 1 + size / UPDATE
-        )
+        steps[f"DPAdapter, m1={size}"] = step_of(dpadapter, case.images(size), 1 + size / UPDATE)
     steps["SAM"] = step_of(pretrain.sam(mean_loss, optimizer), batch, 2.0)
     if peers:
         ascent = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
@@ -142,7 +105,7 @@ def pretraining_steps(case: Case, problem: Problem, *, peers: bool) -> dict[str,
     return steps
 
 
-def add_rare_ascents(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...]) -> None:
+def add_rare_ascents(rows: dict[str, dict], seconds: tuple[timing.Seconds, ...]):
     """Adds steps with an ascent every tenth step. Their times are computed from the measured
     ones."""
     for size in ASCENTS:
@@ -156,7 +119,7 @@ def add_rare_ascents(rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seco
 # --- Fine-tuning --------------------------------------------------------------------------------
 
 
-def private_step(trainer: finetune.PrivateTrainer, params: Any, batch: Any) -> tuple[Step, Any]:
+def private_step(trainer: finetune.PrivateTrainer, params, batch) -> tuple[Step, Any]:
     """Returns the device's work of `trainer.step` on a full physical batch, and its initial
     state."""
     state = trainer.init(params)
@@ -165,21 +128,21 @@ def private_step(trainer: finetune.PrivateTrainer, params: Any, batch: Any) -> t
     rows = jax.device_put((batch, np.ones(len(batch[1]), bool), np.uint32(0)))
     compiled = trainer.part_sum.lower(state, *rows).compile()
 
-    def call() -> Any:
+    def call():
         return trainer.update(state, trainer.part_sum(state, *rows).total)
 
     return Step(call, {"memory_mb": timing.allocated_mb(compiled)}), state
 
 
-def refreshed(trainer: finetune.PrivateTrainer, state: finetune.TrainState) -> Any:
+def refreshed(trainer: finetune.PrivateTrainer, state: finetune.TrainState):
     return trainer.query.refresh(state.params, state.carried, state.step, trainer.query.public)
 
 
-def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
-    loss, mean_loss, params = problem
+def finetuning_steps(case: problems.Case) -> dict[str, Step]:
+    params, loss, losses = problems.image_problem(case)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    batch, size = images_of(case, case.batch_size), case.batch_size
-    options: dict[str, Any] = {
+    batch, size = case.images(case.batch_size), case.batch_size
+    options = {
         "sampler": PoissonSampler(RECORDS, size / RECORDS),
         "physical_batch_size": size,
         "clip_norm": CLIP,
@@ -190,7 +153,7 @@ def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
         optimizer,
         **options,
         residual_clip_norm=RESIDUAL_CLIP,
-        anchors=images_of(case, ANCHORS),
+        anchors=case.images(ANCHORS),
         basis_size=BASIS,
         groups=GROUPS,
         basis_every=EVERY,
@@ -203,16 +166,14 @@ def finetuning_steps(case: Case, problem: Problem) -> dict[str, Step]:
         ),
         "DP-SAT": finetune.dp_sgd(loss, optimizer, **options, ascent_radius=0.05),
     }
-    steps = {"plain": whole_step(mean_loss, optimizer, params, batch)}
+    steps = {"plain": whole_step(mean_of(losses), optimizer, params, batch)}
     steps |= {name: private_step(trainer, params, batch)[0] for name, trainer in trainers.items()}
     steps["GEP"], state = private_step(gep, params, batch)
     steps["GEP basis"] = Step(lambda: refreshed(gep, state), {})
     return steps
 
 
-def add_basis(
-    rows: dict[str, dict[str, Any]], seconds: tuple[timing.Seconds, ...], batch_size: int
-) -> None:
+def add_basis(rows: dict[str, dict], seconds: tuple[timing.Seconds, ...], batch_size: int):
     """Adds GEP with its new bases. Its times are computed from the measured ones."""
     for every in (1, EVERY):
         name = f"GEP, new basis every {every}"
@@ -225,7 +186,7 @@ def add_basis(
 # --- PyTorch ------------------------------------------------------------------------------------
 
 
-def torch_steps(case: Case) -> dict[str, Step]:
+def torch_steps(case: problems.Case) -> dict[str, Step]:
     """Returns steps of the CNN in PyTorch: plain, Opacus' DP-SGD and AdpClip, and GEP with a
     separate basis."""
     import torch
@@ -233,78 +194,72 @@ def torch_steps(case: Case) -> dict[str, Step]:
     from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
     from torch import nn
 
+    from benchmarks.torch_steps import stepped
+
     size = case.batch_size
-    images, labels = torch.rand(size, 3, case.size, case.size), torch.arange(size) % CLASSES
-    widths = (3, *case.options["widths"])
+    images, labels = torch.rand(size, 3, *case.shape[:2]), torch.arange(size) % CLASSES
+    widths = (3, *CNN["widths"])
+    loss_fn = nn.functional.cross_entropy
 
-    def new_model() -> Any:
-        blocks: list[Any] = []
+    def new_model():
+        layers = []
         for before, width in itertools.pairwise(widths):
-            blocks += [
-                nn.Conv2d(before, width, 3, padding=1),
-                nn.GroupNorm(8, width),
-                nn.ReLU(),
-                nn.AvgPool2d(2),
-            ]
-        side = case.size // 2 ** (len(widths) - 1)
-        return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(widths[-1] * side**2, CLASSES))
+            layers += [nn.Conv2d(before, width, 3, padding=1), nn.GroupNorm(8, width)]
+            layers += [nn.ReLU(), nn.AvgPool2d(2)]
+        side = case.shape[0] // 2 ** (len(widths) - 1)
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(widths[-1] * side**2, CLASSES))
 
-    def trained(
-        wrap: Callable[[Any], Any], optimizer_of: Callable[[Any], Any]
-    ) -> Callable[[], None]:
-        model = wrap(new_model())
-        optimizer = optimizer_of(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    def new_sgd(model):
+        return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
 
-        def step() -> None:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images), labels).backward()
-            optimizer.step()
+    def trained(model, optimizer):
+        return stepped(optimizer, lambda: loss_fn(model(images), labels))
 
-        return step
+    def private(of, **options):
+        model = GradSampleModule(new_model())
+        noise = {"noise_multiplier": NOISE, "max_grad_norm": CLIP, "expected_batch_size": size}
+        return trained(model, of(new_sgd(model), **noise, **options))
 
-    noise = {"noise_multiplier": NOISE, "max_grad_norm": CLIP, "expected_batch_size": size}
-    adaptive = {
-        "target_unclipped_quantile": 0.5,
-        "clipbound_learning_rate": 0.2,
-        "max_clipbound": 1e8,
-        "min_clipbound": 1e-8,
-        "unclipped_num_std": size / 20,
-    }
-    calls: dict[str, Callable[[], Any]] = {
-        "torch plain": trained(lambda model: model, lambda sgd: sgd),
-        "Opacus DP-SGD": trained(GradSampleModule, lambda sgd: DPOptimizer(sgd, **noise)),
-        "Opacus AdpClip": trained(
-            GradSampleModule, lambda sgd: AdaClipDPOptimizer(sgd, **noise, **adaptive)
+    plain = new_model()
+    calls = {
+        "torch plain": trained(plain, new_sgd(plain)),
+        "Opacus DP-SGD": private(DPOptimizer),
+        "Opacus AdpClip": private(
+            AdaClipDPOptimizer,
+            target_unclipped_quantile=0.5,
+            clipbound_learning_rate=0.2,
+            max_clipbound=1e8,
+            min_clipbound=1e-8,
+            unclipped_num_std=size / 20,
         ),
     }
 
     model = new_model()
     moving = dict(model.named_parameters())
-    sgd = torch.optim.SGD(moving.values(), 0.1, momentum=0.9)
+    sgd = new_sgd(model)
     groups = np.array_split(np.array(list(moving)), GROUPS)  # consecutive, as ours
     sizes = [sum(moving[name].numel() for name in names) for names in groups]
     roots = np.sqrt(sizes)
     directions = (BASIS * roots / roots.sum()).astype(int)
 
-    def loss(params: Any, image: Any, label: Any) -> Any:
-        return nn.functional.cross_entropy(
-            torch.func.functional_call(model, params, (image[None],)), label[None]
-        )
+    def loss(params, image, label):
+        logits = torch.func.functional_call(model, params, (image[None],))
+        return loss_fn(logits, label[None])
 
     per_example = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))
 
-    def rows(images: Any, labels: Any) -> list[Any]:
+    def rows(images, labels):
         grads = per_example({name: p.detach() for name, p in moving.items()}, images, labels)
         return [torch.cat([grads[name].flatten(1) for name in names], 1) for names in groups]
 
-    def new_basis() -> list[Any]:
-        starts = [torch.randn(p, int(k)) for p, k in zip(sizes, directions, strict=True)]
+    def new_basis():
         anchors = rows(images[:ANCHORS], labels[:ANCHORS])
-        return [
-            torch.linalg.qr(a.T @ (a @ start))[0] for a, start in zip(anchors, starts, strict=True)
-        ]
+        basis = []
+        for a, p, k in zip(anchors, sizes, directions, strict=True):
+            basis.append(torch.linalg.qr(a.T @ (a @ torch.randn(p, int(k))))[0])
+        return basis
 
-    def noisy_mean(groups_of_gradients: list[Any], clip_norm: float) -> list[Any]:
+    def noisy_mean(groups_of_gradients, clip_norm):
         norms = torch.stack([part.norm(dim=1) for part in groups_of_gradients]).norm(dim=0)
         factors = (clip_norm / (norms + 1e-6)).clamp(max=1.0)
         sums = [factors @ part for part in groups_of_gradients]
@@ -313,18 +268,12 @@ def torch_steps(case: Case) -> dict[str, Step]:
 
     basis = new_basis()
 
-    def gep() -> None:
+    def gep():
         gradients = rows(images, labels)
         embeddings = [g @ b for g, b in zip(gradients, basis, strict=True)]
         residuals = [g - w @ b.T for g, w, b in zip(gradients, embeddings, basis, strict=True)]
-        released = zip(
-            basis,
-            noisy_mean(embeddings, CLIP),
-            noisy_mean(residuals, RESIDUAL_CLIP),
-            groups,
-            strict=True,
-        )
-        for b, w, r, names in released:
+        means = noisy_mean(embeddings, CLIP), noisy_mean(residuals, RESIDUAL_CLIP)
+        for b, w, r, names in zip(basis, *means, groups, strict=True):
             flat = (b @ w + r).split([moving[name].numel() for name in names])
             for name, part in zip(names, flat, strict=True):
                 moving[name].grad = part.view_as(moving[name])
@@ -337,40 +286,21 @@ def torch_steps(case: Case) -> dict[str, Step]:
 # --- Side by side -------------------------------------------------------------------------------
 
 
-def timed(
-    steps: dict[str, Step],
-    rounds: int,
-    derive: Callable[[dict[str, dict[str, Any]], tuple[timing.Seconds, ...]], None],
-    over: Callable[[str], dict[str, str]],
-) -> dict[str, Any]:
-    """Returns a row per step. `over` names the columns of ratios and the step that each is relative
-    to."""
-    wall, cpu = timing.interleaved({name: step.call for name, step in steps.items()}, rounds)
-    rows = {name: dict(step.row) for name, step in steps.items()}
-    derive(rows, (wall, cpu))
-    for name, row in rows.items():
-        row["wall_ms"], row["cpu_ms"] = timing.median_ms(wall[name]), timing.median_ms(cpu[name])
-        for column, base in over(name).items():
-            row[f"over_{column}"] = timing.median_ratio(wall[name], wall[base])
-            row[f"cpu_over_{column}"] = timing.median_ratio(cpu[name], cpu[base])
-    return rows
-
-
 def bases(name: str) -> dict[str, str]:
     if name.startswith(("torch", "Opacus")):
         return {"plain": "torch plain", "dp_sgd": "Opacus DP-SGD"}
     return {"plain": "plain", "dp_sgd": "DP-SGD"}
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of a page. A step without a limit of its own repeats no gradient."""
+SHOWN = ("DPAdapter", "SAM", "optax", "Adp", "DP-SAT", "GEP")
+
+
+def tables(report) -> dict:
     markdown = {}
     for kind, ratio in (("pre-training", "over_plain"), ("fine-tuning", "over_dp_sgd")):
         cases = {title: rows for title, rows in report["cases"].items() if kind in title}
         rows = []
-        for step in next(iter(cases.values())):
-            if not step.startswith(("DPAdapter", "SAM", "optax", "Adp", "DP-SAT", "GEP")):
-                continue
+        for step in filter(lambda step: step.startswith(SHOWN), next(iter(cases.values()))):
             row = {kind: step}
             for title, steps in cases.items():
                 limit = steps[step].get("limit")
@@ -378,35 +308,32 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
                 column = title.replace(f", {kind}", "")
                 row[column] = f"{steps[step][ratio]:.2f}{in_parentheses}"
             rows.append(row)
-        markdown[kind] = format_table(rows, style="markdown")
+        markdown[kind] = pages.padded(rows)
     return markdown
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", default="cnn,resnet20", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--peers", action="store_true")
+FLAGS = {"models": ("cnn,resnet20", f"of {', '.join(CASES)}"), "rounds": 5, "peers": False}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     keep_freed_memory()
     torch, note = timing.peers(flags.peers, "torch", "opacus")
     cases = {}
+
+    def show(title, rows, *ratios):
+        cases[title] = rows
+        timing.show(title, rows, ("wall_ms", "limit", *ratios, "memory_mb"))
+
     for name in flags.models.split(","):
         case = CASES[name]
-        problem = problem_of(case)
-        steps = pretraining_steps(case, problem, peers=flags.peers)
-        rows = timed(steps, flags.rounds, add_rare_ascents, lambda _: {"plain": "plain"})
-        cases[f"{name}, pre-training, m2={UPDATE}"] = rows
-        columns = ("wall_ms", "limit", "over_plain", "cpu_over_plain", "memory_mb")
-        timing.show(f"{name}, pre-training, m2={UPDATE}", rows, columns)
-        steps = finetuning_steps(case, problem)
-        if torch and case.model == "cnn":
+        steps = pretraining_steps(case, peers=flags.peers)
+        rows = timing.step_rows(steps, flags.rounds, lambda _: {"plain": "plain"}, add_rare_ascents)
+        show(f"{name}, pre-training, m2={UPDATE}", rows, "over_plain", "cpu_over_plain")
+        steps = finetuning_steps(case)
+        if torch and name == "cnn":
             steps |= torch_steps(case)
         with_basis = functools.partial(add_basis, batch_size=case.batch_size)
-        rows = timed(steps, flags.rounds, with_basis, bases)
-        cases[f"{name}, fine-tuning, B={case.batch_size}"] = rows
+        rows = timing.step_rows(steps, flags.rounds, bases, with_basis)
         ratios = ("over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
-        columns = ("wall_ms", "limit", *ratios, "memory_mb")
-        timing.show(f"{name}, fine-tuning, B={case.batch_size}", rows, columns)
+        show(f"{name}, fine-tuning, B={case.batch_size}", rows, *ratios)
     return {"rounds": flags.rounds, "peers": note, "cases": cases}

@@ -11,9 +11,9 @@ import pathlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.timing import page_table
+from benchmarks.pages import page_table
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 CLAIMS = ROOT / "benchmarks" / "claims.toml"
@@ -46,7 +46,7 @@ class Verdict(NamedTuple):
 def verdicts(page: str, text: str) -> Iterator[Verdict]:
     """Yields the rows of all tables of verdicts of a page: those whose first column is "claim"."""
     section = ""
-    header: list[str] = []
+    header = []
     for line in text.splitlines():
         if line.startswith("#"):
             section = line.lstrip("# ")
@@ -72,7 +72,7 @@ def _anchor(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def row_of(claim: Mapping[str, Any], rows: Sequence[Verdict]) -> Verdict | None:
+def row_of(claim: Mapping, rows: Sequence[Verdict]) -> Verdict | None:
     """Returns the verdict of a claim, None if its row is not there. The first of equal rows counts.
 
     Raises:
@@ -89,7 +89,7 @@ def row_of(claim: Mapping[str, Any], rows: Sequence[Verdict]) -> Verdict | None:
     return next(iter(matching), None)
 
 
-def read_claims() -> dict[str, Any]:
+def read_claims() -> dict:
     """Returns the papers, and the claims of each under its key."""
     return tomllib.loads(CLAIMS.read_text(encoding="utf-8"))
 
@@ -102,14 +102,14 @@ def read_verdicts(pages: Sequence[str]) -> list[Verdict]:
     return rows
 
 
-def without_verdict(claims: Sequence[Mapping[str, Any]], rows: Sequence[Verdict]) -> list[str]:
+def without_verdict(claims: Sequence[Mapping], rows: Sequence[Verdict]) -> list[str]:
     """Returns the claims that have neither a row of a table of verdicts nor a reason."""
     return [
         claim["claim"] for claim in claims if not row_of(claim, rows) and not claim.get("without")
     ]
 
 
-def page_of(listed: Mapping[str, Any], rows_by_paper: Mapping[str, Sequence[Verdict]]) -> str:
+def page_of(listed: Mapping, rows_by_paper: Mapping[str, Sequence[Verdict]]) -> str:
     """Returns the text of the page."""
     sections = [_INTRO]
     for key, paper in listed["papers"].items():
@@ -124,7 +124,7 @@ def page_of(listed: Mapping[str, Any], rows_by_paper: Mapping[str, Sequence[Verd
     return "\n\n".join(sections) + "\n"
 
 
-def _line(claim: Mapping[str, Any], paper: Mapping[str, Any], rows: Sequence[Verdict]) -> list[str]:
+def _line(claim: Mapping, paper: Mapping, rows: Sequence[Verdict]) -> list[str]:
     """Returns the cells of a claim."""
     row = row_of(claim, rows)
     evidence = [f"`{one}`" for one in claim.get("evidence", paper["evidence"])]
@@ -137,7 +137,7 @@ def _line(claim: Mapping[str, Any], paper: Mapping[str, Any], rows: Sequence[Ver
     return [claim["claim"], claim["where"], ours, verdict, sources]
 
 
-def main() -> None:
+def main():
     listed = read_claims()
     rows = {key: read_verdicts(paper["pages"]) for key, paper in listed["papers"].items()}
     PAGE.write_text(page_of(listed, rows), encoding="utf-8")

@@ -5,15 +5,13 @@
 Steps are those of `benchmarks.gate`, interleaved and warm. Each leaf is a part. A network of two
 dense layers is trained on bundled sets with one noise multiplier for all methods.
 Learning rates are chosen on other splits of the same set. The seed of a row sets its split and its
-initial parameters. Noise and batches are fresh. `python -m benchmarks.evidence
-results/clip_parts.md` writes the tables of the page."""
+initial parameters. Noise and batches are fresh."""
 
-import argparse
 import functools
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +20,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import gate, timing
+from benchmarks import gate, pages, problems, timing
 from jaxdp import finetune
 from jaxdp.data import PoissonSampler, from_arrays
 from jaxdp.privacy import calibrate_noise
@@ -51,27 +49,21 @@ RATES = {
 # --- Time ---------------------------------------------------------------------------------------
 
 
-def step_times(rounds: int) -> list[dict[str, Any]]:
+def step_times(rounds: int) -> list[dict]:
     """Returns the time of the clipped sum of each case of the gate over that of one norm."""
     rows = []
-    for case, problem in (("dense", gate.dense()), ("convolution", gate.convolution())):
-        loss, params, batch = problem
-        clip_norms: dict[str, Any] = {"flat": CLIP}
+    for case, (loss, params, batch) in gate.problems().items():
+        clip_norms = {"flat": CLIP}
         for by in ("uniform", "dimension"):
             clip_norms[by] = jaxdp.split_clip_norm(params, CLIP, by=by)
         calls = {}
         for name, clip_norm in clip_norms.items():
             clipped = jaxdp.clipped_grad(loss, clip_norm=clip_norm)
-            calls[name] = gate.compiled(clipped, params, batch)
+            calls[name] = timing.compiled(clipped, params, batch)
         wall, cpu = timing.interleaved(calls, rounds)
         for name in calls:
-            row = {
-                "case": case,
-                "clip norms": name,
-                "ms": timing.median_ms(wall[name]),
-                "over_flat": timing.median_ratio(wall[name], wall["flat"]),
-                "cpu_over_flat": timing.median_ratio(cpu[name], cpu["flat"]),
-            }
+            row = {"case": case, "clip norms": name, "ms": timing.median_ms(wall[name])}
+            row |= timing.ratios(name, wall, cpu, {"flat": "flat"})
             print(row, flush=True)
             rows.append(row)
     return rows
@@ -108,25 +100,34 @@ def split(name: str, seed: int) -> Split:
     return Split(private, (features[:held], rows["label"][:held]), params)
 
 
-def logits(params: Any, x: Any) -> Any:
+def logits(params, x):
     first, last = params["layer0"], params["layer1"]
     hidden = jnp.tanh(x @ first["kernel"] + first["bias"])
     return hidden @ last["kernel"] + last["bias"]
 
 
-def loss(params: Any, record: Any) -> Any:
+def loss(params, record):
     outputs = logits(params, record["x"])
     return jaxdp.losses.softmax_cross_entropy(outputs, record["label"])
 
 
-def trainer(method: str, params: Any, records: int) -> Any:
+Splits = Mapping[int, Split]
+
+
+def splits(name: str, seeds: int) -> Splits:
+    """Returns the splits of the seeds, and of those that choose the learning rates."""
+    return {seed: split(name, seed) for seed in (*range(seeds), *TUNING)}
+
+
+def noise_multiplier(sampler: PoissonSampler) -> float:
+    event = functools.partial(finetune.event, sampler=sampler, steps=STEPS)
+    return calibrate_noise(event, epsilon=EPSILON, delta=DELTA)
+
+
+def trainer(method: str, params, records: int):
     """Returns a trainer whose learning rate is in its state, so that all rates share a program."""
     sampler = PoissonSampler(records, RATE)
-
-    def event(noise_multiplier: float) -> Any:
-        return finetune.event(noise_multiplier, sampler, STEPS)
-
-    sigma = calibrate_noise(event, epsilon=EPSILON, delta=DELTA)
+    sigma = noise_multiplier(sampler)
     noise_std = sigma * CLIP / sampler.expected_batch_size
     corrected = functools.partial(finetune.dp_adam_bc, noise_std=noise_std)
     optimizers = {
@@ -141,8 +142,7 @@ def trainer(method: str, params: Any, records: int) -> Any:
         "dimension": jaxdp.split_clip_norm(params, CLIP, by="dimension"),
         "adaptive per part": leaves,
     }
-    clip_norm = clip_norms.get(method, CLIP)
-    make: Any = finetune.dp_sgd
+    make = finetune.dp_sgd
     if "adaptive" in method:
         # The default B / 20 is too little for four counts of small batches.
         counts = len(leaves) if method == "adaptive per part" else 1
@@ -152,89 +152,79 @@ def trainer(method: str, params: Any, records: int) -> Any:
         loss,
         optax.inject_hyperparams(lambda learning_rate: optimizer(learning_rate))(1.0),
         sampler=sampler,
-        clip_norm=clip_norm,
+        clip_norm=clip_norms.get(method, CLIP),
         noise_multiplier=sigma,
         physical_batch_size=math.ceil(1.5 * RATE * records),
     )
 
 
-def accuracy(training: Any, rate: float, data: Split) -> float:
+def accuracy(training, rate: float, data: Split) -> float:
     """Trains once, and returns the accuracy on the test records."""
-    state = training.init(data.params)
-    rates = {**state.opt_state.hyperparams, "learning_rate": jnp.float32(rate)}
-    state = state._replace(opt_state=state.opt_state._replace(hyperparams=rates))
-    for _ in range(STEPS):
-        state, _ = training.step(state, data.private)
+    state = problems.trained(training, data.params, data.private, STEPS, rate)
     x, label = data.test
     prediction = np.asarray(logits(jax.device_get(state.params), x)).argmax(1)
     return float(np.mean(prediction == label))
 
 
-def compared(name: str, seeds: int) -> list[dict[str, Any]]:
-    """Returns a row for each method of a set."""
-    tuning = [split(name, seed) for seed in TUNING]
-    splits = [split(name, seed) for seed in range(seeds)]
-    rows = []
-    for method, optimizer in METHODS.items():
-        training = trainer(method, splits[0].params, len(splits[0].private))
-        tuned = {}
-        for rate in RATES[optimizer]:
-            tuned[rate] = statistics.mean(accuracy(training, rate, data) for data in tuning)
-        best = max(tuned, key=lambda rate: tuned[rate])
-        accuracies = [accuracy(training, best, data) for data in splits]
-        row = {
-            "method": method,
-            "rate": best,
-            "tuned": {f"{rate:g}": value for rate, value in tuned.items()},
-            "accuracies": accuracies,
-        }
-        print(row, flush=True)
-        rows.append(row)
-    return rows
+def tuned(
+    training, rates: Iterable[float], data: Splits
+) -> tuple[float, dict[str, float], list[float]]:
+    """Returns the best rate, the accuracy of each, and accuracies of the best on the other splits.
+
+    The splits of `TUNING` choose the rate.
+    """
+    means = {}
+    for rate in rates:
+        means[rate] = statistics.mean(accuracy(training, rate, data[seed]) for seed in TUNING)
+    best = max(means, key=means.__getitem__)
+    accuracies = [accuracy(training, best, data[seed]) for seed in data if seed not in TUNING]
+    return best, {f"{rate:g}": mean for rate, mean in means.items()}, accuracies
+
+
+def row_of(data: Splits, method: str) -> dict:
+    training = trainer(method, data[0].params, len(data[0].private))
+    rate, means, accuracies = tuned(training, RATES[METHODS[method]], data)
+    return {"method": method, "rate": rate, "tuned": means, "accuracies": accuracies}
 
 
 # --- The report and its page --------------------------------------------------------------------
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of docs/results/clip_parts.md."""
-    lines = []
-    for row in report["steps"]:
-        ratios = [f"{row[ratio]:.2f}" for ratio in ("over_flat", "cpu_over_flat")]
-        lines.append([row["case"], row["clip norms"], f"{row['ms']:.2f}", *ratios])
-    header = ["case", "clip norms", "ms", "over flat", "processor time over flat"]
-    markdown = {"steps": timing.page_table(header, lines)}
+def tables(report) -> dict:
+    columns = {
+        "case": "{case}",
+        "clip norms": "{clip norms}",
+        "ms": "{ms:.2f}",
+        "over flat": "{over_flat:.2f}",
+        "processor time over flat": "{cpu_over_flat:.2f}",
+    }
+    markdown = {"steps": pages.plain(pages.lines(report["steps"], columns))}
     for study in STUDIES[1:]:
         if study in report:  # a report may have some studies only
-            markdown[study] = _accuracies(report[study])
+            flat = np.asarray(report[study][0]["accuracies"])
+            columns = {
+                "method": "{method}",
+                "learning rate": "{rate:g}",
+                "accuracy, %": lambda row: pages.mean(row["accuracies"]),
+                "less flat": lambda row, flat=flat: pages.mean(row["accuracies"] - flat),
+            }
+            markdown[study] = pages.plain(pages.lines(report[study], columns))
     return markdown
 
 
-def _accuracies(rows: Sequence[Mapping[str, Any]]) -> str:
-    flat = np.asarray(rows[0]["accuracies"])
-    lines = []
-    for row in rows:
-        accuracies = np.asarray(row["accuracies"])
-        cells = [row["method"], f"{row['rate']:g}"]
-        for values in (accuracies, accuracies - flat):
-            error = values.std(ddof=1) / math.sqrt(len(values))
-            cells.append(f"{100 * values.mean():.1f} ({100 * error:.1f})")
-        lines.append(cells)
-    header = ["method", "learning rate", "accuracy, %", "less flat"]
-    return timing.page_table(header, lines)
+FLAGS = {
+    "studies": (",".join(STUDIES), "the report keeps the others"),
+    "rounds": (60, "of timed steps"),
+    "seeds": (8, "runs of each method"),
+}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--studies", default=",".join(STUDIES), help="the report keeps the others")
-    parser.add_argument("--rounds", type=int, default=60, help="of timed steps")
-    parser.add_argument("--seeds", type=int, default=8, help="runs of each method")
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     report = timing.earlier(flags.output)
     for study in flags.studies.split(","):
         if study == "steps":
             report[study] = step_times(flags.rounds)
         else:
-            report[study] = compared(study, flags.seeds)
+            data = splits(study, flags.seeds)
+            report[study] = timing.swept(functools.partial(row_of, data), METHODS)
     return report

@@ -22,7 +22,6 @@ and the correlation of their ranks says how far to trust the estimates."""
 
 import argparse
 import json
-import os
 import pathlib
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from typing import Any
 import jax
 
 import jaxdp
-from benchmarks import compiled_cases, counts, timing, trust
+from benchmarks import compiled_cases, counts, pages, timing, trust
 from jaxdp.compilers import process, schedules, targets
 from jaxdp.report import format_table
 
@@ -47,7 +46,7 @@ def compiled(target: str, case: str, step: str, tiny: bool) -> Row:
     found, trace_s, compile_s = targets.compile_for(
         target, program.function, program.args, program.donate
     )
-    row: Row = {"trace_s": trace_s, "compile_s": compile_s}
+    row = {"trace_s": trace_s, "compile_s": compile_s}
     if step == "plain":
         row["operations"] = counts.count(program.function, *program.args).flops
     bundles = schedules.of_kernels(target, found.as_text())
@@ -59,27 +58,17 @@ def compiled(target: str, case: str, step: str, tiny: bool) -> Row:
 def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) -> Row:
     """Returns the row of a step, or its error."""
     with tempfile.TemporaryDirectory() as folder:
-        environment = targets.environment(target)
-        arguments = [
-            "--target",
-            target,
-            "--cases",
-            case,
-            "--step",
-            step,
-            "--output",
-            os.path.join(folder, "row.json"),
-        ]
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.compiled",
-            *arguments,
-            *(["--tiny"] if tiny else []),
-        ]
+        row = pathlib.Path(folder, "row.json")
+        flags = {"target": target, "cases": case, "step": step, "output": str(row)}
+        command = [sys.executable, "-m", "benchmarks.compiled", *["--tiny"] * tiny]
+        command += [word for name, value in flags.items() for word in (f"--{name}", value)]
         try:
             ended = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=seconds
+                command,
+                env=targets.environment(target),
+                capture_output=True,
+                text=True,
+                timeout=seconds,
             )
         except subprocess.TimeoutExpired:
             return {"error": f"not compiled in {seconds:.0f} s"}
@@ -89,7 +78,7 @@ def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) ->
                 return {"error": "does not fit", "needed_mb": needed / 1e6}
             lines = [line for line in ended.stderr.splitlines() if line.strip()]
             return {"error": (lines[-1] if lines else f"ended with {ended.returncode}")[:400]}
-        return json.loads(pathlib.Path(folder, "row.json").read_text())
+        return json.loads(row.read_text())
 
 
 def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
@@ -113,16 +102,8 @@ def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
     return rows
 
 
-AMOUNTS = (
-    "total",
-    "cycles",
-    "kernel_cycles",
-    "bytes",
-    "flops",
-    "kernels",
-    "launched",
-    "library_calls",
-)
+_CYCLES = ("total", "cycles", "kernel_cycles")
+AMOUNTS = (*_CYCLES, "bytes", "flops", "kernels", "launched", "library_calls")
 BASES = {
     **{"update": "update", "private update": "update"},
     **{f"private update of {kind}": "update" for kind in compiled_cases.CORRELATED},
@@ -137,42 +118,62 @@ def allocated_mb(row: Row) -> float:
     return (memory["temp"] + memory["output"] - memory["alias"]) / 1e6
 
 
-def markdown(report: Mapping[str, Any]) -> str:
-    """Returns the steps of all cases of a report as a table of a page."""
-    return format_table(table(report), style="markdown")
+def tables(v5e, v6e, v5p, h100) -> dict:
+    """Returns the tables of docs/results/accelerators.md: steps, costly operations, and the steps
+    that were not compiled."""
+    markdown = {}
+    for name, report in {"v5e": v5e, "v6e": v6e, "v5p": v5p, "h100": h100}.items():
+        markdown[name] = pages.padded(table(report))
+    for name, report in {"v5e": v5e, "h100": h100}.items():
+        markdown[f"{name} costs"] = pages.padded(costs(report))
+    for name, report in {"v5e": v5e, "v6e": v6e}.items():
+        markdown[f"{name} left out"] = pages.padded(left_out(report))
+    return markdown
 
 
-def costs(report: Mapping[str, Any], most: int = 4) -> str:
-    """Returns the costliest operations of the clipped gradients and private steps as a table of a
-    page."""
+def costs(report, most: int = 4) -> list[Row]:
+    """Returns the costliest operations of the clipped gradients and private steps."""
     rows = []
     for case, steps in report["cases"].items():
         for step in ("clipped", "private"):
             for of in costliest(steps.get(step, {}))[:most]:
-                rows.append(
-                    {
-                        "case": case,
-                        "step": step,
-                        "share": of["share"],
-                        "operation": f"`{of['operation']}`",
-                    }
-                )
-    return format_table(rows, style="markdown")
+                code = {"operation": f"`{of['operation']}`"}
+                rows.append({"case": case, "step": step} | of | code)
+    return rows
 
 
-def left_out(report: Mapping[str, Any]) -> str:
-    """Returns the steps that were not compiled, with the reasons, as a table of a page."""
+def left_out(report) -> list[Row]:
+    """Returns the steps that were not compiled, with the reasons."""
     rows = []
     for case, steps in report["cases"].items():
         for step, row in steps.items():
             if "error" in row:
-                needed = f"{row['needed_mb']:,.0f}" if "needed_mb" in row else ""
-                reason = {"reason": row["error"], "needs, MB": needed}
-                rows.append({"case": case, "step": step} | reason)
-    return format_table(rows, style="markdown")
+                rows.append({"case": case, "step": step} | row)
+    columns = {"case": "{case}", "step": "{step}", "reason": "{error}"}
+    return pages.lines(rows, columns | {"needs, MB": "{needed_mb:,.0f}"})
 
 
-def table(report: Mapping[str, Any]) -> list[Row]:
+TPU = {
+    "M cycles": lambda row: row["total"] / 1e6,
+    "of these kernels": lambda row: row["kernel_cycles"] / 1e6 or None,
+    "over plain": lambda row: row.get("total_over_plain"),
+}
+GPU = {
+    "GB": lambda row: row["bytes"] / 1e9,
+    "over plain": lambda row: row.get("bytes_over_plain"),
+    "kernels": lambda row: row["launched"],
+    "kernels over plain": lambda row: row.get("launched_over_plain"),
+    "roofline, ms": lambda row: 1e3 * row["total"],
+    "roofline over plain": lambda row: row.get("total_over_plain"),
+}
+ANY = {
+    "MB": lambda row: row["memory_mb"],
+    "MB over plain": lambda row: row.get("memory_mb_over_plain"),
+    "compile, s": lambda row: row["compile_s"],
+}
+
+
+def table(report: Mapping) -> list[Row]:
     """Returns a row of text for each step of a report."""
     tpu = targets.TARGETS[report["target"]].platform == "tpu"
     rows = []
@@ -180,23 +181,7 @@ def table(report: Mapping[str, Any]) -> list[Row]:
         for step, row in with_ratios(steps).items():
             if "error" in row:
                 continue
-            numbers: dict[str, float | None] = {}
-            if tpu:
-                numbers["M cycles"] = row["total"] / 1e6
-                numbers["of these kernels"] = row["kernel_cycles"] / 1e6 or None
-                numbers["over plain"] = row.get("total_over_plain")
-            else:
-                numbers |= {"GB": row["bytes"] / 1e9, "over plain": row.get("bytes_over_plain")}
-                numbers |= {
-                    "kernels": row["launched"],
-                    "kernels over plain": row.get("launched_over_plain"),
-                }
-                numbers |= {
-                    "roofline, ms": 1e3 * row["total"],
-                    "roofline over plain": row.get("total_over_plain"),
-                }
-            numbers |= {"MB": row["memory_mb"], "MB over plain": row.get("memory_mb_over_plain")}
-            numbers |= {"compile, s": row["compile_s"]}
+            (numbers,) = pages.lines([row], (TPU if tpu else GPU) | ANY)
             shown = {name: "" if x is None else f"{x:.3g}" for name, x in numbers.items()}
             rows.append({"case": case, "step": step} | shown)
     return rows
@@ -210,30 +195,24 @@ def costliest(row: Row) -> list[Row]:
     ]
 
 
-def arguments(given: Sequence[str] | None) -> argparse.Namespace:
-    parser = timing.arguments(__doc__, output="")
-    parser.add_argument("--target", choices=targets.TARGETS, required=True)
-    parser.add_argument(
-        "--cases", default="", help="parts of names of cases, with semicolons; all without it"
-    )
-    parser.add_argument("--steps", default="", help="names of steps, with commas; all without it")
-    parser.add_argument("--step", help=argparse.SUPPRESS)  # the one step of a process of its own
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
-    parser.add_argument("--note", default="", help="what the version is, for the report")
-    parser.add_argument("--again", action="store_true", help="compiles what the report has already")
-    parser.add_argument(
-        "--device", default="", help="a report of benchmarks.device, whose times are set beside"
-    )
-    parser.add_argument("--minutes", type=float, default=20.0, help="the limit of one program")
-    flags = parser.parse_args(given)
-    flags.output = (
-        flags.output or f".bench/compiled_{flags.target}{'_tiny' if flags.tiny else ''}.json"
-    )
-    return flags
+FLAGS = {
+    "output": "",
+    "target": {"choices": targets.TARGETS, "required": True},
+    "cases": ("", "parts of names of cases, with semicolons; all without it"),
+    "steps": ("", "names of steps, with commas; all without it"),
+    "step": {"help": argparse.SUPPRESS},  # the one step of a process of its own
+    "tiny": (False, "tiny shapes, to check the programs"),
+    "note": ("", "what the version is, for the report"),
+    "again": (False, "compiles what the report has already"),
+    "device": ("", "a report of benchmarks.device, whose times are set beside"),
+    "minutes": (20.0, "the limit of one program"),
+}
 
 
-def main(given: Sequence[str] | None = None) -> dict[str, Any]:
-    flags = arguments(given)
+def main(given: Sequence[str] | None = None) -> dict:
+    flags = timing.parser(__doc__, FLAGS).parse_args(given)
+    tiny = "_tiny" if flags.tiny else ""
+    flags.output = flags.output or f".bench/compiled_{flags.target}{tiny}.json"
     if flags.step:
         row = compiled(flags.target, flags.cases, flags.step, flags.tiny)
         pathlib.Path(flags.output).write_text(json.dumps(row))
@@ -243,7 +222,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
         targets.require(flags.target)
     except ImportError as error:  # before anything runs
         raise SystemExit(f"{error} In a checkout: make compilers.") from error
-    report: dict[str, Any] = {
+    report = {
         "what": targets.CAVEAT,
         "target": flags.target,
         "compiler": targets.version(target),
@@ -266,7 +245,7 @@ def main(given: Sequence[str] | None = None) -> dict[str, Any]:
     return report
 
 
-def compile_cases(flags: argparse.Namespace, report: dict[str, Any]) -> None:
+def compile_cases(flags: argparse.Namespace, report: dict):
     """Compiles the programs that the report has not, and writes it after each one."""
     path = pathlib.Path(flags.output)
     cases = compiled_cases.cases(flags.tiny)

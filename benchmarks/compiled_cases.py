@@ -10,9 +10,8 @@ import functools
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,9 +19,8 @@ import optax
 from jax_privacy.matrix_factorization import buffered_toeplitz
 
 import jaxdp
-from benchmarks import bench_adaptation, bench_lm, bench_prediction, bench_steps, problems
+from benchmarks import bench_adaptation, bench_lm, bench_prediction, problems
 from jaxdp import models, recalibration, tta
-from jaxdp.prediction import agt
 from jaxdp.recalibration import protocol
 from jaxdp.transforms import chacha, noise
 from jaxdp.tta.step import compiled_step
@@ -40,8 +38,8 @@ class Program(NamedTuple):
       open_turns: The turns of a loop that its compiler does not know.
     """
 
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+    function: Callable
+    args: tuple
     donate: tuple[int, ...] = ()
     open_turns: int = 1
 
@@ -68,67 +66,32 @@ def key_of(words: jax.Array) -> jax.Array:
 KEY = Shape((8,), jnp.uint32)
 
 
-def training(loss: Any, params: Any, batch: Any, moving: tuple[str, ...], microbatch: int) -> Steps:
-    """Returns the gradients and the updates of a training step.
-
-    Args:
-      loss: `loss(params, example)`, one example of `batch`.
-      params, batch: The parameters, dicts by name, and a batch.
-      moving: The names of the parameters that are trained.
-      microbatch: The number of examples whose gradients jax_privacy holds at once.
-    """
-    trained = {name: params[name] for name in moving}
-    trainable = None if len(moving) == len(params) else models.trainable("lora", params)
-    clipped_grad = jaxdp.clipped_grad(loss, clip_norm=CLIP, trainable=trainable)
-    shape = jax.tree.leaves(batch)[0].shape
-    examples = shape[0] if shape else 0
-    sgd = optax.sgd(0.01, momentum=0.9)
-
-    def trained_of(params: Any) -> Any:
-        return {name: params[name] for name in moving}
-
-    def loss_of_trained(moved: Any, params: Any, example: Any) -> jax.Array:
-        return loss({**params, **moved}, example)
-
-    def plain(params: Any, batch: Any) -> Any:
-        def total(moved: Any) -> jax.Array:
-            losses = jax.vmap(lambda example: loss_of_trained(moved, params, example))(batch)
-            return losses.sum()
-
-        return jax.grad(total)(trained_of(params))
-
-    def clipped(params: Any, batch: Any) -> Any:
-        return trained_of(clipped_grad(params, batch).grads)
-
-    def jax_privacy() -> Program:
-        grads = problems.jax_privacy_grad(loss_of_trained, CLIP, (2,), microbatch)
-        turns = math.ceil(examples / microbatch)
-        return Program(lambda p, b: grads(trained_of(p), p, b), (params, batch), (), turns)
-
-    steps: dict[str, Callable[[], Program]] = {
-        "plain": lambda: Program(plain, (params, batch)),
-        "clipped": lambda: Program(clipped, (params, batch)),
-        **updates(trained, sgd, examples),
+def training(case: problems.Training) -> Steps:
+    """Returns the gradients and the updates of a training step."""
+    args = (case.params, case.batch)
+    examples = case.examples
+    steps = {
+        "plain": lambda: Program(case.plain, args),
+        "clipped": lambda: Program(case.clipped, args),
+        **updates(case.trained(case.params), optax.sgd(0.01, momentum=0.9), examples),
     }
     if importlib.util.find_spec("jax_privacy"):
-        steps["jax_privacy"] = jax_privacy
+        turns = math.ceil(examples / case.microbatch)
+        steps["jax_privacy"] = lambda: Program(case.jax_privacy(), args, (), turns)
     return steps
 
 
-def updates(params: Any, optimizer: Any, divisor: int) -> Steps:
+def updates(params, optimizer, divisor: int) -> Steps:
     """Returns an update by the sum of gradients, and a private one."""
     state = jax.eval_shape(optimizer.init, params)
 
-    def update(params: Any, state: Any, grads: Any) -> Any:
-        changes, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, changes), state
+    def update(params, state, grads):
+        return problems.updated(optimizer, grads, state, params)
 
-    def private(kind: str | None = None) -> Program:
+    def private(kind=None):
         correlation = None if kind is None else correlation_of(kind)
 
-        def step(
-            params: Any, state: Any, buffers: Any, grads: Any, words: jax.Array, number: jax.Array
-        ) -> Any:
+        def step(params, state, buffers, grads, words, number):
             key = key_of(words)
             privatizer = jaxdp.privatize(
                 CLIP, noise_multiplier=NOISE, divisor=divisor, key=key, noise=correlation
@@ -143,7 +106,7 @@ def updates(params: Any, optimizer: Any, divisor: int) -> Steps:
         arrays = (params, state, buffers, params, KEY, Shape((), jnp.int32))
         return Program(step, arrays, (0, 1, 2))
 
-    steps: dict[str, Callable[[], Program]] = {
+    steps = {
         "update": lambda: Program(update, (params, state, params), (0, 1)),
         "private update": private,
     }
@@ -152,7 +115,7 @@ def updates(params: Any, optimizer: Any, divisor: int) -> Steps:
     return steps
 
 
-def correlation_of(kind: str) -> Any:
+def correlation_of(kind: str):
     """Returns correlated noise of a run in which each example takes part once."""
     if kind.endswith("bands"):
         bands = int(kind.split()[0])
@@ -164,41 +127,23 @@ def correlation_of(kind: str) -> Any:
     return jaxdp.correlated(build([0.9, 0.5], [0.3, 0.1], jnp.float32), steps=STEPS)
 
 
-def without_correlated_noise(build: Callable[[], Steps]) -> Callable[[], Steps]:
+def without_correlated_noise(build: Callable) -> Callable:
     """Returns a case without its updates with correlated noise, which take long to compile."""
 
-    def steps() -> Steps:
+    def steps():
         left_out = {f"private update of {kind}" for kind in CORRELATED}
         return {name: step for name, step in build().items() if name not in left_out}
 
     return steps
 
 
-def params_of(model: Any, shape: tuple[int, ...]) -> Any:
+def params_of(model, side: int):
     """Returns the abstract parameters of a classifier of images."""
-    one_image = Shape((1, *shape), jnp.float32)
+    one_image = Shape((1, side, side, 3), jnp.float32)
     return jax.eval_shape(model.init, jax.random.key(0), one_image)["params"]
 
 
-def images(model: Any, batch: int, shape: tuple[int, ...], microbatch: int) -> Steps:
-    """Returns the steps of a classifier of images."""
-    params = params_of(model, shape)
-
-    loss = problems.named_classifier_loss(model)
-    data = {"x": Shape((batch, *shape), jnp.float32), "label": Shape((batch,), jnp.int32)}
-    return training(loss, params, data, tuple(params), microbatch)
-
-
-def texts(
-    name: str, mode: str, batch: int, length: int, microbatch: int, **attributes: Any
-) -> Steps:
-    """Returns the steps of a language model, in full or by LoRA."""
-    params, loss, _ = bench_lm.problem(models.create(name, **attributes), mode)
-    moving = ("lora",) if mode == "lora" else tuple(params)
-    return training(loss, params, Shape((batch, length + 1), jnp.int32), moving, microbatch)
-
-
-def adaptation(model: Any, method: tta.Method, batch: int, side: int) -> Steps:
+def adaptation(model, method: tta.Method, batch: int, side: int) -> Steps:
     """Returns a step of a method of test-time adaptation, and a private one."""
     return {
         "plain": lambda: adaptation_of(model, method, batch, side, private=False),
@@ -206,20 +151,18 @@ def adaptation(model: Any, method: tta.Method, batch: int, side: int) -> Steps:
     }
 
 
-def adaptation_of(
-    model: Any, method: tta.Method, batch: int, side: int, *, private: bool
-) -> Program:
+def adaptation_of(model, method: tta.Method, batch: int, side: int, *, private: bool) -> Program:
     """Returns one step of a method of test-time adaptation."""
     pictures = Shape((batch, side, side, 3), jnp.float32)
-    params = params_of(model, (side, side, 3))
+    params = params_of(model, side)
     if private:
         method = tta.private(method, clip_norm=CLIP, noise_multiplier=0.6186)
     static = []  # the adapter's program, which is no array that `eval_shape` could return
 
-    def apply_fn(params: Any, images: jax.Array) -> jax.Array:
+    def apply_fn(params, images):
         return model.apply({"params": params}, images)
 
-    def start(params: Any, words: jax.Array) -> Any:
+    def start(params, words):
         optimizer = optax.sgd(1e-3, momentum=0.9)
         adapting = tta.Adapter(apply_fn, params, method, optimizer)
         static.append(adapting._program)
@@ -228,7 +171,7 @@ def adaptation_of(
 
     constants, state = jax.eval_shape(start, params, KEY)
 
-    def step(constants: Any, state: Any, images: jax.Array, mask: jax.Array) -> Any:
+    def step(constants, state, images, mask):
         key = key_of(state.key)
         state, logits = compiled_step(
             static[0], batch, constants, state._replace(key=key), images, mask, key
@@ -245,54 +188,43 @@ def certificates(sizes: tuple[int, ...], records: int, ks: int) -> Steps:
     """
     case = bench_prediction.Case(sizes, records, 2, 0.1, 0.1, 0.0)
     params, data = bench_prediction.problem(case)
-    settings = {"clip": 0.1, "learning_rate": 0.1, "batch_size": records, "epochs": 2}
-    settings |= {"trainable": bench_prediction.trained}
 
-    def bounds(steps_before: int) -> Program:
-        plan, arrays = bench_prediction.plan_of(params, data, settings, ks, "add_remove")
-        moving, frozen, rows, order, rates = arrays
-        state = agt._State(moving, [], None)
-
-        def step(frozen: Any, rows: Any, state: Any, order: Any, rate: Any) -> Any:
-            return agt._batch_step(
-                bench_prediction.loss, plan, frozen, rows, state, order, rate, None
-            )
-
+    def bounds(later):
+        step, arguments = bench_prediction.step_of(case, params, data, ks)
+        args = arguments()
         # The batches after the first one have as many boxes as distances.
-        for _ in range(steps_before):
-            state = jax.eval_shape(step, frozen, rows, state, order[0], rates[0])
-        return Program(step, (frozen, rows, state, order[0], rates[0]))
+        return Program(step, arguments(jax.eval_shape(step, *args)) if later else args)
 
     plain = bench_prediction.baselines(case._replace(steps=1), params)["vmap"]
     return {
-        "plain": lambda: Program(plain, (params["dense"], data)),
-        "first step": lambda: bounds(0),
-        "later step": lambda: bounds(1),
+        "plain": lambda: Program(plain, ({"dense": params["dense"]}, data)),
+        "first step": lambda: bounds(False),
+        "later step": lambda: bounds(True),
     }
 
 
-def recalibrated(method: Any, records: int, classes: int) -> Steps:
+def recalibrated(method, records: int, classes: int) -> Steps:
     """Returns the answer of one source in one round, exact and with noise."""
     data = recalibration.Records(
         Shape((records, classes), jnp.float32), Shape((records,), jnp.int32)
     )
     scale = protocol.noise_scale(method, epsilon=1.0, adjacency="add_remove", num_classes=classes)
 
-    def exact(records: Any, temperature: Any, source: Any) -> Any:
+    def exact(records, temperature, source):
         return protocol._exact(method, 1, records, temperature, scale, source)
 
-    def noisy(records: Any, temperature: Any, source: Any, words: jax.Array) -> Any:
+    def noisy(records, temperature, source, words):
         return protocol.with_noise(key_of(words), exact(records, temperature, source), scale)
 
     args = (data, Shape((), jnp.float32), Shape((records,), jnp.int32))
     return {"plain": lambda: Program(exact, args), "private": lambda: Program(noisy, (*args, KEY))}
 
 
-def drawn(draw: Callable[..., Any], size: int) -> Steps:
+def drawn(draw: Callable, size: int) -> Steps:
     """Returns noise for one array, beside JAX's normal numbers by Threefry."""
     like = Shape((size,), jnp.float32)
 
-    def usual(words: jax.Array) -> jax.Array:
+    def usual(words):
         return jax.random.normal(jax.random.wrap_key_data(words, impl="threefry2x32"), (size,))
 
     return {
@@ -302,129 +234,79 @@ def drawn(draw: Callable[..., Any], size: int) -> Steps:
 
 
 VIT_B16_VALUES = 86_567_656
-BF16: dict[str, Any] = {"dtype": jnp.bfloat16}
-TINY_VIT = {"width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
-TINY_TEXT = {
-    "num_classes": 61,
-    "positions": 16,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "mlp_width": 32,
-}
+BF16, TINY_VIT, TINY_TEXT = problems.BF16, problems.TINY_VIT, problems.TINY_TEXT
 
 
-class Sizes:
-    """Builds cases at their own sizes, or at tiny ones to check the programs."""
+def cases(tiny: bool = False) -> dict[str, Callable]:
+    """Returns the cases by name, at tiny shapes to check the programs."""
 
-    def __init__(self, tiny: bool):
-        self.tiny = tiny
-
-    def classifier(
-        self,
-        name: str,
-        batch: int,
-        microbatch: int,
-        side: int = 32,
-        classes: int = 10,
-        **attributes: Any,
-    ) -> Callable[[], Steps]:
-        if self.tiny:
-            batch, microbatch, classes = 2, 1, 4
+    def image(name, batch, microbatch, side=32, classes=10, **attributes):
+        if tiny:
             # Patches of a ViT and the strides of a ResNet-50 need a side of 32.
             side = 32 if name.startswith(("vit", "resnet50")) else 8
             attributes |= TINY_VIT if name.startswith("vit") else {}
+            classes = 4
+        model = lambda: models.create(name, num_classes=classes, **attributes)  # noqa: E731
+        return images(model, batch, microbatch, (side, side, 3))
 
-        def build() -> Steps:
-            model = models.create(name, num_classes=classes, **attributes)
-            return images(model, batch, (side, side, 3), microbatch)
+    def images(model, batch, microbatch=64, shape=(28, 28, 1)):
+        sizes = (2, shape, 1) if tiny else (batch, shape, microbatch)
+        return lambda: training(problems.image_training(model(), *sizes))
 
-        return build
-
-    def digits(self, model: Callable[[], nn.Module], batch: int) -> Callable[[], Steps]:
-        microbatch = 64
-        if self.tiny:
-            batch, microbatch = 2, 1
-        return lambda: images(model(), batch, (28, 28, 1), microbatch)
-
-    def language(
-        self,
-        name: str,
-        mode: str,
-        batch: int,
-        length: int,
-        microbatch: int,
-        **attributes: Any,
-    ) -> Callable[[], Steps]:
-        if self.tiny:
-            batch, length, microbatch = 2, 8, 1
+    def text(name, mode, batch, length, microbatch, **attributes):
+        sizes = (2, 8, 1) if tiny else (batch, length, microbatch)
+        if tiny:
             attributes = TINY_TEXT | ({"kv_heads": 1} if name != "gpt2" else {})
-        return lambda: texts(name, mode, batch, length, microbatch, **BF16, **attributes)
+        model = lambda: models.create(name, **BF16, **attributes)  # noqa: E731
+        return lambda: training(bench_lm.training(model(), mode, *sizes))
 
-    def adapted(self, name: str, method: str, batch: int) -> Callable[[], Steps]:
-        side, classes = 224, 1000
-        attributes: dict[str, Any] = {}
-        if self.tiny:
-            batch, side, classes = 2, 32, 4
-            tiny_convnext = {"widths": (8,) * 4, "depths": (1,) * 4}
-            attributes = TINY_VIT if name.startswith("vit") else tiny_convnext
+    def adapted(name, method):
+        batch, side, classes = (2, 32, 4) if tiny else (64, 224, 1000)
+        small = TINY_VIT if name.startswith("vit") else {"widths": (8,) * 4, "depths": (1,) * 4}
+        attributes = small if tiny else {}
+        model = lambda: models.create(name, num_classes=classes, **attributes)  # noqa: E731
+        return lambda: adaptation(model(), bench_adaptation.METHODS[method](classes), batch, side)
 
-        def build() -> Steps:
-            model = models.create(name, num_classes=classes, **attributes)
-            return adaptation(model, bench_adaptation.METHODS[method](classes), batch, side)
+    def draws(draw, size):
+        return lambda: drawn(draw, 64 if tiny else size)
 
-        return build
-
-    def noise(self, draw: Callable[..., Any], size: int) -> Callable[[], Steps]:
-        return lambda: drawn(draw, 64 if self.tiny else size)
-
-    def certificates(self) -> Callable[[], Steps]:
-        if self.tiny:
-            return lambda: certificates((4, 3, 2), 24, 20)
-        return lambda: certificates((784, 128, 10), 1000, 20)
-
-
-def cases(tiny: bool = False) -> dict[str, Callable[[], Steps]]:
-    """Returns the cases by name, at tiny shapes to check the programs."""
-    of = Sizes(tiny)
     mlp = functools.partial(models.create, "mlp", num_classes=10, hidden=(512, 512))
-    gpt2 = {"num_classes": bench_lm.VOCABULARY}
-    small_llama = {"num_classes": 49_152}
-    llama = {"num_classes": 32_000}
-    records = 8 if tiny else 2500
+    gpt2, wide = functools.partial(text, "gpt2", num_classes=50_257), (256, 64)
+    large = functools.partial(image, "resnet50", 64, 16, 224, 1000, norm="group")
+    vit = functools.partial(image, "vit_b16", side=224, classes=1000, **BF16)
     every = {
-        "noise of 86 M values": of.noise(noise.gaussian, VIT_B16_VALUES),
-        "Laplace noise of 170 k values": of.noise(noise.laplace, 170_000),
-        "MLP, 256": of.digits(mlp, 256),
-        "CNN, 256": of.digits(bench_steps.Digits, 256),
-        "small ViT, float32, 64 of 32 x 32": of.classifier("vit_tiny", 64, 16),
-        "ResNet-8, float32, 256": of.classifier("resnet20", 256, 64, depth=8),
-        "ResNet-20, float32, 256": of.classifier("resnet20", 256, 64),
-        "ResNet-20, bfloat16, 256": of.classifier("resnet20", 256, 64, **BF16),
-        "WRN-16-4, float32, 256": of.classifier("wrn_16_4", 256, 64),
-        "WRN-16-4, bfloat16, 256": of.classifier("wrn_16_4", 256, 64, **BF16),
-        "ResNet-50-GN, float32, 64": of.classifier("resnet50", 64, 16, 224, 1000, norm="group"),
-        "ResNet-50-GN, bfloat16, 64": of.classifier(
-            "resnet50", 64, 16, 224, 1000, norm="group", **BF16
+        "noise of 86 M values": draws(noise.gaussian, VIT_B16_VALUES),
+        "Laplace noise of 170 k values": draws(noise.laplace, 170_000),
+        "MLP, 256": images(mlp, 256),
+        "CNN, 256": images(problems.Digits, 256),
+        "small ViT, float32, 64 of 32 x 32": image("vit_tiny", 64, 16),
+        "ResNet-8, float32, 256": image("resnet20", *wide, depth=8),
+        "ResNet-20, float32, 256": image("resnet20", *wide),
+        "ResNet-20, bfloat16, 256": image("resnet20", *wide, **BF16),
+        "WRN-16-4, float32, 256": image("wrn_16_4", *wide),
+        "WRN-16-4, bfloat16, 256": image("wrn_16_4", *wide, **BF16),
+        "ResNet-50-GN, float32, 64": large(),
+        "ResNet-50-GN, bfloat16, 64": large(**BF16),
+        "ViT-B/16, bfloat16, 64": vit(64, 16),
+        "ViT-B/16, bfloat16, 256": vit(256, 16),
+        "GPT-2 small, LoRA, bfloat16, 8 x 512": gpt2("lora", 8, 512, 4),
+        "GPT-2 small, LoRA, bfloat16, 4 x 1024": gpt2("lora", 4, 1024, 2),
+        "GPT-2 small, full, bfloat16, 8 x 512": gpt2("full", 8, 512, 4),
+        "GPT-2 small, full, bfloat16, 4 x 1024": gpt2("full", 4, 1024, 2),
+        "Llama-like 135 M, LoRA, bfloat16, 8 x 512": text(
+            "smollm_135m", "lora", 8, 512, 4, num_classes=49_152
         ),
-        "ViT-B/16, bfloat16, 64": of.classifier("vit_b16", 64, 16, 224, 1000, **BF16),
-        "ViT-B/16, bfloat16, 256": of.classifier("vit_b16", 256, 16, 224, 1000, **BF16),
-        "GPT-2 small, LoRA, bfloat16, 8 x 512": of.language("gpt2", "lora", 8, 512, 4, **gpt2),
-        "GPT-2 small, LoRA, bfloat16, 4 x 1024": of.language("gpt2", "lora", 4, 1024, 2, **gpt2),
-        "GPT-2 small, full, bfloat16, 8 x 512": of.language("gpt2", "full", 8, 512, 4, **gpt2),
-        "GPT-2 small, full, bfloat16, 4 x 1024": of.language("gpt2", "full", 4, 1024, 2, **gpt2),
-        "Llama-like 135 M, LoRA, bfloat16, 8 x 512": of.language(
-            "smollm_135m", "lora", 8, 512, 4, **small_llama
+        "Llama-like 1.1 B, LoRA, bfloat16, 4 x 512": text(
+            "tinyllama_1b", "lora", 4, 512, 2, num_classes=32_000
         ),
-        "Llama-like 1.1 B, LoRA, bfloat16, 4 x 512": of.language(
-            "tinyllama_1b", "lora", 4, 512, 2, **llama
+        "certificates of 20 distances": functools.partial(
+            certificates, *(((4, 3, 2), 24) if tiny else ((784, 128, 10), 1000)), 20
         ),
-        "certificates of 20 distances": of.certificates(),
-        "a round of Acc-T": lambda: recalibrated(recalibration.AccT(), records, 10),
+        "a round of Acc-T": lambda: recalibrated(recalibration.AccT(), 8 if tiny else 2500, 10),
     }
-    for name, model, batch in (("ViT-B/16", "vit_b16", 64), ("ConvNeXt-T", "convnext_tiny", 64)):
+    for name, model in (("ViT-B/16", "vit_b16"), ("ConvNeXt-T", "convnext_tiny")):
         for method in ("tent", "sar", "eata", "deyo"):
-            every[f"{method} on {name}, float32, {batch}"] = of.adapted(model, method, batch)
+            every[f"{method} on {name}, float32, 64"] = adapted(model, method)
     with_correlated_noise = ("MLP, 256", "ViT-B/16, bfloat16, 64")
     return {
         name: build if name in with_correlated_noise else without_correlated_noise(build)

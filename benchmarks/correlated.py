@@ -6,10 +6,10 @@ The privacy of all methods is for one example, add/remove. DP-SGD has Poisson sa
 amplification its epsilon has. The others have the batches of a fixed order. Learning rates are the
 best of two for each cell by the mean accuracy of the runs, which favours no method."""
 
-import argparse
+import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -18,18 +18,27 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import timing
+from benchmarks import pages, problems, timing
 from jaxdp import data, finetune
 from jaxdp.transforms import losses
+from launch import results
 
 EPSILONS = (1.0, 2.0, 4.0, 8.0)
 DELTA = 1e-5
 RATES = (0.5, 2.0)
-METHODS = ("DP-SGD, Poisson", "fixed order, independent", "fixed order, banded", "fixed order, BLT")
+# By method: the options of the noise of a fixed order, None for DP-SGD.
+METHODS = {
+    "DP-SGD, Poisson": None,
+    "fixed order, independent": {"bands": 1},
+    "fixed order, banded": {},
+    "fixed order, BLT": {"strategy": "blt"},
+}
+FLAGS = {"runs": (3, "of each method, epsilon and rate")}
 # By name: the size of a batch, the epochs and the width of the hidden layer.
 TASKS = {"digits": (60, 4, 32), "breast_cancer": (16, 2, 8)}
 
 
+@functools.cache
 def examples(name: str) -> tuple[data.Examples, Mapping[str, np.ndarray]]:
     """Returns private examples and a test batch of a bundled set, three quarters and a quarter."""
     source = data.bundled(name)
@@ -47,16 +56,16 @@ def examples(name: str) -> tuple[data.Examples, Mapping[str, np.ndarray]]:
     return data.from_arrays(**private, num_classes=source.num_classes), test
 
 
-def logits(params: Any, features: jax.Array) -> jax.Array:
+def logits(params, features: jax.Array) -> jax.Array:
     hidden = jnp.tanh(features @ params["in"] + params["shift"])
     return hidden @ params["out"]
 
 
-def loss(params: Any, example: Mapping[str, jax.Array]) -> jax.Array:
+def loss(params, example: Mapping[str, jax.Array]) -> jax.Array:
     return losses.softmax_cross_entropy(logits(params, example["features"]), example["label"])
 
 
-def start(inputs: int, width: int, classes: int, seed: int) -> Any:
+def start(inputs: int, width: int, classes: int, seed: int):
     rng = np.random.default_rng(seed)
     return {
         "in": jnp.asarray(rng.normal(size=(inputs, width)) / np.sqrt(inputs), jnp.float32),
@@ -65,79 +74,58 @@ def start(inputs: int, width: int, classes: int, seed: int) -> Any:
     }
 
 
-def noise_of(method: str, sampler: data.FixedOrderSampler, steps: int) -> Any:
-    """Returns the noise of a method, or None for DP-SGD."""
-    match method:
-        case "DP-SGD, Poisson":
-            return None
-        case "fixed order, independent":
-            return finetune.optimal_noise(sampler, steps=steps, bands=1)
-        case "fixed order, banded":
-            return finetune.optimal_noise(sampler, steps=steps)
-    return finetune.optimal_noise(sampler, steps=steps, strategy="blt")
+@functools.cache
+def noise_of(task: str, method: str) -> tuple[Any, Any, int]:
+    """Returns the sampler of a method, its noise, or None for DP-SGD, and the steps of a run."""
+    batch_size, epochs, _ = TASKS[task]
+    order = data.FixedOrderSampler(len(examples(task)[0]), batch_size)
+    steps = epochs * order.steps_per_epoch
+    options = METHODS[method]
+    if options is None:
+        share = order.expected_batch_size / order.num_examples
+        return data.PoissonSampler(order.num_examples, share), None, steps
+    return order, finetune.optimal_noise(order, steps=steps, **options), steps
 
 
-def trainer_of(
-    method: str, records: int, batch_size: int, steps: int, rate: float, noise: Any, **target: Any
-) -> finetune.PrivateTrainer:
-    sampler: Any = data.FixedOrderSampler(records, batch_size)
-    if noise is None:
-        sampler = data.PoissonSampler(records, sampler.expected_batch_size / records)
-        if "epsilon" in target:
-            target["steps"] = steps
-    return finetune.dp_sgd(
-        loss, optax.sgd(rate), sampler=sampler, noise=noise, clip_norm=1.0, **target
-    )
+def row_of(runs: int, task: str, method: str, epsilon: float) -> dict:
+    """Returns the row of a cell: accuracies [runs] at the best rate."""
+    sampler, noise, steps = noise_of(task, method)
+    target = {"epsilon": epsilon, "delta": DELTA} | ({} if noise else {"steps": steps})
+    row, trainer = best_row(task, runs, steps, sampler=sampler, noise=noise, **target)
+    row = {"task": task, "method": method, "epsilon": epsilon, "steps": steps} | row
+    return row | {"buffers": noise.buffers if noise else 0, "error": error(trainer, steps)}
 
 
-def rows_of(task: str, method: str, runs: int) -> list[dict[str, Any]]:
-    """Returns a row for each epsilon: accuracies [runs] at the best rate."""
-    batch_size, epochs, width = TASKS[task]
+def best_row(task: str, runs: int, steps: int, /, **options) -> tuple[dict, Any]:
+    """Returns the best rate, its accuracies [runs] and what a run spends, and the last trainer."""
     private, test = examples(task)
-    sampler = data.FixedOrderSampler(len(private), batch_size)
-    steps = epochs * sampler.steps_per_epoch
-    noise = noise_of(method, sampler, steps)
-    classes, inputs = private.num_classes, test["features"].shape[1]
-    rows = []
-    for epsilon in EPSILONS:
-        by_rate = {}
-        for rate in RATES:
-            trainer = trainer_of(
-                method, len(private), batch_size, steps, rate, noise, epsilon=epsilon, delta=DELTA
+    inputs, width = test["features"].shape[1], TASKS[task][2]
+    by_rate = {}
+    for rate in RATES:
+        trainer = finetune.dp_sgd(loss, optax.sgd(rate), clip_norm=1.0, **options)
+        accuracies = []
+        for seed in range(runs):
+            ledger = jaxdp.Ledger.in_memory()
+            ledger.register(task, adjacency="add_remove", unit="example", delta=DELTA)
+            state = finetune.fit(
+                trainer,
+                start(inputs, width, private.num_classes, seed),
+                private,
+                steps=steps,
+                account=ledger.account(task),
+                progress=False,
+                checkpoint_every=steps,
             )
-            accuracies = []
-            for seed in range(runs):
-                ledger = jaxdp.Ledger.in_memory()
-                ledger.register(task, adjacency="add_remove", unit="example", delta=DELTA)
-                state = finetune.fit(
-                    trainer,
-                    start(inputs, width, classes, seed),
-                    private,
-                    steps=steps,
-                    account=ledger.account(task),
-                    progress=False,
-                    checkpoint_every=steps,
-                )
-                guesses = logits(state.params, test["features"]).argmax(axis=1)
-                accuracies.append(float((guesses == test["label"]).mean()))
-            by_rate[rate] = accuracies
-        best = max(by_rate, key=lambda rate: np.mean(by_rate[rate]))
-        row = {"task": task, "method": method, "epsilon": epsilon, "steps": steps}
-        row |= {"rate": best, "accuracies": by_rate[best], "spent": ledger.epsilon(task)}
-        row |= {"buffers": noise.buffers if noise else 0, "error": error(trainer, steps)}
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    return rows
+            guesses = logits(state.params, test["features"]).argmax(axis=1)
+            accuracies.append(float((guesses == test["label"]).mean()))
+        by_rate[rate] = accuracies
+    best = max(by_rate, key=lambda rate: np.mean(by_rate[rate]))
+    return {"rate": best, "accuracies": by_rate[best], "spent": ledger.epsilon(task)}, trainer
 
 
 def error(trainer: finetune.PrivateTrainer, steps: int) -> float:
-    """Returns the root mean squared error of the sum of noise until a step, in clip norms."""
     privatizer = trainer.privatizer
-    sigma = privatizer.multiplier_at(0)
-    if privatizer.noise is None:
-        return float(sigma * np.sqrt((steps + 1) / 2))
-    multiplier = sigma / privatizer.noise.sensitivity
-    return float(multiplier * np.sqrt(privatizer.noise.error().mean()))
+    return problems.noise_error(privatizer.multiplier_at(0), privatizer.noise, steps)
 
 
 def costs(rounds: int = 30) -> dict[str, float]:
@@ -150,7 +138,7 @@ def costs(rounds: int = 30) -> dict[str, float]:
     labels = rng.integers(10, size=1024)
     source = data.from_arrays(features=features, label=labels, num_classes=10)
 
-    def wide(params: Any, example: Mapping[str, jax.Array]) -> jax.Array:
+    def wide(params, example):
         hidden = jnp.tanh(example["features"] @ params["in"])
         hidden = jnp.tanh(hidden @ params["hidden"])
         return losses.softmax_cross_entropy(hidden @ params["out"], example["label"])
@@ -186,54 +174,26 @@ def costs(rounds: int = 30) -> dict[str, float]:
     return {name: min(taken[2:]) for name, taken in times.items()}
 
 
-def tables_of_tasks(
-    rows: Sequence[Mapping[str, Any]],
-    methods: Iterable[str],
-    head: Sequence[str],
-    line_of: Callable[[str, Sequence[Mapping[str, Any]]], Sequence[str]],
-) -> dict[str, str]:
-    """Returns a table for each task, with the line `line_of(method, rows)` for each method.
+def cell(row: Mapping) -> str:
+    return f"{pages.accuracy(row)}, {row['error']:.3g}"
 
-    The rows of a method ascend with epsilon, and so do the columns after those of `head`.
-    """
-    header = [*head, *(f"epsilon {e:g}" for e in EPSILONS)]
-    ascending = sorted(rows, key=lambda row: row["epsilon"])
-    pages = {}
+
+def tables(report) -> dict:
+    markdown = {}
     for task in TASKS:
-        lines = []
-        for method in methods:
-            own = [row for row in ascending if (row["task"], row["method"]) == (task, method)]
-            lines.append(line_of(method, own))
-        pages[task] = timing.page_table(header, lines)
-    return pages
+        rows = results.select(report["rows"], task=task)
+        markdown[task] = pages.by_epsilon(rows, "method", "noise", cell, {"buffers": "{buffers}"})
+    independent = report["costs"]["independent"]
+    columns = {
+        "noise": lambda item: item[0],
+        "processor ms a step": lambda item: f"{item[1]:.2f}",
+        "over independent": lambda item: f"{item[1] / independent:.2f}",
+    }
+    return markdown | {"costs": pages.plain(pages.lines(report["costs"].items(), columns))}
 
 
-def _line(method: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    cells = [f"{timing.accuracy(row)}, {row['error']:.3g}" for row in rows]
-    return [method, f"{rows[0]['buffers']}", *cells]
-
-
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of a report."""
-    pages = tables_of_tasks(report["rows"], METHODS, ["noise", "buffers"], _line)
-    costs = report["costs"]
-    lines = [
-        [name, f"{taken:.2f}", f"{taken / costs['independent']:.2f}"]
-        for name, taken in costs.items()
-    ]
-    pages["costs"] = timing.page_table(["noise", "processor ms a step", "over independent"], lines)
-    return pages
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=3, help="of each method, epsilon and rate")
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     taken = costs()
     print(json.dumps(taken), flush=True)
-    rows: list[Mapping[str, Any]] = []
-    for task in TASKS:
-        for method in METHODS:
-            rows += rows_of(task, method, flags.runs)
-    return {"costs": taken, "rows": rows}
+    run = functools.partial(row_of, flags.runs)
+    return {"costs": taken, "rows": timing.swept(run, TASKS, METHODS, EPSILONS)}

@@ -7,10 +7,8 @@ image comes once, so a stream is one epoch, and its noise is one period of corre
 is for one image, replace-one. All cells have one learning rate, the best of several for Tent with
 clipped gradients and no noise, which favours no noise."""
 
-import argparse
+import functools
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +16,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import timing
+from benchmarks import correlated, pages, problems, timing
 from jaxdp import data, finetune, models, tta
 from jaxdp.transforms import losses
 
@@ -28,6 +26,7 @@ RATES = (0.03, 0.1, 0.3)
 BATCH = 16
 CLIP = 0.3
 NOISES = ("independent", "banded", "blt")
+FLAGS = {"runs": (4, "of each noise, epsilon and rate")}
 
 
 def faded(images: np.ndarray) -> np.ndarray:
@@ -39,19 +38,12 @@ def faded(images: np.ndarray) -> np.ndarray:
 class Task:
     """The source model, and the images of the stream."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         public, private = data.bundled("digits").split((0.6, 0.4), seed=0)
-        model = models.create(
-            "vit_tiny",
-            num_classes=10,
-            patch_size=2,
-            width=32,
-            depth=2,
-            num_heads=4,
-            mlp_width=64,
-        )
+        sizes = {"patch_size": 2, "width": 32, "depth": 2, "num_heads": 4, "mlp_width": 64}
+        model = models.create("vit_tiny", num_classes=10, **sizes)
 
-        def apply_fn(params: Any, images: jax.Array) -> Any:
+        def apply_fn(params, images):
             return model.apply({"params": params}, (images - 0.3) / 0.4)
 
         self.apply_fn = apply_fn
@@ -63,16 +55,16 @@ class Task:
         guesses = self.apply_fn(self.params, image).argmax(axis=1)
         self.before = float((guesses == batch["label"]).mean())
 
-    def _trained(self, model: Any, images: np.ndarray, labels: np.ndarray) -> Any:
+    def _trained(self, model, images: np.ndarray, labels: np.ndarray):
         optimizer = optax.adam(3e-3)
         params = jax.jit(model.init)(jax.random.key(0), images[:1])["params"]
 
-        def mean_loss(params: Any, rows: np.ndarray) -> jax.Array:
+        def mean_loss(params, rows):
             logits = self.apply_fn(params, images[rows])
             return jax.vmap(losses.softmax_cross_entropy)(logits, labels[rows]).mean()
 
         @jax.jit
-        def step(params: Any, state: Any, rows: jax.Array) -> Any:
+        def step(params, state, rows):
             gradient = jax.grad(mean_loss)(params, rows)
             updates, state = optimizer.update(gradient, state)
             return optax.apply_updates(params, updates), state
@@ -85,32 +77,29 @@ class Task:
         return params
 
 
-def noise_of(name: str, updates: int) -> Any:
+@functools.cache
+def noise_of(name: str, updates: int):
     """Returns the correlated noise of a period, or None for independent noise."""
     if name == "independent":
         return None
     return finetune.optimal_noise(None, steps=updates, strategy=name)
 
 
-def rows_of(task: Task, name: str, rate: float, runs: int) -> list[dict[str, Any]]:
-    """Returns a row for each epsilon: accuracies over the stream [runs]."""
+def row_of(task: Task, rate: float, runs: int, name: str, epsilon: float) -> dict:
+    """Returns the row of a cell: accuracies over the stream [runs]."""
     updates = len(task.stream) // BATCH
     noise = noise_of(name, updates)
     make_event = jaxdp.privacy.GaussianDpEvent if noise is None else noise.event
-    rows = []
-    for epsilon in EPSILONS:
-        target: Any = {"epsilon": epsilon, "delta": DELTA, "adjacency": "replace_one"}
-        sigma = jaxdp.privacy.calibrate_noise(make_event, **target)
-        method = tta.private(tta.Tent(), clip_norm=CLIP, noise_multiplier=sigma, noise=noise)
-        row = {"noise": name, "epsilon": epsilon, "updates": updates, "rate": rate}
-        row["accuracies"] = accuracies_of(task, method, rate, runs)
-        row |= {"buffers": noise.buffers if noise else 0, "error": error(sigma, noise, updates)}
-        print(json.dumps(row), flush=True)
-        rows.append(row)
-    return rows
+    target = {"epsilon": epsilon, "delta": DELTA, "adjacency": "replace_one"}
+    sigma = jaxdp.privacy.calibrate_noise(make_event, **target)
+    method = tta.private(tta.Tent(), clip_norm=CLIP, noise_multiplier=sigma, noise=noise)
+    row = {"noise": name, "epsilon": epsilon, "updates": updates, "rate": rate}
+    row["accuracies"] = accuracies_of(task, method, rate, runs)
+    row["buffers"] = noise.buffers if noise else 0
+    return row | {"error": problems.noise_error(sigma, noise, updates)}
 
 
-def accuracies_of(task: Task, method: Any, rate: float, runs: int) -> list[float]:
+def accuracies_of(task: Task, method, rate: float, runs: int) -> list[float]:
     """Returns the accuracies of predictions before each update, over streams of several orders."""
     adapter = tta.Adapter(task.apply_fn, task.params, method, optax.sgd(rate))
     accuracies = []
@@ -126,36 +115,17 @@ def accuracies_of(task: Task, method: Any, rate: float, runs: int) -> list[float
     return accuracies
 
 
-def error(sigma: float, noise: Any, updates: int) -> float:
-    """Returns the root mean squared error of the sum of noise until an update, in clip norms."""
-    if noise is None:
-        return float(sigma * np.sqrt((updates + 1) / 2))
-    return float(sigma / noise.sensitivity * np.sqrt(noise.error().mean()))
+def tables(report) -> dict:
+    more = {"buffers": "{buffers}"}
+    return {"drift": pages.by_epsilon(report["rows"], "noise", "noise", correlated.cell, more)}
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the table of a report."""
-    lines = []
-    for name in NOISES:
-        rows = [row for row in report["rows"] if row["noise"] == name]
-        rows.sort(key=lambda row: row["epsilon"])
-        cells = [f"{timing.accuracy(row)}, {row['error']:.3g}" for row in rows]
-        lines.append([name, f"{rows[0]['buffers']}", *cells])
-    header = ["noise", "buffers", *(f"epsilon {e:g}" for e in EPSILONS)]
-    return {"drift": timing.page_table(header, lines)}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=4, help="of each noise, epsilon and rate")
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     task = Task()
     method = tta.clipped(tta.Tent(), CLIP)
     without = {rate: accuracies_of(task, method, rate, flags.runs) for rate in RATES}
     rate = max(without, key=lambda rate: float(np.mean(without[rate])))
     print(json.dumps({"before": task.before, "without": without}), flush=True)
-    rows: list[Mapping[str, Any]] = []
-    for name in NOISES:
-        rows += rows_of(task, name, rate, flags.runs)
+    run = functools.partial(row_of, task, rate, flags.runs)
+    rows = timing.swept(run, NOISES, EPSILONS)
     return {"before": task.before, "without noise": without[rate], "rows": rows}

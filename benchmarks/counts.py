@@ -6,7 +6,7 @@ it runs."""
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,19 +60,19 @@ class Count(NamedTuple):
     bytes: float
 
 
-def count(fn: Callable[..., Any], *args: Any) -> Count:
+def count(fn: Callable, *args) -> Count:
     """Returns the cost of `fn(*args)`, for arrays or `jax.ShapeDtypeStruct`."""
     closed = jax.make_jaxpr(fn)(*args)
     program, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     return _of_program(program)
 
 
-def _of_program(jaxpr: Any) -> Count:
+def _of_program(jaxpr) -> Count:
     totals = [_of_equation(eqn) for eqn in jaxpr.eqns]
     return Count(sum(c.flops for c in totals), sum(c.bytes for c in totals))
 
 
-def _of_equation(eqn: Any) -> Count:
+def _of_equation(eqn) -> Count:
     inner = [_of_program(body) for body in core.jaxprs_in_params(eqn.params)]
     name = eqn.primitive.name
     if inner and name == "cond":
@@ -95,7 +95,7 @@ def _of_equation(eqn: Any) -> Count:
     return Count(_flops(eqn), float(size))
 
 
-def _flops(eqn: Any) -> float:
+def _flops(eqn) -> float:
     name, out, first = (
         eqn.primitive.name,
         eqn.outvars[0].aval,

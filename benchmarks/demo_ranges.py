@@ -3,19 +3,16 @@ noise of every run is new.
 
     python -m benchmarks run demo_ranges [--runs 10]
 
-The documentation states these ranges, and `tests/test_demo_ranges.py` compares them. `python -m
-benchmarks.evidence howto/whole_life.md` writes the table."""
+The documentation states these ranges, and `tests/test_demo_ranges.py` compares them."""
 
-import argparse
 import contextlib
 import io
 import json
 import pathlib
 import statistics
 import tempfile
-from typing import Any
 
-from benchmarks import timing
+from benchmarks import pages
 from configs.lifecycle_digits import get_config
 from launch.lifecycle import life
 
@@ -36,24 +33,25 @@ def span(ends: list[float], percent: bool) -> str:
     return (low if low == high else f"{low} to {high}") + (" %" if percent else "")
 
 
-def table(report: Any) -> str:
-    """Returns the table of docs/howto/whole_life.md."""
-    rows = []
-    for name, ends in report["ranges"].items():
-        percent = not name.endswith("ECE")
-        rows.append([name, span(ends, percent)])
-    return timing.page_table(["result", f"range over {report['runs']} runs"], rows)
+def tables(report) -> dict:
+    """Returns the tables of docs/howto/whole_life.md: ranges, and gains of stages within a run."""
 
+    def range_of(item):
+        name, ends = item
+        return span(ends, percent=not name.endswith("ECE"))
 
-def gains(report: Any) -> str:
-    """Returns the table of what each stage gains within a run."""
-    rows = []
-    for stage, points in report["gains"].items():
-        ends = f"{points['least']:.1f} to {points['most']:.1f}"
-        deviation = f"{points['standard_deviation']:.1f}"
-        rows.append([stage, f"{points['mean']:.1f}", deviation, ends])
-    headings = ["stage", "mean gain in points", "standard deviation", "range"]
-    return timing.page_table(headings, rows)
+    heading = f"range over {report['runs']} runs"
+    ranges = pages.lines(
+        report["ranges"].items(), {"result": lambda item: item[0], heading: range_of}
+    )
+    columns = {
+        "stage": "{stage}",
+        "mean gain in points": "{mean:.1f}",
+        "standard deviation": "{standard_deviation:.1f}",
+        "range": "{least:.1f} to {most:.1f}",
+    }
+    gains = [{"stage": stage} | points for stage, points in report["gains"].items()]
+    return {"ranges": pages.plain(ranges), "gains": pages.plain(pages.lines(gains, columns))}
 
 
 def gained(before: list[float], after: list[float]) -> dict[str, float]:
@@ -76,7 +74,7 @@ def one() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         states = life.run(config, folder)
 
-        def result(stage: str) -> Any:
+        def result(stage):
             path = pathlib.Path(folder, states[stage]["folder"], "row.json")
             return json.loads(path.read_text(encoding="utf-8"))["result"]
 
@@ -96,11 +94,10 @@ def one() -> dict[str, float]:
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=10)
+FLAGS = {"runs": 10}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     runs = [one() for _ in range(flags.runs)]
     ranges = {}
     for name in runs[0]:
@@ -111,5 +108,5 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         steps[stage] = gained([run[before] for run in runs], [run[after] for run in runs])
     report = {"runs": flags.runs, "test_images": get_config().data.parts.test}
     report |= {"ranges": ranges, "gains": steps}
-    print(table(report), gains(report), sep="\n\n")
+    print(*tables(report).values(), sep="\n\n")
     return report

@@ -17,7 +17,6 @@ arguments. For torch it is the peak. The programs of a case in JAX are compiled 
 Every case has its share of --minutes. A step that fails or finds no time left has an "error" in the
 report, and the others go on. The report is written after every case."""
 
-import argparse
 import os
 
 # leaves room for torch in the same process
@@ -29,7 +28,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +36,8 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import bench_adaptation, bench_lm, bench_prediction, counts, problems, timing
+from benchmarks import bench_adaptation, bench_lm, bench_prediction, counts, pages, problems, timing
 from jaxdp import models
-from jaxdp.report import format_table
 
 CLIP, NOISE = 1.0, 1.0
 # Operations per second in bfloat16 without sparsity, from the data sheets, by a part of the name of
@@ -51,7 +49,7 @@ PEAKS |= {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5p": 459e12, "TPU v6 li
 class Work(NamedTuple):
     """A step that is measured, and the megabytes that it allocates, None for torch on a CPU."""
 
-    call: Callable[[], Any]
+    call: Callable
     memory_mb: float | None
 
 
@@ -59,145 +57,71 @@ Steps = Mapping[str, Callable[[], Work]]
 
 
 class Training(NamedTuple):
-    """A training step: `count` physical batches are added up, then there is one update.
+    """A training step: `count` physical batches are added up, then there is one update."""
 
-    Attributes:
-      loss: `loss(params, example)`, one example of `batch`.
-      params, batch: The parameters, dicts by name, and a physical batch.
-      count: The number of physical batches of a step.
-      moving: The names of the parameters that are trained.
-      microbatch: The number of examples whose gradients jax_privacy holds at once.
-    """
-
-    loss: Callable[[Any, Any], jax.Array]
-    params: Any
-    batch: Any
+    case: problems.Training
     count: int
-    moving: tuple[str, ...]
-    microbatch: int | None
 
     def steps(self) -> Steps:
         """Returns the makers of all steps in JAX."""
-        trainable = (
-            None if len(self.moving) == len(self.params) else models.trainable("lora", self.params)
-        )
-        clipped = jaxdp.clipped_grad(self.loss, clip_norm=CLIP, trainable=trainable)
+        case = self.case
         sgd = optax.sgd(0.01, momentum=0.9)
-        private = optax.chain(
-            jaxdp.privatize(clipped, noise_multiplier=NOISE, divisor=self.examples), sgd
-        )
 
-        def ours(params: Any, batch: Any) -> Any:
-            grads = clipped(params, batch).grads
-            return {name: grads[name] for name in self.moving}
+        def private():
+            noise = jaxdp.privatize(
+                case.clipped_grad, noise_multiplier=NOISE, divisor=self.examples
+            )
+            return self._stepped(case.clipped, optax.chain(noise, sgd))
 
-        def theirs() -> Work:
+        def theirs():
             from jax_privacy import noise_addition
 
-            grad = problems.jax_privacy_grad(self._whole, CLIP, (2,), self.microbatch)
-            noise = noise_addition.gaussian_privatizer(
-                stddev=NOISE * CLIP, prng_key=jax.random.key(1)
-            )
+            key = jax.random.key(1)
+            noise = noise_addition.gaussian_privatizer(stddev=NOISE * CLIP, prng_key=key)
             optimizer = optax.chain(noise, optax.scale(1 / self.examples), sgd)
-            return self._stepped(
-                lambda params, batch: grad(self._trained(params), params, batch), optimizer
-            )
+            return self._stepped(case.jax_privacy(), optimizer)
 
         return {
-            "plain": lambda: self._stepped(self.plain, sgd),
-            "clipped": lambda: self._stepped(ours, sgd),
-            "private": lambda: self._stepped(ours, private),
+            "plain": lambda: self._stepped(case.plain, sgd),
+            "clipped": lambda: self._stepped(case.clipped, sgd),
+            "private": private,
             "jax_privacy": theirs,
         }
 
     @property
     def examples(self) -> int:
         """Returns the logical batch size."""
-        return self.count * len(jax.tree.leaves(self.batch)[0])
+        return self.count * self.case.examples
 
     def flops(self) -> float:
         """Returns the operations of a plain step."""
-        return self.count * counts.count(self.plain, self.params, self.batch).flops
+        case = self.case
+        return self.count * counts.count(case.plain, case.params, case.batch).flops
 
-    def plain(self, params: Any, batch: Any) -> Any:
-        """Returns the sum of the gradients of a physical batch."""
-
-        def total(moving: Any) -> jax.Array:
-            return jax.vmap(lambda example: self._whole(moving, params, example))(batch).sum()
-
-        return jax.grad(total)(self._trained(params))
-
-    def _whole(self, moving: Any, params: Any, example: Any) -> jax.Array:
-        return self.loss({**params, **moving}, example)
-
-    def _trained(self, params: Any) -> Any:
-        return {name: params[name] for name in self.moving}
-
-    def _stepped(self, sums: Callable[[Any, Any], Any], optimizer: Any) -> Work:
-        rest = {name: x for name, x in self.params.items() if name not in self.moving}
+    def _stepped(self, sums: Callable, optimizer) -> Work:
+        case = self.case
+        moving = jax.tree.map(jnp.copy, case.trained(case.params))  # each step owns its parameters
+        rest = {name: x for name, x in case.params.items() if name not in moving}
 
         @functools.partial(jax.jit, donate_argnums=1)
-        def accumulate(moving: Any, total: Any, rest: Any, batch: Any) -> Any:
+        def accumulate(moving, total, rest, batch):
             return jax.tree.map(jnp.add, total, sums({**rest, **moving}, batch))
 
         @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-        def update(moving: Any, state: Any, total: Any) -> Any:
-            updates, state = optimizer.update(total, state, moving)
-            return optax.apply_updates(moving, updates), state, jax.tree.map(jnp.zeros_like, total)
+        def update(moving, state, total):
+            after = problems.updated(optimizer, total, state, moving)
+            return *after, jax.tree.map(jnp.zeros_like, total)
 
-        moving = jax.tree.map(jnp.copy, self._trained(self.params))  # each step owns its parameters
         now = [moving, optimizer.init(moving), jax.tree.map(jnp.zeros_like, moving)]
-        added = accumulate.lower(moving, now[2], rest, self.batch).compile()
+        added = accumulate.lower(moving, now[2], rest, case.batch).compile()
 
-        def step() -> Any:
+        def step():
             for _ in range(self.count):
-                now[2] = added(now[0], now[2], rest, self.batch)
+                now[2] = added(now[0], now[2], rest, case.batch)
             now[:] = update(*now)
             return now
 
         return Work(step, timing.allocated_mb(added))
-
-
-def random_params(model: Any, inputs: jax.Array) -> Any:
-    """Returns small parameters. Compiling the initialization of a large model takes as long as one
-    of its steps."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)["params"]
-    generator = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda x: jnp.asarray(0.02 * generator.standard_normal(x.shape, np.float32)), shapes
-    )
-
-
-def image_training(
-    name: str, physical: int, count: int, microbatch: int, **attributes: Any
-) -> Training:
-    side, classes = attributes.pop("side"), attributes.pop("num_classes")
-    model = models.create(name, num_classes=classes, **attributes)
-    images = np.random.default_rng(0).random((physical, side, side, 3), np.float32)
-    batch = {"x": jnp.asarray(images), "label": jnp.arange(physical) % classes}
-    params = random_params(model, batch["x"][:1])
-
-    loss = problems.named_classifier_loss(model)
-    return Training(loss, params, batch, count, tuple(params), microbatch)
-
-
-def text_training(
-    mode: str, physical: int, length: int, microbatch: int, **attributes: Any
-) -> Training:
-    model = models.create("gpt2", **attributes)
-    params = random_params(model, jnp.zeros((1, 1), jnp.int32))
-    params, loss, _ = bench_lm.problem(model, mode, params)
-    tokens = np.random.default_rng(0).integers(
-        model.num_classes, size=(physical, length + 1), dtype=np.int32
-    )
-    return Training(
-        loss,
-        params,
-        jnp.asarray(tokens),
-        1,
-        ("lora",) if mode == "lora" else tuple(params),
-        microbatch,
-    )
 
 
 def adaptation(shape: bench_adaptation.Shape, batch_size: int) -> Steps:
@@ -205,7 +129,7 @@ def adaptation(shape: bench_adaptation.Shape, batch_size: int) -> Steps:
     made = functools.cache(lambda: bench_adaptation.steps_of(shape, batch_size, ["tent"]))
     one = threading.Lock()
 
-    def taken(name: str) -> Work:
+    def taken(name):
         with one:  # the first thread makes all steps
             step = made()[name]
         return Work(step.call, step.row["memory_mb"])
@@ -214,50 +138,42 @@ def adaptation(shape: bench_adaptation.Shape, batch_size: int) -> Steps:
     return {name: functools.partial(taken, kind) for name, kind in kinds.items()}
 
 
-BF16 = {"dtype": jnp.bfloat16}
-TINY_TEXT = {
-    "num_classes": 61,
-    "positions": 16,
-    "width": 16,
-    "depth": 1,
-    "num_heads": 2,
-    "mlp_width": 32,
-}
-TINY_VIT = {"width": 16, "depth": 2, "num_heads": 2, "mlp_width": 32}
-
-
-def cases(tiny: bool) -> dict[str, Callable[[], Training]]:
+def cases(tiny: bool) -> dict[str, Callable]:
     """Returns the training cases by name."""
-    text = TINY_TEXT if tiny else {"num_classes": bench_lm.VOCABULARY}
-    sizes = (2, 8, 1) if tiny else (16, 512, 4)
+
+    def image(name, physical, count, microbatch, side=32, **attributes):
+        model = models.create(name, **attributes)
+        case = problems.image_training(model, physical, (side, side, 3), microbatch)
+        return Training(problems.concrete(case, model.num_classes), count)
+
+    def text(mode, physical, length, microbatch, **attributes):
+        model = models.create("gpt2", **attributes, **problems.BF16)
+        case = bench_lm.training(model, mode, physical, length, microbatch)
+        return Training(problems.concrete(case, model.num_classes), 1)
+
+    vit = {"num_classes": 1000, "side": 224}
+    wide = {"num_classes": 10}
+    words = {"num_classes": bench_lm.VOCABULARY}
+    # A physical batch, their number in a step or the length of texts, and a microbatch.
+    sizes = {"vit": (256, 1, 16), "wrn_16_4": (512, 8, 64), "wrn_40_4": (256, 16, 32)}
+    sizes["text"] = (16, 512, 4)
     if tiny:
-        vit = functools.partial(
-            image_training, "vit_b16", 2, 1, 1, side=32, num_classes=4, **TINY_VIT, **BF16
-        )
-        wide = {"wrn_16_4": (2, 2, 1), "wrn_40_4": (2, 2, 1)}
-        size: dict[str, Any] = {"side": 8, "num_classes": 4, "width": 1}
-    else:
-        vit = functools.partial(
-            image_training, "vit_b16", 256, 1, 16, side=224, num_classes=1000, **BF16
-        )
-        wide = {"wrn_16_4": (512, 8, 64), "wrn_40_4": (256, 16, 32)}
-        size = {"side": 32, "num_classes": 10}
-    found = {"ViT-B/16, bfloat16": vit}
-    for name, (physical, count, microbatch) in wide.items():
-        depth = {"depth": 10} if tiny else {}
-        found[name] = functools.partial(
-            image_training, name, physical, count, microbatch, **size, **depth
-        )
+        vit = {"num_classes": 4, "side": 32, **problems.TINY_VIT}
+        wide = {"num_classes": 4, "side": 8, "width": 1, "depth": 10}
+        words = problems.TINY_TEXT
+        sizes = dict.fromkeys(sizes, (2, 2, 1)) | {"vit": (2, 1, 1), "text": (2, 8, 1)}
+    of = functools.partial
+    found = {"ViT-B/16, bfloat16": of(image, "vit_b16", *sizes["vit"], **vit, **problems.BF16)}
+    for name in ("wrn_16_4", "wrn_40_4"):
+        found[name] = of(image, name, *sizes[name], **wide)
     for mode in ("lora", "full"):
-        found[f"GPT-2 small, {mode}, bfloat16"] = functools.partial(
-            text_training, mode, *sizes, **text, **BF16
-        )
+        found[f"GPT-2 small, {mode}, bfloat16"] = of(text, mode, *sizes["text"], **words)
     return found
 
 
 def measured(
     steps: Steps, deadline: float, rounds: int, flops: float = 0.0, peers: Steps | None = None
-) -> dict[str, Any]:
+) -> dict:
     """Returns a row for every step, with times and ratios or an error, and the seconds of
     compiling.
 
@@ -268,11 +184,11 @@ def measured(
       flops: The operations of a plain step.
       peers: The makers of steps in torch, which are made one after the other.
     """
-    rows: dict[str, dict[str, Any]] = {}
-    calls: dict[str, Callable[[], Any]] = {}
+    rows = {}
+    calls = {}
     started = time.perf_counter()
 
-    def in_time(make: Callable[[], Work]) -> Work:
+    def in_time(make):
         if time.perf_counter() > deadline:
             raise TimeoutError("no time left for this step. Give more --minutes.")
         return make()
@@ -280,31 +196,29 @@ def measured(
     with concurrent.futures.ThreadPoolExecutor(len(steps)) as pool:
         coming = {name: pool.submit(in_time, make) for name, make in steps.items()}
     compile_s = time.perf_counter() - started
-    makers: dict[str, Callable[[], Work]] = {name: future.result for name, future in coming.items()}
+    makers = {name: future.result for name, future in coming.items()}
     makers |= {name: functools.partial(in_time, make) for name, make in (peers or {}).items()}
     for name, make in makers.items():
         try:
             work = make()
             jax.block_until_ready(work.call())
         except Exception as error:  # out of memory, a library that is missing: the others go on
-            rows[name] = {
-                "error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
-            }
+            first_line = str(error).strip().partition("\n")[0]
+            rows[name] = {"error": f"{type(error).__name__}: {first_line}"[:300]}
             gc.collect()
             continue
         rows[name] = {"memory_mb": work.memory_mb}
         calls[name] = work.call
-    wall: timing.Seconds = {name: [] for name in calls}
+    wall = {name: [] for name in calls}
     for k in range(rounds):
         if k and time.perf_counter() > deadline:
             break
         for name, seconds in timing.interleaved(calls, 1)[0].items():
             wall[name] += seconds
-    peak = next(
-        (peak for part, peak in PEAKS.items() if part in jax.devices()[0].device_kind), None
-    )
+    kind = jax.devices()[0].device_kind
+    peak = next((peak for part, peak in PEAKS.items() if part in kind), None)
     for name, seconds in wall.items():
-        base = "torch plain" if name.startswith(("torch", "Opacus", "fastDP")) else "plain"
+        base = timing.base_of(name)
         rows[name] |= {"ms": timing.median_ms(seconds), "rounds": len(seconds)}
         if base in wall:
             rows[name]["over_plain"] = timing.median_ratio(seconds, wall[base])
@@ -324,51 +238,43 @@ def torch_steps_of(name: str, case: Training, tiny: bool) -> Steps:
         return {}
     from benchmarks import torch_steps
 
-    made = torch_steps.device_steps(name, case.batch, case.count, CLIP, NOISE, tiny=tiny)
-    return {
-        step: functools.partial(lambda make: Work(*make()), make) for step, make in made.items()
-    }
+    made = torch_steps.device_steps(name, case.case.batch, case.count, CLIP, NOISE, tiny=tiny)
+    return {step: lambda make=make: Work(*make()) for step, make in made.items()}
 
 
-def certificates(tiny: bool, rounds: int) -> dict[str, dict[str, Any]]:
+def certificates(tiny: bool, rounds: int) -> dict[str, dict]:
     """Returns the rows of certifying 20 distances, over one training run by clipped gradients."""
-    case = bench_prediction.Case((4, 3, 2), 24, 1, 0.1, 0.1, 0.0) if tiny else None
-    case = case or bench_prediction.CASES["mlp 784-128-10, 1 step"]
-    rows = bench_prediction.run_case(case, rounds, replace=False, reference=False)
-    return {
-        name: {
-            "ms": row["wall_ms"],
-            "memory_mb": row["memory_mb"],
-            "over_plain": row["wall_over_vmap"],
-        }
-        for name, row in rows.items()
-    }
+    case = bench_prediction.CASES["mlp 784-128-10, 1 step"]
+    if tiny:
+        case = bench_prediction.Case((4, 3, 2), 24, 1, 0.1, 0.1, 0.0)
+    rows = {}
+    for name, row in bench_prediction.run_case(case, rounds).items():
+        ratio = {"ms": row["wall_ms"], "over_plain": row["wall_over_vmap"]}
+        rows[name] = ratio | {"memory_mb": row["memory_mb"]}
+    return rows
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def tables(report) -> dict:
     """Returns the steps of all cases of a report as a table of a page."""
     rows = []
     for case, row in report["cases"].items():
         for step, of in row["steps"].items():
             if "error" not in of:
-                ratios = {
-                    "over plain": of.get("over_plain"),
-                    "over private": of.get("over_private"),
-                }
-                memory = {"MB": of["memory_mb"], "MB over plain": of.get("memory_over_plain")}
-                numbers = {"ms": of["ms"], **ratios, "share of the peak": of.get("mfu"), **memory}
-                shown = {name: "" if x is None else f"{x:.3g}" for name, x in numbers.items()}
-                rows.append({"case": case, "step": step} | shown)
-    return format_table(rows, style="markdown")
+                rows.append({"case": case, "step": step} | of)
+    columns = {"case": "{case}", "step": "{step}", "ms": "{ms:.3g}"}
+    columns |= {f"over {base}": f"{{over_{base}:.3g}}" for base in ("plain", "private")}
+    columns |= {"share of the peak": "{mfu:.3g}", "MB": "{memory_mb:.3g}"}
+    columns |= {"MB over plain": "{memory_over_plain:.3g}"}
+    return {"gpu": pages.padded(pages.lines(rows, columns))}
 
 
 COLUMNS = ("ms", "over_plain", "over_private", "memory_mb", "memory_over_plain", "mfu", "error")
 
 
-def jobs_of(flags: argparse.Namespace) -> dict[str, Callable[[float], dict[str, Any]]]:
+def jobs_of(flags) -> dict[str, Callable]:
     """Returns the measurements of the cases by name, each a function of its deadline."""
 
-    def trained(name: str, build: Callable[[], Training], deadline: float) -> dict[str, Any]:
+    def trained(name, build, deadline):
         case = build()
         flops = case.flops()
         sizes = {
@@ -379,16 +285,16 @@ def jobs_of(flags: argparse.Namespace) -> dict[str, Callable[[float], dict[str, 
         peers = torch_steps_of(name, case, flags.tiny)
         return sizes | measured(case.steps(), deadline, flags.rounds, flops, peers)
 
-    def adapted(deadline: float) -> dict[str, Any]:
+    def adapted(deadline):
         shape, size = bench_adaptation.SHAPES["vit_b16"], 64
         if flags.tiny:
             shape, size = bench_adaptation.Shape("vit_tiny", 8, 3), 2
         return {"examples": size} | measured(adaptation(shape, size), deadline, flags.rounds)
 
-    def certified(_: float) -> dict[str, Any]:
+    def certified(_):
         return {"steps": certificates(flags.tiny, min(flags.rounds, 3))}
 
-    every: dict[str, Callable[[float], dict[str, Any]]] = {}
+    every = {}
     for name, build in cases(flags.tiny).items():
         every[name] = functools.partial(trained, name, build)
     every["Tent, base ViT"] = adapted
@@ -399,18 +305,20 @@ def jobs_of(flags: argparse.Namespace) -> dict[str, Callable[[float], dict[str, 
     return jobs
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = timing.arguments(__doc__, output=".bench/device.json")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, to check the programs")
-    parser.add_argument(
-        "--cases", default="", help="parts of names of cases, with commas, in their order"
-    )
-    parser.add_argument("--minutes", type=float, default=9.5)
-    parser.add_argument("--rounds", type=int, default=10)
-    flags = parser.parse_args(arguments)
+FLAGS = {
+    "output": ".bench/device.json",
+    "tiny": (False, "tiny shapes, to check the programs"),
+    "cases": ("", "parts of names of cases, with commas, in their order"),
+    "minutes": 9.5,
+    "rounds": 10,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> dict:
+    flags = timing.parser(__doc__, FLAGS).parse_args(arguments)
     end = time.perf_counter() + 60 * flags.minutes
     jobs = jobs_of(flags)
-    report: dict[str, Any] = {
+    report = {
         **timing.machine(),
         "tiny": flags.tiny,
         "not installed": timing.missing("jax_privacy", "torch", "opacus", "fastDP"),

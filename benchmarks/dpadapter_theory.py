@@ -5,24 +5,21 @@
 The lemma stands beside four pre-trained networks (configs/pretrain/digits.py). The theorem stands
 beside softmax regression with weight decay, whose constants are known: the features x of an image
 are its pixels and a one, so that f is linear in theta, rho = max ||x|| and beta = 0. Weight decay
-gives a PL constant of 1 / (2 lambda). Nothing is private. `python -m benchmarks.evidence
-results/dpadapter.md` writes the tables."""
+gives a PL constant of 1 / (2 lambda). Nothing is private."""
 
-import argparse
 import contextlib
 import io
 import itertools
 import math
 import pathlib
 import tempfile
-from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks import pages
 from configs.pretrain import digits
 from jaxdp import pretrain
 from jaxdp.data import FixedBatchSampler, bundled
@@ -33,7 +30,7 @@ from jaxdp.privacy import (
     calibrate_noise,
     epsilon,
 )
-from jaxdp.report import format_table, plot_panels
+from jaxdp.report import plot_panels
 from launch import frame, results
 from launch import pretrain as study
 
@@ -47,7 +44,7 @@ SHOWN = 0.5  # the length of the changes in the table
 PIXEL = 16  # the digits have 16 levels. Features of 0 to 16 are another unit of the same problem.
 
 
-def lemma(method: str) -> list[dict[str, Any]]:
+def lemma(method: str) -> list[dict]:
     """Returns the changes of a pre-trained network, and what the lemma allows."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         result = frame.run(study.STUDY, digits.get_config(method), pathlib.Path(folder, "run"))
@@ -57,7 +54,7 @@ def lemma(method: str) -> list[dict[str, Any]]:
 class Regression:
     """Softmax regression with weight decay on the digits, in float64 where it is judged."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         source = bundled("digits")
         rows = source.gather(np.arange(len(source)))
         pixels = rows["image"].reshape(len(source), -1).astype(np.float64)
@@ -97,7 +94,7 @@ class Regression:
         return float(squares.mean() - np.sum(mean**2))
 
 
-def batch_loss(theta: Any, batch: Any) -> jax.Array:
+def batch_loss(theta, batch) -> jax.Array:
     losses = optax.softmax_cross_entropy(batch["x"] @ theta, batch["label"])
     return losses.mean() + DECAY / 2 * jnp.sum(theta**2)
 
@@ -105,9 +102,8 @@ def batch_loss(theta: Any, batch: Any) -> jax.Array:
 def run(problem: Regression, sizes: tuple[int, int], seed: int) -> tuple[np.ndarray, float]:
     """Returns the excess losses of theta_0 to theta_{T-1}, and the largest variance on the way."""
     rate = 1 / (4 * problem.smoothness)
-    trainer = pretrain.dpadapter(
-        batch_loss, optax.sgd(rate), gamma=math.inf, ascent_rate=rate
-    )  # Eq. 6
+    sgd = optax.sgd(rate)
+    trainer = pretrain.dpadapter(batch_loss, sgd, gamma=math.inf, ascent_rate=rate)  # Eq. 6
     samplers = [
         FixedBatchSampler(len(problem.x), size, seed=bytes([seed, k]) + bytes(14))
         for k, size in enumerate(sizes)
@@ -119,9 +115,8 @@ def run(problem: Regression, sizes: tuple[int, int], seed: int) -> tuple[np.ndar
         batches = []
         for sampler in samplers:
             rows = sampler.batch(step)
-            batches.append(
-                {"x": np.float32(problem.x[rows]), "label": np.float32(problem.labels[rows])}
-            )
+            x, labels = np.float32(problem.x[rows]), np.float32(problem.labels[rows])
+            batches.append({"x": x, "label": labels})
         state, _ = trainer.step(state, *batches)
         if step % 10 == 0:
             ascended = theta + np.asarray(state.perturbation, np.float64)
@@ -129,7 +124,7 @@ def run(problem: Regression, sizes: tuple[int, int], seed: int) -> tuple[np.ndar
     return np.array(excess), variance
 
 
-def theorem(problem: Regression, sizes: tuple[int, int]) -> dict[str, Any]:
+def theorem(problem: Regression, sizes: tuple[int, int]) -> dict:
     """Returns the mean excess loss and the bounds for some numbers of steps."""
     runs = [run(problem, sizes, seed) for seed in range(SEEDS)]
     variance = max(variance for _, variance in runs)
@@ -169,17 +164,13 @@ def rounds(target: float) -> dict[str, float]:
     n, delta = ROUNDS
     printed = 2 * math.sqrt(math.log(3 * n / delta) * math.log(2 / delta))
 
-    def spent(noise: float) -> float:
-        one = PoissonSampledDpEvent(1 / n, GaussianDpEvent(noise))
-        return epsilon(SelfComposedDpEvent(one, n**2), delta=delta)
+    def all_rounds(noise):
+        return SelfComposedDpEvent(PoissonSampledDpEvent(1 / n, GaussianDpEvent(noise)), n**2)
 
-    meant = calibrate_noise(
-        lambda noise: SelfComposedDpEvent(
-            PoissonSampledDpEvent(1 / n, GaussianDpEvent(noise)), n**2
-        ),
-        epsilon=target,
-        delta=delta,
-    )
+    def spent(noise):
+        return epsilon(all_rounds(noise), delta=delta)
+
+    meant = calibrate_noise(all_rounds, epsilon=target, delta=delta)
     return {
         "epsilon": target,
         "spent as printed": spent(printed),
@@ -189,7 +180,7 @@ def rounds(target: float) -> dict[str, float]:
     }
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     problem = Regression()
     changes = itertools.chain.from_iterable(map(lemma, METHODS))
     return {
@@ -201,8 +192,7 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of docs/results/dpadapter.md."""
+def tables(report) -> dict:
     lines = []
     for method, direction in dict.fromkeys((r["method"], r["direction"]) for r in report["lemma"]):
         mine = results.select(report["lemma"], method=method, direction=direction)
@@ -217,17 +207,17 @@ def tables(report: Mapping[str, Any]) -> dict[str, str]:
             if point["steps"] in (1, 10, 100, STEPS):
                 bounds.append({"m1": case["m1"], "m2": case["m2"], **point})
     return {
-        "lemma": format_table(lines, style="markdown", digits=3),
-        "theorem": format_table(bounds, style="markdown", digits=3),
-        "rounds": format_table(report["rounds"], style="markdown", digits=3),
+        "lemma": pages.padded(lines, digits=3),
+        "theorem": pages.padded(bounds, digits=3),
+        "rounds": pages.padded(report["rounds"], digits=3),
     }
 
 
-def draw_lemma(report: Mapping[str, Any], path: pathlib.Path) -> None:
+def draw_lemma(report, path: pathlib.Path):
     """Draws the measured changes of the loss as shares of the bound of the lemma."""
     panels = {}
     for direction in ("gradient", "noise"):
-        curves: dict[str, list[tuple[float, float]]] = {}
+        curves = {}
         for row in report["lemma"]:
             if row["direction"] == direction:
                 share = row["loss"] / row["loss_bound"]
@@ -243,15 +233,13 @@ def draw_lemma(report: Mapping[str, Any], path: pathlib.Path) -> None:
     )
 
 
-def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
+def draw(report, path: pathlib.Path):
     """Draws the bounds of the theorem beside the measured mean."""
     panels = {}
     for case in report["theorem"]:
-        names = [name for name in case["points"][0] if name != "steps"]
-        curves = {
-            name: [(math.log10(point["steps"]), point[name]) for point in case["points"]]
-            for name in names
-        }
+        curves = {}
+        for name in filter(lambda name: name != "steps", case["points"][0]):
+            curves[name] = [(math.log10(point["steps"]), point[name]) for point in case["points"]]
         panels[f"m1 = {case['m1']}, m2 = {case['m2']}"] = ("log10 of the steps T", curves)
     plot_panels(
         path,

@@ -7,62 +7,16 @@ The other scripts of this folder measure and write the JSON files. A table stand
 `<!-- table: NAME -->` and `<!-- end -->` of a page below docs. `tests/test_evidence.py` compares.
 """
 
-import argparse
-import functools
+import importlib
 import json
-import pathlib
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks import (
-    accountant,
-    agt_claims,
-    bench_certificates,
-    bench_certified_steps,
-    bench_clipping,
-    bench_estimate,
-    bench_intervals,
-    bench_noise,
-    bench_reading,
-    bench_scale,
-    bench_start,
-    bench_steps,
-    bench_training,
-    clip_parts,
-    compiled,
-    correlated,
-    correlated_streams,
-    demo_ranges,
-    device,
-    dpadapter_theory,
-    evidence_agt,
-    evidence_dpadapter,
-    evidence_poisoning,
-    evidence_recalibration,
-    evidence_split,
-    evidence_tta,
-    exact_noise,
-    finetune_methods,
-    label_dp,
-    membership,
-    owners,
-    participation,
-    recalibration_sweeps,
-    sla_clip,
-    split_appendix,
-    split_backends,
-    split_costs,
-    split_private,
-    suites,
-    timing,
-    tuning,
-)
-from jaxdp.report import format_table
-from launch import results
+from benchmarks import timing
+from benchmarks.registry import RESULTS, ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+DOCS = ROOT / "docs"
 PLACE = r"(?<=<!-- table: {} -->\n).*?(?=<!-- end -->)"
 
 
@@ -72,261 +26,122 @@ class Evidence(NamedTuple):
 
     page: str
     files: tuple[str, ...]
-    tables: Callable[..., Mapping[str, str]]
-    pictures: Mapping[str, Callable[..., None]] = {}  # the last argument is the path of the picture
+    tables: Callable
+    pictures: Mapping[str, Callable]  # the last argument is the path of the picture
 
 
-def curve(found: Mapping[str, Any]) -> str:
-    """Returns accuracies over epsilon, a row for each set of private images."""
-    epsilons = sorted(
-        {point["epsilon"] for one in found["runs"].values() for point in one["points"]}
-    )
-    header = ["private images", "runs", *(f"epsilon {e:g}" for e in epsilons), "no privacy"]
-    lines = []
-    for name, run in found["runs"].items():
-        accuracies = {}
-        for point in run["points"]:
-            accuracy = results.percent(point["accuracy"], point["deviation"])
-            accuracies[point["epsilon"]] = accuracy
-        plain = run["without_privacy"]
-        cells = [f"{run['records']} of {name.removesuffix('_full')}", str(run["runs"])]
-        cells += [accuracies.get(epsilon, "") for epsilon in epsilons]
-        cells.append("" if plain is None else results.percent(plain))
-        lines.append(cells)
-    return timing.page_table(header, lines)
+def _of(page: str, function: str, *files: str, **pictures: str) -> Evidence:
+    """Returns the evidence of a module, or of a function of it that is not `tables`.
 
+    Args:
+      page: The page below docs.
+      function: "module" or "module.function".
+      files: The names of JSON files, by default that of the module.
+      pictures: The functions of the module that draw, by the names of pictures.
+    """
+    name, _, tables = function.partition(".")
+    module = importlib.import_module(f"benchmarks.{name}")
+    draw = {f"{picture}.png": getattr(module, of) for picture, of in pictures.items()}
+    read = tuple(f"{file}.json" for file in files or (name,))
+    return Evidence(page, read, getattr(module, tables or "tables"), draw)
+
+
+_AGT = "results/agt.md"
+_CORRELATED = "results/correlated.md"
+_DPADAPTER = "results/dpadapter.md"
+_RECALIBRATION = "results/recalibration.md"
+_SPEED = "results/speed.md"
+_SPLIT = "results/split_adaptation.md"
+_TTA = "results/tta.md"
+_CHECKPOINT = "results/public_checkpoint.md"
+_FEATURES = ("finetune_scattering", "finetune_squeezenet")
+_SUITE = ("steps", "clipping", "noise", "training", "recalibration", "prediction", "ops")
+_CPU = tuple(f"{name}_cpu" for name in (*_SUITE, "adaptation", "split"))
 
 EVIDENCE = [
-    Evidence(
-        "results/scattering.md",
-        ("finetune_scattering.json",),
-        lambda found: {"curve": curve(found)},
+    _of("results/scattering.md", "finetune_methods.curve", _FEATURES[0]),
+    _of(_CHECKPOINT, "finetune_methods.curve", _FEATURES[1]),
+    _of(_CHECKPOINT, "finetune_methods"),
+    _of("results/accountant.md", "accountant"),
+    _of("results/clip_parts.md", "clip_parts"),
+    _of(_CORRELATED, "correlated"),
+    _of("results/participation.md", "participation"),
+    _of(_CORRELATED, "correlated_streams"),
+    _of("results/exact_noise.md", "exact_noise"),
+    _of("results/label_dp.md", "label_dp"),
+    _of("results/sla_clip.md", "sla_clip"),
+    _of("results/owners.md", "owners"),
+    _of("results/tuning.md", "tuning"),
+    _of("results/membership.md", "membership", membership="draw"),
+    _of(_SPLIT, "split_private", split_private="draw"),
+    _of(_SPLIT, "split_costs"),
+    _of(_SPLIT, "evidence_split.earlier_tables", "split_earlier", "split_paper"),
+    _of(_SPLIT, "split_backends", "split_backends", "split_paper"),
+    _of(
+        _SPLIT,
+        "evidence_split",
+        *("split_cifar100", "split_paper"),
+        split_noise="draw",
+        split_hilbert="draw_hilbert",
     ),
-    Evidence(
-        "results/public_checkpoint.md",
-        ("finetune_squeezenet.json",),
-        lambda found: {"curve": curve(found)},
+    _of(_SPLIT, "split_appendix", "split_appendix", "split_paper"),
+    _of(_TTA, "evidence_tta", tta="draw"),
+    _of(_TTA, "evidence_tta.beside", "tta_paper", "evidence_tta"),
+    _of(_TTA, "evidence_tta.cost_tables", *_FEATURES, "evidence_tta", tta_costs="draw_costs"),
+    _of(_AGT, "evidence_agt", agt="draw"),
+    _of(_AGT, "agt_claims"),
+    _of(_AGT, "evidence_agt.of_paper", "agt_paper"),
+    _of(_AGT, "bench_certificates", "certificates_cpu"),
+    _of(_AGT, "evidence_poisoning"),
+    _of(
+        _RECALIBRATION,
+        "evidence_recalibration",
+        *("evidence_recalibration", "recalibration_network_b"),
+        recalibration="draw",
+        recalibration_resnet56="draw_resnet56",
     ),
-    Evidence(
-        "results/public_checkpoint.md",
-        ("finetune_methods.json",),
-        lambda found: {"methods": finetune_methods.table(found["rows"])},
+    _of(_RECALIBRATION, "recalibration_sweeps", recalibration_sweeps="draw"),
+    _of(
+        _DPADAPTER,
+        "evidence_dpadapter",
+        *("dpadapter_usps", "dpadapter_gamma_02"),
+        dpadapter_gamma="draw_gamma",
+        dpadapter_gamma_4="draw_gamma_4",
+        dpadapter_amp="draw_amp",
+        dpadapter_robustness="draw_robust",
+        dpadapter_robustness_4="draw_robust_4",
     ),
-    Evidence("results/accountant.md", ("accountant.json",), accountant.tables),
-    Evidence("results/clip_parts.md", ("clip_parts.json",), clip_parts.tables),
-    Evidence("results/correlated.md", ("correlated.json",), correlated.tables),
-    Evidence("results/participation.md", ("participation.json",), participation.tables),
-    Evidence("results/correlated.md", ("correlated_streams.json",), correlated_streams.tables),
-    Evidence("results/exact_noise.md", ("exact_noise.json",), exact_noise.tables),
-    Evidence("results/label_dp.md", ("label_dp.json",), label_dp.tables),
-    Evidence("results/sla_clip.md", ("sla_clip.json",), sla_clip.tables),
-    Evidence("results/owners.md", ("owners.json",), owners.tables),
-    Evidence("results/tuning.md", ("tuning.json",), tuning.tables),
-    Evidence(
-        "results/membership.md",
-        ("membership.json",),
-        lambda found: {
-            "membership": membership.table(found["rows"]),
-            "lira": membership.lira_table(found["rows"]),
-        },
-        {"membership.png": membership.draw},
+    _of(_DPADAPTER, "evidence_dpadapter.earlier_tables", "dpadapter_cifar", "dpadapter_paper"),
+    _of(_DPADAPTER, "evidence_dpadapter.table_again", "dpadapter_table_cifar10"),
+    _of(_DPADAPTER, "evidence_dpadapter.figures_again", "dpadapter_digits"),
+    _of(
+        _DPADAPTER,
+        "dpadapter_theory",
+        dpadapter_theory="draw",
+        dpadapter_lemma="draw_lemma",
     ),
-    Evidence(
-        "results/split_adaptation.md",
-        ("split_private.json",),
-        lambda found: {"private": split_private.table(found)},
-        {"split_private.png": split_private.draw},
-    ),
-    Evidence(
-        "results/split_adaptation.md",
-        ("split_costs.json",),
-        lambda found: {"costs": split_costs.table(found)},
-    ),
-    Evidence(
-        "results/split_adaptation.md",
-        ("split_earlier.json", "split_paper.json"),
-        evidence_split.earlier_tables,
-    ),
-    Evidence(
-        "results/split_adaptation.md",
-        ("split_backends.json", "split_paper.json"),
-        split_backends.tables,
-    ),
-    Evidence(
-        "results/split_adaptation.md",
-        ("split_cifar100.json", "split_paper.json"),
-        evidence_split.tables,
-        {
-            "split_noise.png": evidence_split.draw,
-            "split_hilbert.png": evidence_split.draw_hilbert,
-        },
-    ),
-    Evidence(
-        "results/split_adaptation.md",
-        ("split_appendix.json", "split_paper.json"),
-        split_appendix.tables,
-    ),
-    Evidence(
-        "results/tta.md",
-        ("evidence_tta.json",),
-        evidence_tta.tables,
-        {"tta.png": evidence_tta.draw},
-    ),
-    Evidence(
-        "results/tta.md",
-        ("tta_paper.json", "evidence_tta.json"),
-        evidence_tta.beside,
-    ),
-    Evidence(
-        "results/tta.md",
-        ("finetune_scattering.json", "finetune_squeezenet.json", "evidence_tta.json"),
-        evidence_tta.cost_tables,
-        {"tta_costs.png": evidence_tta.draw_costs},
-    ),
-    Evidence(
-        "results/agt.md",
-        ("evidence_agt.json",),
-        evidence_agt.tables,
-        {"agt.png": evidence_agt.draw},
-    ),
-    Evidence("results/agt.md", ("agt_claims.json",), agt_claims.tables),
-    Evidence(
-        "results/agt.md",
-        ("agt_paper.json",),
-        lambda paper: {"paper": format_table(paper["table"], style="markdown")},
-    ),
-    Evidence(
-        "results/agt.md",
-        ("certificates_cpu.json",),
-        lambda found: {"certificates": bench_certificates.table(found)},
-    ),
-    Evidence("results/agt.md", ("evidence_poisoning.json",), evidence_poisoning.tables),
-    Evidence(
-        "results/recalibration.md",
-        ("evidence_recalibration.json", "recalibration_network_b.json"),
-        evidence_recalibration.tables,
-        {
-            "recalibration.png": functools.partial(evidence_recalibration.draw, "resnet20"),
-            "recalibration_resnet56.png": functools.partial(
-                evidence_recalibration.draw, "resnet56"
-            ),
-        },
-    ),
-    Evidence(
-        "results/dpadapter.md",
-        ("dpadapter_usps.json", "dpadapter_gamma_02.json"),
-        evidence_dpadapter.tables,
-        {
-            **{
-                f"dpadapter_{name}.png": functools.partial(evidence_dpadapter.draw_lengths, grid)
-                for name, grid in (("gamma", "gamma_1"), ("gamma_4", "gamma_4"), ("amp", "amp"))
-            },
-            "dpadapter_robustness.png": functools.partial(
-                evidence_dpadapter.draw_robustness, "gamma_1"
-            ),
-            "dpadapter_robustness_4.png": functools.partial(
-                evidence_dpadapter.draw_robustness, "gamma_4"
-            ),
-        },
-    ),
-    Evidence(
-        "results/recalibration.md",
-        ("recalibration_sweeps.json",),
-        recalibration_sweeps.tables,
-        {"recalibration_sweeps.png": functools.partial(recalibration_sweeps.draw, "digits")},
-    ),
-    Evidence(
-        "results/dpadapter.md",
-        ("dpadapter_cifar.json", "dpadapter_paper.json"),
-        evidence_dpadapter.earlier_tables,
-    ),
-    Evidence(
-        "results/dpadapter.md",
-        ("dpadapter_table_cifar10.json",),
-        evidence_dpadapter.table_again,
-    ),
-    Evidence(
-        "results/dpadapter.md",
-        ("dpadapter_digits.json",),
-        evidence_dpadapter.figures_again,
-    ),
-    Evidence(
-        "results/dpadapter.md",
-        ("dpadapter_theory.json",),
-        dpadapter_theory.tables,
-        {
-            "dpadapter_theory.png": dpadapter_theory.draw,
-            "dpadapter_lemma.png": dpadapter_theory.draw_lemma,
-        },
-    ),
-    Evidence("results/intervals.md", ("intervals.json",), bench_intervals.tables),
-    Evidence(
-        "results/speed.md",
-        tuple(job.path("cpu").name for job in suites.SUITES["cpu"]),
-        lambda *found: {"suite": suites.markdown(suites.rows_of("cpu", found))},
-        {"speed.png": lambda *found: suites.draw(suites.rows_of("cpu", found[:-1]), found[-1])},
-    ),
-    Evidence(
-        "results/speed.md",
-        ("steps_cpu.json", "steps_other_machine.json"),
-        lambda found, other: {
-            "steps": bench_steps.table(found),
-            "steps elsewhere": bench_steps.table(other),
-        },
-    ),
-    Evidence(
-        "results/speed.md",
-        ("clipping_cpu.json", "clipping_sequential_cpu.json"),
-        lambda found, sequential: {
-            "clipping": bench_clipping.table(found),
-            "clipping in sequence": bench_clipping.table(sequential),
-            "clipping memory": bench_clipping.memory_table(found, sequential),
-            "clipping compile": bench_clipping.compile_table(found),
-        },
-    ),
-    Evidence(
-        "results/speed.md",
-        ("start_cpu.json",),
-        lambda found: {"start": bench_start.markdown(found)},
-    ),
-    Evidence("results/speed.md", ("training_cpu.json",), bench_training.tables),
-    Evidence("results/speed.md", ("certified_steps_cpu.json",), bench_certified_steps.tables),
-    Evidence("results/speed.md", ("noise_cpu.json",), bench_noise.tables),
-    Evidence(
-        "results/speed.md", ("device_gpu.json",), lambda found: {"gpu": device.markdown(found)}
-    ),
-    Evidence(
+    _of("results/intervals.md", "bench_intervals", "intervals"),
+    _of(_SPEED, "suites", *_CPU, speed="draw"),
+    _of(_SPEED, "bench_steps", "steps_cpu", "steps_other_machine"),
+    _of(_SPEED, "bench_clipping", "clipping_cpu", "clipping_sequential_cpu"),
+    _of(_SPEED, "bench_start", "start_cpu"),
+    _of(_SPEED, "bench_training", "training_cpu"),
+    _of(_SPEED, "bench_certified_steps", "certified_steps_cpu"),
+    _of(_SPEED, "bench_noise", "noise_cpu"),
+    _of(_SPEED, "device", "device_gpu"),
+    _of(
         "results/accelerators.md",
-        ("compiled_v5e.json", "compiled_v6e.json", "compiled_v5p.json", "compiled_h100.json"),
-        lambda v5e, v6e, v5p, h100: {
-            "v5e": compiled.markdown(v5e),
-            "v5e costs": compiled.costs(v5e),
-            "v5e left out": compiled.left_out(v5e),
-            "v6e": compiled.markdown(v6e),
-            "v6e left out": compiled.left_out(v6e),
-            "v5p": compiled.markdown(v5p),
-            "h100": compiled.markdown(h100),
-            "h100 costs": compiled.costs(h100),
-        },
+        "compiled",
+        *("compiled_v5e", "compiled_v6e", "compiled_v5p", "compiled_h100"),
     ),
-    Evidence(
-        "howto/whole_life.md",
-        ("demo_ranges.json",),
-        lambda found: {"ranges": demo_ranges.table(found), "gains": demo_ranges.gains(found)},
-    ),
-    Evidence(
-        "design/scale.md",
-        ("scale_cpu.json", "reading_cpu.json", "scale_estimate.json"),
-        lambda counts, reading, estimate: {
-            "counts": bench_scale.markdown(counts["steps"]),
-            "reading": bench_reading.markdown(reading["rows"]),
-            "estimate": bench_estimate.markdown(estimate),
-        },
-    ),
+    _of("howto/whole_life.md", "demo_ranges"),
+    _of("design/scale.md", "bench_scale", "scale_cpu"),
+    _of("design/scale.md", "bench_reading", "reading_cpu"),
+    _of("design/scale.md", "bench_estimate", "scale_estimate"),
 ]
 
 
-def read(files: tuple[str, ...]) -> list[Any]:
+def read(files: tuple[str, ...]) -> list:
     """Returns the content of JSON files of benchmarks/results."""
     return [json.loads((RESULTS / file).read_text(encoding="utf-8")) for file in files]
 
@@ -341,10 +156,8 @@ def place(page: str, name: str, table: str) -> str:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main():
+    parser = timing.parser(__doc__, {})
     pages = list(dict.fromkeys(one.page for one in EVIDENCE))
     parser.add_argument("page", nargs="?", choices=pages, help="a path below docs, by default all")
     only = parser.parse_args().page

@@ -10,7 +10,6 @@ the noise, computed from the certified labels and distances of all test inputs. 
 but that of the draws. DIR holds prepared TFDS data, FILE is that of configs/predict/sst2.py. Reads
 private labels without payment: for public benchmark data only."""
 
-import argparse
 import functools
 import importlib
 import itertools
@@ -18,23 +17,20 @@ import math
 import operator
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import pages, timing
 from jaxdp import finetune, prediction
 from jaxdp.data import from_arrays
 from jaxdp.data.selection import choose
-from jaxdp.report import format_table, plot_panels
+from jaxdp.report import plot_panels
 from launch import frame, results
 from launch.predict import dp_sgd
 from launch.teachers import GLOBAL, OURS, SMOOTH, Bench, Pool
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "evidence_agt.json"
 DATA = {"Blobs": "blobs", "digits": "digits", "PneumoniaMNIST": "pneumonia", "SST-2": "sst2"}
 SIZES = (1, 2, 5, 10, 20, 25)
 QUERIES = (1, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
@@ -51,32 +47,29 @@ def epsilon_of(queries: int) -> float:
     return prediction.query_epsilon(**BUDGET, queries=queries)
 
 
-def config_of(name: str, options: argparse.Namespace, draw: int) -> Any:
+def config_of(name: str, options, draw: int):
     """Returns the config of a data set and draw."""
-    file, _, variant = DATA[name].partition(":")
-    config = importlib.import_module(f"configs.predict.{file}").get_config(
-        *[variant] * bool(variant)
-    )
+    config = importlib.import_module(f"configs.predict.{DATA[name]}").get_config()
     for field in ("data_dir", "word_vectors"):
         if field in config.data:
             config.data[field] = getattr(options, field)
-    if "seed" in config.data:
-        config.data.seed = draw
-    if "split_seed" in config.data:
-        config.data.split_seed = draw
+    for field in ("seed", "split_seed"):
+        if field in config.data:
+            config.data[field] = draw
     config.ensemble.salt += f" {draw}"
     return config
 
 
-def draws(name: str, options: argparse.Namespace, root: pathlib.Path) -> Iterator[Bench]:
+def draws(name: str, options, root: pathlib.Path) -> Iterator[Bench]:
     """Yields the draws. A draw that is a share of the records computes no features."""
     bench, whole = None, None
+    is_share = name not in ("Blobs", "digits")
     for draw in range(options.draws):
         config = config_of(name, options, draw)
-        if bench is None or name.startswith("Blobs") or name == "digits":
+        if bench is None or not is_share:
             bench = Bench(config, root)
             whole = bench.train
-        if not (name.startswith("Blobs") or name == "digits"):
+        if is_share:
             rows = choose(len(whole["label"]), len(whole["label"]) * 4 // 5, seed=draw)
             bench.train = {key: array[rows] for key, array in whole.items()}
         config.training.records = len(bench.train["label"])
@@ -90,22 +83,20 @@ def pool(bench: Bench, size: int) -> Pool:
     if size == 1:
         return Pool(*bench.certified(bench.train, records)[1:], bench.classes)
     part = prediction.partition_by_hash(bench.train, size, salt=bench.config.ensemble.salt.encode())
-    members = [
-        bench.certified(
-            {key: array[part == k] for key, array in bench.train.items()}, records // size
-        )[1:]
-        for k in range(size)
-    ]
+    members = []
+    for k in range(size):
+        mine = {key: array[part == k] for key, array in bench.train.items()}
+        members.append(bench.certified(mine, records // size)[1:])
     votes, distances = map(np.stack, zip(*members, strict=True))
     return Pool(*prediction.vote(votes, distances, num_classes=bench.classes), bench.classes, votes)
 
 
-def draw_row(bench: Bench, draw: int, trainer: Any, pate: Any) -> dict[str, Any]:
+def draw_row(bench: Bench, draw: int, trainer, pate) -> dict:
     """Returns the scores of one draw."""
     truth = bench.test["label"]
     mechanisms = {w: m for w, m in WAYS.items() if bench.classes == 2 or w != "smooth"}
     needed = prediction.needed_distance(epsilon_of(ASKED))
-    row: dict[str, Any] = {"accuracy": {}, "distance": {}, "certified": {}, "student": {}}
+    row = {"accuracy": {}, "distance": {}, "certified": {}, "student": {}}
     pools = {size: pool(bench, size) for size in SIZES}
     for size, certified in pools.items():
         row["distance"][size] = float(certified.distance.mean())
@@ -134,31 +125,30 @@ def draw_row(bench: Bench, draw: int, trainer: Any, pate: Any) -> dict[str, Any]
     return row
 
 
-def private_training(bench: Bench, trainer: Any) -> float:
+def private_training(bench: Bench, trainer) -> float:
     """Returns the accuracy of the same model after DP-SGD."""
     steps, records = bench.config.dp_sgd.steps, len(bench.train["label"])
     source = from_arrays(**bench.train, num_classes=bench.classes, name="draw")
-    terms = {
-        "adjacency": "add_remove",
-        "unit": "example",
-        "records": records,
-        "delta": BUDGET["delta"],
-    }
+    delta = BUDGET["delta"]
+    terms = {"adjacency": "add_remove", "unit": "example", "records": records, "delta": delta}
     with (
         tempfile.TemporaryDirectory() as folder,
         frame.account(pathlib.Path(folder) / "ledger.sqlite", "draw", **terms) as account,
     ):
-        how = {
-            "steps": steps,
-            "checkpoint_every": steps,
-            "delta": BUDGET["delta"],
-            "progress": False,
-        }
-        state = finetune.fit(trainer, bench.model.init(), source, account=account, **how)
+        state = finetune.fit(
+            trainer,
+            bench.model.init(),
+            source,
+            account=account,
+            steps=steps,
+            checkpoint_every=steps,
+            delta=delta,
+            progress=False,
+        )
     return bench.model.accuracy(state.params, bench.test)
 
 
-def classes(options: argparse.Namespace, root: pathlib.Path) -> list[dict[str, Any]]:
+def classes(options, root: pathlib.Path) -> list[dict]:
     """Returns certificates of digits by the number of classes."""
     rows = []
     for count in CLASSES:
@@ -170,21 +160,22 @@ def classes(options: argparse.Namespace, root: pathlib.Path) -> list[dict[str, A
             config.prediction.queries, config.references = 1, False
             bench = Bench(config, root)
             config.training.records = len(bench.train["label"])
-            one, truth = pool(bench, 1), bench.test["label"]
-            epsilon = epsilon_of(ASKED)
-            found.append(
-                {
-                    "distance": float(one.distance.mean()),
-                    "stable": one.expected_accuracy(OURS, epsilon, truth),
-                    "global": one.expected_accuracy(GLOBAL, epsilon, truth),
-                    "without noise": float(np.mean(one.label == truth)),
-                }
-            )
+            found.append(certificate(pool(bench, 1), bench.test["label"]))
         rows.append({"classes": count, **{key: [row[key] for row in found] for key in found[0]}})
     return rows
 
 
-def rounded(found: Any) -> Any:
+def certificate(one: Pool, truth: np.ndarray) -> dict[str, float]:
+    epsilon = epsilon_of(ASKED)
+    return {
+        "distance": float(one.distance.mean()),
+        "stable": one.expected_accuracy(OURS, epsilon, truth),
+        "global": one.expected_accuracy(GLOBAL, epsilon, truth),
+        "without noise": float(np.mean(one.label == truth)),
+    }
+
+
+def rounded(found):
     """Returns results with five decimals, which keeps the file small."""
     if isinstance(found, dict):
         return {key: rounded(value) for key, value in found.items()}
@@ -193,33 +184,37 @@ def rounded(found: Any) -> Any:
     return round(found, 5) if isinstance(found, float) else found
 
 
-def tables(report: Any) -> dict[str, str]:
+def of_paper(paper) -> dict[str, str]:
+    return {"paper": pages.padded(paper["table"])}
+
+
+def tables(report) -> dict:
     """Returns the tables of docs/results/agt.md: percent, with standard errors over draws in
     parentheses."""
     draws_of = {name: data["draws"] for name, data in report["data"].items()}
 
-    def row(title: str, score: Callable[[Any], float | None]) -> dict[str, str]:
-        cells = {"": title}
-        for data, draws in draws_of.items():
-            cells[data] = share([score(draw) for draw in draws])
-        return cells
+    def table(scores):
+        """Returns a line for each score of a draw."""
+        lines = []
+        for title, score in scores.items():
+            cells = {data: share(map(score, draws)) for data, draws in draws_of.items()}
+            lines.append({"": title} | cells)
+        return pages.padded(lines)
 
-    mechanisms = [row(way, functools.partial(_accuracy, way)) for way in WAYS]
+    of = functools.partial
+    mechanisms = {way: of(_accuracy, way) for way in WAYS}
     for way in WAYS:
-        title = f"student of {way} answers"
-        mechanisms.append(row(title, lambda draw, way=way: draw["student"].get(way)))
+        mechanisms[f"student of {way} answers"] = lambda draw, way=way: draw["student"].get(way)
     for name in ("PATE", "PATE answered", "DP-SGD", "without noise"):
-        mechanisms.append(row(name, operator.itemgetter(name)))
-    sizes = []
+        mechanisms[name] = operator.itemgetter(name)
+    sizes = {}
     for way, size in itertools.product(WAYS, SIZES):
-        sizes.append(row(f"{way}, T = {size}", functools.partial(_accuracy, way, size=size)))
+        sizes[f"{way}, T = {size}"] = of(_accuracy, way, size=size)
     for size in SIZES:
-        certified = lambda draw, size=size: draw["certified"][str(size)]  # noqa: E731
-        sizes.append(row(f"certified, T = {size}", certified))
-    sweep = []
+        sizes[f"certified, T = {size}"] = lambda draw, size=size: draw["certified"][str(size)]
+    sweep = {}
     for way, queries in itertools.product(WAYS, (1, 10, 100, 1000, 10_000, 100_000)):
-        gain = functools.partial(_over_dp_sgd, way, queries=queries)
-        sweep.append(row(f"{way}, Q = {queries}", gain))
+        sweep[f"{way}, Q = {queries}"] = of(_over_dp_sgd, way, queries=queries)
     by_classes = []
     for scores in report["classes"]:
         mean, _, error = results.moments(scores["distance"])
@@ -227,15 +222,15 @@ def tables(report: Any) -> dict[str, str]:
         cells |= {name: share(scores[name]) for name in ("stable", "global", "without noise")}
         by_classes.append(cells)
     return {
-        "mechanisms": format_table(mechanisms, style="markdown"),
-        "sizes": format_table(sizes, style="markdown"),
-        "queries": format_table(sweep, style="markdown"),
+        "mechanisms": table(mechanisms),
+        "sizes": table(sizes),
+        "queries": table(sweep),
         "more queries": queries_table(draws_of),
-        "classes": format_table(by_classes, style="markdown"),
+        "classes": pages.padded(by_classes),
     }
 
 
-def most_queries(way: str, draw: Any) -> float | None:
+def most_queries(way: str, draw) -> float | None:
     """Returns the number of answers at which the noise costs `LOSS` of accuracy, by interpolation
     over the logarithm of the number. It is the largest number asked about where it costs less.
     """
@@ -247,7 +242,7 @@ def most_queries(way: str, draw: Any) -> float | None:
     return math.exp(np.interp(LOSS, losses, np.log(QUERIES)))
 
 
-def queries_table(draws_of: dict[str, Any]) -> str:
+def queries_table(draws_of: dict) -> str:
     """Returns the numbers of answers at equal accuracy, geometric means over draws."""
     rows = []
     for name, draws in draws_of.items():
@@ -262,7 +257,7 @@ def queries_table(draws_of: dict[str, Any]) -> str:
             most = means.get(way, 0)
             row[f"{way} over global"] = _count(most / means["global"], most)
         rows.append(row)
-    return format_table(rows, style="markdown")
+    return pages.padded(rows)
 
 
 def _count(value: float, queries: float) -> str:
@@ -271,29 +266,22 @@ def _count(value: float, queries: float) -> str:
     return f"{mark}{float(f'{value:.2g}'):,g}" if value else ""
 
 
-def _accuracy(way: str, draw: Any, *, size: int = 1, queries: int = ASKED) -> float | None:
+def _accuracy(way: str, draw, *, size: int = 1, queries: int = ASKED) -> float | None:
     """Returns the accuracy of a mechanism in a draw, None if it does not apply."""
-    accuracy: float | None = draw["accuracy"][str(size)].get(way, {}).get(str(queries))
-    return accuracy
+    return draw["accuracy"][str(size)].get(way, {}).get(str(queries))
 
 
-def _over_dp_sgd(way: str, draw: Any, *, queries: int) -> float | None:
+def _over_dp_sgd(way: str, draw, *, queries: int) -> float | None:
     accuracy = _accuracy(way, draw, queries=queries)
     return None if accuracy is None else accuracy - draw["DP-SGD"]
 
 
-def share(values: list[float | None]) -> str:
-    """Returns a mean in percent with its standard error, "" if the mechanism does not apply."""
-    there = [value for value in values if value is not None]
-    if not there:
-        return ""
-    mean, _, error = results.moments(there)
-    return f"{round(100 * mean, 1) + 0.0:.1f} ({100 * error:.1f})"  # no -0.0
+share = functools.partial(pages.mean, form="z.1f")  # no -0.0
 
 
-def draw(report: Any, path: pathlib.Path) -> None:
+def draw(report, path: pathlib.Path):
     """Draws the picture of docs/results/agt.md."""
-    panels: dict[str, Any] = {}
+    panels = {}
     for name, data in report["data"].items():
         rows = data["draws"]
         private = float(np.mean([row["DP-SGD"] for row in rows]))
@@ -313,11 +301,11 @@ def draw(report: Any, path: pathlib.Path) -> None:
     )
 
 
-def _mean_accuracy(rows: list[Any], way: str, queries: int) -> float:
+def _mean_accuracy(rows: list, way: str, queries: int) -> float:
     return float(np.mean([row["accuracy"]["1"][way][str(queries)] for row in rows]))
 
 
-def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str, Any]:
+def one(name: str, options, root: pathlib.Path) -> dict:
     """Returns the scores of all draws of a data set."""
     trainer, rows = None, []
     for draw, bench in enumerate(draws(name, options, root)):
@@ -330,23 +318,19 @@ def one(name: str, options: argparse.Namespace, root: pathlib.Path) -> dict[str,
             )
         rows.append(draw_row(bench, draw, trainer, pate))
         print(name, draw, flush=True)
-    return {
-        "records": bench.config.training.records,
-        "tested": len(bench.test["label"]),
-        "draws": rows,
-    }
+    tested = len(bench.test["label"])
+    return {"records": bench.config.training.records, "tested": tested, "draws": rows}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data_dir", default="")
-    parser.add_argument("--word_vectors", default="")
-    parser.add_argument("--draws", type=int, default=10)
-    parser.add_argument(
-        "--only", default="", help=f"parts of names, separated by semicolons, of {'; '.join(DATA)}"
-    )
+FLAGS = {
+    "data_dir": "",
+    "word_vectors": "",
+    "draws": 10,
+    "only": ("", f"parts of names, separated by semicolons, of {'; '.join(DATA)}"),
+}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     report = {"data": {}} | timing.earlier(flags.output)
     frame.keep_compiled()
     for name in (*DATA, "classes"):

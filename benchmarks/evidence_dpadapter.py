@@ -4,13 +4,14 @@ earlier run.
 python -m benchmarks.evidence results/dpadapter.md
 """
 
+import functools
 import math
 import pathlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
 
-from jaxdp.report import format_table, plot_panels, plot_points
+from benchmarks import pages
+from jaxdp.report import plot_panels, plot_points
 from launch import results
 
 FAMILIES = ("standard", "SAM", "AMP", "DPAdapter")
@@ -18,7 +19,7 @@ _ROBUST = "robust: under noise of 0.4 of each tensor"
 DIFFERENCE = r"(.+): ([+-]\d+\.\d+) \(standard error (\d+\.\d+)\), higher in (.+)"
 
 
-def merged(report: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+def merged(report: Mapping, added: Mapping) -> dict:
     """Returns the run on USPS with the models of a later run of more lengths, in order of their
     lengths.
     """
@@ -40,60 +41,52 @@ def _place(row: Mapping[str, str]) -> tuple[int, float]:
     return FAMILIES.index(family), float(gamma or 0)
 
 
-def tables(report: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of the run on USPS."""
+def tables(report, added) -> dict:
     report = merged(report, added)
     grids = report["grids"]
     markdown = {}
     for name in ("order", "order_4"):
-        markdown[name] = _markdown(_without_method(grids[name]["table"]))
-        markdown[f"{name}: differences"] = _markdown(map(_difference, grids[name]["differences"]))
-    markdown["transfer"] = _markdown(_without_method(grids["order"]["robust_accuracy"]))
-    markdown["upstreams"] = _markdown(_upstreams(report, grids["order"]["table"]))
-    markdown["rates"] = _markdown(_rates(grids["tuning"]["table"]))
+        markdown |= _with_differences(name, grids[name])
+    markdown["transfer"] = pages.padded(_without_method(grids["order"]["robust_accuracy"]))
+    markdown["upstreams"] = pages.padded(_upstreams(report, grids["order"]["table"]))
+    tuning = []
+    for row in grids["tuning"]["table"]:
+        rate = row["method"].replace("DP-SGD at", "rate")
+        tuning.append(row | {"rate": rate})
+    rates = results.pivot(tuning, "upstream", "rate", lambda rows: rows[0]["average ε=1"])
+    markdown["rates"] = pages.padded(rates)
     for name in ("gamma_1", "gamma_4", "amp", "batches"):
         markdown[name] = _beside_upstream(report, name)
-    markdown["family"] = _markdown(grids["family"]["table"])
-    markdown["family: differences"] = _markdown(map(_difference, grids["family"]["differences"]))
+    markdown["family"] = pages.padded(grids["family"]["table"])
+    markdown["family: differences"] = _differences(grids["family"])
     return markdown
 
 
-def _means(report: Mapping[str, Any]) -> dict[str, Any]:
+def _with_differences(name: str, grid, prefix: str = "") -> dict[str, str]:
+    table = pages.padded(_without_method(grid["table"]))
+    return {f"{prefix}{name}": table, f"{prefix}{name}: differences": _differences(grid)}
+
+
+def _means(report: Mapping) -> dict:
     """Returns the means of the upstream models by name."""
     return {row["upstream"]: row for row in report["upstream_means"]}
 
 
-def _upstreams(report: Mapping[str, Any], grid: Sequence[Mapping[str, str]]) -> list[Any]:
+def _upstreams(report, grid) -> list:
     """Returns a line for each upstream model of a grid, in its order."""
     means = _means(report)
-    lines = []
-    for row in grid:
-        name = row["upstream"]
-        if name in means:
-            mean = means[name]
-            line = {
-                "upstream": name,
-                "accuracy": f"{mean['accuracy']:.3f}",
-                "robust accuracy": f"{mean['robust_accuracy']:.3f}",
-                "rho": f"{mean['rho']:.1f}",
-                "norm of Delta": f"{mean['perturbation_norm']:.2f}",
-            }
-            lines.append(line)
-    return lines
+    named = [means[row["upstream"]] for row in grid if row["upstream"] in means]
+    columns = {
+        "upstream": "{upstream}",
+        "accuracy": "{accuracy:.3f}",
+        "robust accuracy": "{robust_accuracy:.3f}",
+        "rho": "{rho:.1f}",
+        "norm of Delta": "{perturbation_norm:.2f}",
+    }
+    return pages.lines(named, columns)
 
 
-def _rates(tuning: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """Returns a line for each upstream model with a column for each learning rate."""
-    lines: dict[str, dict[str, str]] = {}
-    for row in tuning:
-        name = row["upstream"]
-        rate = row["method"].replace("DP-SGD at", "rate")
-        line = lines.setdefault(name, {"upstream": name})
-        line[rate] = row["average ε=1"]
-    return list(lines.values())
-
-
-def _beside_upstream(report: Mapping[str, Any], grid: str) -> str:
+def _beside_upstream(report, grid: str) -> str:
     """Returns a grid with the accuracies of its upstream models."""
     means = _means(report)
     rows = _without_method(report["grids"][grid]["table"])
@@ -101,19 +94,17 @@ def _beside_upstream(report: Mapping[str, Any], grid: str) -> str:
         upstream = means[row["upstream"]]
         row["upstream accuracy"] = f"{upstream['accuracy']:.3f}"
         row["robust"] = f"{upstream['robust_accuracy']:.3f}"
-    return _markdown(rows)
+    return pages.padded(rows)
 
 
-def draw_lengths(
-    grid: str, report: Mapping[str, Any], added: Mapping[str, Any], path: pathlib.Path
-) -> None:
+def draw_lengths(grid: str, report, added, path: pathlib.Path):
     """Draws Figures 1, 5 and 7 against gamma, a panel for each family."""
     report = merged(report, added)
     means = _means(report)
-    panels: dict[str, tuple[str, dict[str, list[tuple[float, float]]]]] = {}
+    panels = {}
     rows = _without_method(report["grids"][grid]["table"])
     for family in FAMILIES[1:]:
-        curves: dict[str, list[tuple[float, float]]] = {}
+        curves = {}
         for row in rows:
             name = row["upstream"]
             if name.startswith((FAMILIES[0], family)):
@@ -135,12 +126,10 @@ def draw_lengths(
     )
 
 
-def draw_robustness(
-    grid: str, report: Mapping[str, Any], added: Mapping[str, Any], path: pathlib.Path
-) -> None:
+def draw_robustness(grid: str, report, added, path: pathlib.Path):
     """Draws Figures 6 and 7: private models against the robust accuracy of their upstream model."""
     report = merged(report, added)
-    points: dict[str, list[tuple[float, float, float, float]]] = {}
+    points = {}
     rows = report["grids"][grid]["table"]
     for row in rows:
         number, _ = _place(row)
@@ -161,7 +150,14 @@ def draw_robustness(
     )
 
 
-def _epsilon(rows: Sequence[Mapping[str, str]]) -> str:
+draw_gamma = functools.partial(draw_lengths, "gamma_1")
+draw_gamma_4 = functools.partial(draw_lengths, "gamma_4")
+draw_amp = functools.partial(draw_lengths, "amp")
+draw_robust = functools.partial(draw_robustness, "gamma_1")
+draw_robust_4 = functools.partial(draw_robustness, "gamma_4")
+
+
+def _epsilon(rows) -> str:
     """Returns the epsilon of the columns of a table, as in ", ε = 1"."""
     (average,) = (key for key in rows[0] if key.startswith("average"))
     return f", {average.removeprefix('average ').replace('=', ' = ')}"
@@ -177,26 +173,23 @@ def _numbers(row: Mapping[str, str]) -> dict[str, float]:
     return means
 
 
-def earlier_tables(ours: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
+def earlier_tables(ours, paper) -> dict[str, str]:
     """Returns the tables of the earlier run, whose rows are kept as text, and the paper's Table
     1."""
     names = ("table1", "upstream models", "three times the length", "beyond")
-    markdown = {name: _markdown(ours[name]) for name in names}
-    markdown["paper"] = _markdown(paper["table1"])
-    return markdown
+    tables = {name: ours[name] for name in names} | {"paper": paper["table1"]}
+    return {name: pages.padded(rows) for name, rows in tables.items()}
 
 
-def table_again(report: Mapping[str, Any]) -> dict[str, str]:
+def table_again(report) -> dict[str, str]:
     """Returns the tables of the run with an upstream of CIFAR-10."""
     markdown = {}
     for name in ("order", "order_4"):
-        grid = report["grids"][name]
-        markdown[f"again: {name}"] = _markdown(_without_method(grid["table"]))
-        markdown[f"again: {name}: differences"] = _markdown(map(_difference, grid["differences"]))
+        markdown |= _with_differences(name, report["grids"][name], "again: ")
     return markdown
 
 
-def figures_again(report: Mapping[str, Any]) -> dict[str, str]:
+def figures_again(report) -> dict[str, str]:
     """Returns the tables of Figures 1, 3, 5 and 7 from digits."""
     grids = ("amp", "batches", "gamma", "gamma_4")
     return {f"again: {name}": _beside_upstream(report, name) for name in grids}
@@ -206,19 +199,13 @@ def _without_method(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if key != "method"} for row in rows]
 
 
-def _difference(text: str) -> dict[str, str]:
-    match = re.fullmatch(DIFFERENCE, text)
-    if match is None:
-        raise ValueError(f"a difference must match {DIFFERENCE}, got {text!r}.")
-    name, mean, error, higher = match.groups()
-    return {
-        "difference": name,
-        "mean": f"{float(mean):+.3f}",
-        "standard error": f"{float(error):.3f}",
-        "higher in": higher,
-    }
-
-
-def _markdown(rows: Iterable[Mapping[str, Any]]) -> str:
-    lines: Sequence[Mapping[str, Any]] = list(rows)
-    return format_table(lines, style="markdown")
+def _differences(grid) -> str:
+    lines = []
+    for text in grid["differences"]:
+        match = re.fullmatch(DIFFERENCE, text)
+        if match is None:
+            raise ValueError(f"a difference must match {DIFFERENCE}, got {text!r}.")
+        name, mean, error, higher = match.groups()
+        line = {"difference": name, "mean": f"{float(mean):+.3f}"}
+        lines.append(line | {"standard error": f"{float(error):.3f}", "higher in": higher})
+    return pages.padded(lines)

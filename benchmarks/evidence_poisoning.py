@@ -7,13 +7,10 @@ It runs `launch.poisoning` with the variants of configs/predict/poisoning.py. Nu
 test inputs whose right label no k changes of the training records alter. Each kind of change has
 ten models that are retrained on as many random changes as the largest k."""
 
-import argparse
 import pathlib
-from collections.abc import Mapping
-from typing import Any
 
+from benchmarks import pages
 from configs.predict import poisoning as configs
-from jaxdp.report import format_table
 from launch import frame, poisoning
 
 VARIANTS = {"blobs": "Blobs", "digits": "digits", "pneumonia": "PneumoniaMNIST"}
@@ -28,64 +25,59 @@ OPTIONS = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data_dir", default="", help="the directory of TFDS")
-    parser.add_argument("--workdir", default="workdir/evidence_poisoning")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
+FLAGS = {
+    "data_dir": ("", "the directory of TFDS"),
+    "workdir": "workdir/evidence_poisoning",
+    "variants": ",".join(VARIANTS),
+}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
+    root = pathlib.Path(flags.workdir)
     sets = {}
     for variant in flags.variants.split(","):
         config = configs.get_config(variant)
         if "data_dir" in config.data:
             config.data.data_dir = flags.data_dir
-        root = pathlib.Path(flags.workdir) / variant
-        sets[VARIANTS[variant]] = frame.run(poisoning.STUDY, config, root)
+        sets[VARIANTS[variant]] = frame.run(poisoning.STUDY, config, root / variant)
     options = {}
     for name, changes in OPTIONS.items():
         config = configs.get_config("digits")
         config.update_from_flattened_dict(_THREE_STEPS | changes)
-        root = pathlib.Path(flags.workdir) / frame.file_name(name)
-        options[name] = frame.run(poisoning.STUDY, config, root)
+        options[name] = frame.run(poisoning.STUDY, config, root / frame.file_name(name))
     return {"sets": sets, "options": options}
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of docs/results/agt.md."""
-    lines = []
+def tables(report) -> dict:
+    sets, options = [], []
     for name, result in report["sets"].items():
-        for row in result["rows"]:
-            lines.append(
-                {
-                    "data": f"{name}, {result['records']} records",
-                    "k": str(len(row["certified"]) - 1),
-                    "change": row["kind"],
-                }
-                | _cells(row)
-            )
-    options = []
+        data = {"data": f"{name}, {result['records']} records"}
+        sets += [data | _with_shares(row) for row in result["rows"]]
     for name, result in report["options"].items():
         (row,) = result["rows"]
-        options.append({"training": name} | _cells(row))
+        options.append({"training": name} | _with_shares(row))
+    changes = {"data": "{data}", "k": "{most}", "change": "{kind}"}
     return {
-        "poisoning": format_table(lines, style="markdown"),
-        "poisoning options": format_table(options, style="markdown"),
+        "poisoning": pages.padded(pages.lines(sets, changes | COLUMNS)),
+        "poisoning options": pages.padded(
+            pages.lines(options, {"training": "{training}"} | COLUMNS)
+        ),
     }
 
 
-def _cells(row: Mapping[str, Any]) -> dict[str, str]:
-    certified = row["certified"]
-    most = len(certified) - 1
-    return {
-        "accuracy": _percent(row["accuracy"]),
-        "certified at k / 2": _percent(certified[most // 2]),
-        "certified at k": _percent(certified[most]),
-        "mean distance": f"{row['distance']:.1f}",
-        "width of the box": f"{row['width']:.2g}",
-        "least accuracy retrained": _percent(min(row["retrained"])),
-        "outside": f"{row['outside']} of {len(row['retrained'])}",
-    }
+COLUMNS = {
+    "accuracy": lambda row: _percent(row["accuracy"]),
+    "certified at k / 2": lambda row: _percent(row["certified"][row["most"] // 2]),
+    "certified at k": lambda row: _percent(row["certified"][row["most"]]),
+    "mean distance": "{distance:.1f}",
+    "width of the box": "{width:.2g}",
+    "least accuracy retrained": lambda row: _percent(min(row["retrained"])),
+    "outside": "{outside} of {models}",
+}
+
+
+def _with_shares(row) -> dict:
+    return row | {"most": len(row["certified"]) - 1, "models": len(row["retrained"])}
 
 
 def _percent(share: float) -> str:

@@ -16,18 +16,17 @@ sources of 30, epsilon
 1) under the 15 shifts, with the same records and ten trials: class-wise and adaptive errors of
    temperatures, and beta and vector scaling, which are methods of this file."""
 
-import argparse
 import dataclasses
+import functools
 import json
 import pathlib
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import pages, timing
 from jaxdp import recalibration
 from jaxdp.files import read_npz
 from jaxdp.recalibration import (
@@ -39,11 +38,9 @@ from jaxdp.recalibration import (
     classwise_ece,
     ece,
 )
-from jaxdp.report import format_table, plot_panels
+from jaxdp.report import plot_panels
 from launch import results
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "evidence_recalibration.json"
 TRIALS = 10
 SOURCES = 50
 SAMPLES = 30
@@ -57,7 +54,7 @@ PRIOR = jnp.array([1.0, 1.0, 0.0])
 class BetaBinning(LogisticBinning):
     """Beta calibration (Kull et al. 2017) of noisy bins: sigmoid(a log p - b log(1 - p) + c)."""
 
-    def finish(self, state: Any) -> jax.Array:
+    def finish(self, state) -> jax.Array:
         """Fits a, b and c by Fisher scoring with the weights of `LogisticBinning`, and priors
         around 1, 1 and 0."""
         variance, answer = state
@@ -67,7 +64,7 @@ class BetaBinning(LogisticBinning):
         deviations = jnp.array([self.slope_sd, self.slope_sd, self.shift_sd])
         precision = jnp.diag(deviations**-2)
 
-        def step(_: int, line: jax.Array) -> jax.Array:
+        def step(_, line):
             q = jax.nn.sigmoid(design @ line)
             slope = total * q * (1 - q)
             spread = variance * ((1 - q) ** 2 + q**2) + slope
@@ -92,9 +89,7 @@ def _design(score: jax.Array) -> jax.Array:
     return jnp.stack([log_p, jax.nn.softplus(score), jnp.ones(score.shape)], -1)
 
 
-def vector_scaling(
-    records: Records, rng: np.random.Generator, *, private: bool, rounds: int = 5
-) -> Any:
+def vector_scaling(records: Records, rng: np.random.Generator, *, private: bool, rounds: int = 5):
     """Returns scales and shifts [m] of the logits, from noisy clipped gradients (Guo et al. 2017,
     section 4.2).
 
@@ -140,17 +135,13 @@ def _scores_of(logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def _fitted(method: Any, own: Records, test: Records, rng: np.random.Generator) -> dict[str, float]:
+def _fitted(method, own: Records, test: Records, rng: np.random.Generator) -> dict[str, float]:
     """Returns the scores of a method of the library, with simulated noise of its sources."""
-    scale = recalibration.noise_scale(
-        method,
-        epsilon=EPSILON,
-        adjacency="add_remove",
-        num_classes=test.logits.shape[1],
-    )
+    terms = {"adjacency": "add_remove", "num_classes": test.logits.shape[1]}
+    scale = recalibration.noise_scale(method, epsilon=EPSILON, **terms)
     variance = scale.variance * SOURCES
 
-    def ask(k: int, temperature: Any) -> Any:
+    def ask(k, temperature):
         exact = method.summand(k, own, temperature).sum(0)
         noise = rng.laplace(size=(SOURCES, *exact.shape)).sum(0)
         return exact + noise * scale.noise * scale.step
@@ -164,7 +155,7 @@ def _fitted(method: Any, own: Records, test: Records, rng: np.random.Generator) 
     return _floats(_scores_of(test.logits / temperature, test.labels))
 
 
-def further(folder: pathlib.Path) -> list[dict[str, Any]]:
+def further(folder: pathlib.Path) -> list[dict]:
     """Returns the scores of each shift and trial."""
     rows = []
     for path in sorted((folder / "logits").glob("*.npz")):
@@ -178,7 +169,7 @@ def further(folder: pathlib.Path) -> list[dict[str, Any]]:
             used, rest = np.split(order, [SOURCES * SAMPLES])
             own = Records(*(column[used] for column in everyone))
             test = Records(*(column[rest] for column in everyone))
-            row: dict[str, Any] = {"shift": path.stem}
+            row = {"shift": path.stem}
             row["none"] = _floats(_scores_of(test.logits, test.labels))
             for name, method in METHODS.items():
                 row[name] = _fitted(method, own, test, rng)
@@ -190,24 +181,33 @@ def further(folder: pathlib.Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _floats(scores: Any) -> dict[str, float]:
+def _floats(scores) -> dict[str, float]:
     return {name: round(float(value), 5) for name, value in scores.items()}
 
 
-def summary(folder: pathlib.Path) -> dict[str, Any]:
+FACTORS = ("sources", "samples", "epsilon")
+
+
+def result_of(folder: pathlib.Path):
+    """Returns the result of a finished workdir."""
+    return json.loads((folder / "result.json").read_text(encoding="utf-8"))
+
+
+def rounded(cells: Iterable, part: str, score: str = "ece") -> list[list[float]]:
+    """Returns a score as [shift][setting], with five decimals, which keeps the file small."""
+    return [[round(value, 5) for value in cell[part][score]] for cell in cells]
+
+
+def summary(folder: pathlib.Path) -> dict:
     """Returns what the page needs of a finished workdir."""
-    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
+    result = result_of(folder)
     shifts = [shift for shift in result["cells"] if shift != "clean"]
-    factors = ("sources", "samples", "epsilon")
     methods = {}
     for cost in result["costs"]:
         name = cost["method"]
         cells = [result["cells"][shift][name] for shift in shifts]
-        scores = {}
-        for part in (*factors, "centre", "no privacy"):
-            scores[part] = _rounded(cells, part, "ece")
-        scores["brier"] = _rounded(cells, "centre", "brier")
-        methods[name] = scores
+        scores = {part: rounded(cells, part) for part in (*FACTORS, "centre", "no privacy")}
+        methods[name] = scores | {"brier": rounded(cells, "centre", "brier")}
     accuracy = result["accuracy"]
     shifted = np.mean([accuracy[shift] for shift in shifts])
     return {
@@ -216,169 +216,134 @@ def summary(folder: pathlib.Path) -> dict[str, Any]:
         "shifts": len(shifts),
         "clean": accuracy["clean"],
         "shifted": float(shifted),
-        "settings": {part: p for part, p in result["settings"].items() if part in factors},
+        "settings": {part: p for part, p in result["settings"].items() if part in FACTORS},
         "methods": methods,
         "further": further(folder),
     }
 
 
-def _rounded(cells: list[Any], part: str, score: str) -> list[list[float]]:
-    """Returns a score as [shift][setting], with five decimals, which keeps the file small."""
-    rows = []
-    for cell in cells:
-        rows.append([round(value, 5) for value in cell[part][score]])
-    return rows
+FURTHER = ("none", *METHODS, "vector scaling", "vector scaling, no privacy")
 
 
-def tables(report: Any, earlier: Any) -> dict[str, str]:
-    """Returns the tables of docs/results/recalibration.md."""
+def tables(report, earlier) -> dict:
     networks = []
     for network, run in report.items():
         row = {"network": network} | results.only(run, "images", "trials", "shifts")
-        for images in ("clean", "shifted"):
-            row[images] = results.percent(run[images])
-        networks.append(row)
-    hundred = []
-    for name, scores in report["cifar100"]["methods"].items():
-        hundred.append({"method": name} | _scores(name, scores))
+        networks.append(row | {of: results.percent(run[of]) for of in ("clean", "shifted")})
     before = []
     for name, (every, centre, brier) in earlier["rows"].items():
         before.append({"method": name, "all": every, "centre": centre, "Brier": brier})
+    hundred = report["cifar100"]
     public = {network: run for network, run in report.items() if network != "cifar100"}
+    names = list(public["resnet20"]["methods"])
+    private = [name for name in names if name != "none"]
     rows = {
         "networks": networks,
-        "methods": _method_rows(public),
-        "class-wise": _class_wise_rows(public),
-        "differences": _difference_rows(public),
-        "cifar100": hundred,
+        "methods": _by_network(public, names, _scores),
+        "class-wise": _by_network(public, FURTHER, _class_wise),
+        "differences": _by_network(public, COMPARED, _difference, f"method, less {BASE}"),
+        "cifar100": [{"method": name} | _scores(hundred, name) for name in hundred["methods"]],
         "b": before,
-        "epsilons": _epsilon_rows(public),
-        "few or many": _division_rows({"resnet20": report["resnet20"]}),
+        "epsilons": _by_network(public, private, _epsilons),
+        "few or many": _by_network({"resnet20": report["resnet20"]}, private, _division),
     }
-    return {title: format_table(lines, style="markdown") for title, lines in rows.items()}
+    return {title: pages.padded(lines) for title, lines in rows.items()}
 
 
-def _method_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    rows = []
-    for name in next(iter(runs.values()))["methods"]:
-        row = {"method": name}
-        for network, run in runs.items():
-            scores = _scores(name, run["methods"][name])
-            row |= {f"{network}, {score}": value for score, value in scores.items()}
-        rows.append(row)
-    return rows
-
-
-def _epsilon_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns rows of mean errors at the lowest, a middle and the highest epsilon, and without."""
-    rows = []
-    names = [name for name in next(iter(runs.values()))["methods"] if name != "none"]
+def _by_network(
+    runs: Mapping,
+    names: Iterable[str],
+    cells: Callable,
+    head: str = "method",
+) -> list[dict[str, str]]:
+    """Returns a line for each method, with the cells of each network."""
+    lines = []
     for name in names:
-        row = {"method": name}
+        line = {head: name}
         for network, run in runs.items():
-            scores = run["methods"][name]
-            for column, (_, _, epsilon) in enumerate(run["settings"]["epsilon"]):
-                if epsilon in EPSILONS:
-                    errors = [of_shift[column] for of_shift in scores["epsilon"]]
-                    row[f"{network}, epsilon {epsilon:g}"] = _error(errors)
-            row[f"{network}, no privacy"] = _error(np.ravel(scores["no privacy"]))
-        rows.append(row)
-    return rows
+            for score, text in cells(run, name).items():
+                line[f"{network}, {score}".removesuffix(", ")] = text
+        lines.append(line)
+    return lines
 
 
-def _division_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns rows of mean errors of few and of many sources that have the same records in all.
+def _epsilons(run, name: str) -> dict[str, str]:
+    """Returns mean errors at the lowest, a middle and the highest epsilon, and without."""
+    scores = run["methods"][name]
+    cells = {}
+    for column, (_, _, epsilon) in enumerate(run["settings"]["epsilon"]):
+        if epsilon in EPSILONS:
+            cells[f"epsilon {epsilon:g}"] = error([of[column] for of in scores["epsilon"]])
+    return cells | {"no privacy": error(scores["no privacy"])}
+
+
+def _division(run, name: str) -> dict[str, str]:
+    """Returns mean errors of few and of many sources that have the same records in all.
 
     The sweep of sources has 10 records each, and the sweep of samples has 50 sources.
     """
-    rows = []
-    names = [name for name in next(iter(runs.values()))["methods"] if name != "none"]
-    for name in names:
-        row = {"method": name}
-        for network, run in runs.items():
-            scores, settings = run["methods"][name], run["settings"]
-            for part in ("samples", "sources"):
-                for column, (sources, samples, _) in enumerate(settings[part]):
-                    if sources * samples in RECORDS:
-                        errors = [of_shift[column] for of_shift in scores[part]]
-                        row[f"{network}, {sources} of {samples}"] = _error(errors)
-        rows.append(row)
-    return rows
+    scores, cells = run["methods"][name], {}
+    for part in ("samples", "sources"):
+        for column, (sources, samples, _) in enumerate(run["settings"][part]):
+            if sources * samples in RECORDS:
+                errors = [of_shift[column] for of_shift in scores[part]]
+                cells[f"{sources} of {samples}"] = error(errors)
+    return cells
 
 
-def _class_wise_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    methods = ("none", "Acc-T wide", "Acc-T bisection", "logistic binning", "beta binning")
-    rows = []
-    for name in (*methods, "vector scaling", "vector scaling, no privacy"):
-        row = {"method": name}
-        for network, run in runs.items():
-            for score in ("ece", "classwise", "adaptive"):
-                # A binning has a confidence in the first class only.
-                if score not in run["further"][0][name]:
-                    continue
-                errors = _by_shift(run["further"], lambda r, n=name, s=score: r[n][s])
-                row[f"{network}, {score}"] = _error(errors)
-        rows.append(row)
-    return rows
+def _class_wise(run, name: str) -> dict[str, str]:
+    # A binning has a confidence in the first class only.
+    there = [
+        score for score in ("ece", "classwise", "adaptive") if score in run["further"][0][name]
+    ]
+    return {score: error(_by_shift(run, lambda row, s=score: row[name][s])) for score in there}
 
 
-def _difference_rows(runs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    base = "logistic binning"
-    rows = []
-    for name in ("beta binning", "vector scaling", "Acc-T bisection"):
-        row = {f"method, less {base}": name}
-        for network, run in runs.items():
-            gaps = _by_shift(run["further"], lambda r, n=name: r[n]["ece"] - r[base]["ece"])
-            row[network] = _error(gaps)
-        rows.append(row)
-    return rows
+COMPARED, BASE = ("beta binning", "vector scaling", "Acc-T bisection"), "logistic binning"
 
 
-def _scores(name: str, one: Any) -> dict[str, str]:
+def _difference(run, name: str) -> dict[str, str]:
+    gaps = _by_shift(run, lambda row: row[name]["ece"] - row[BASE]["ece"])
+    return {"": error(gaps)}
+
+
+def _scores(run, name: str) -> dict[str, str]:
     """Returns what a table shows of a method on a network."""
-    every = np.concatenate([np.ravel(one[part]) for part in ("sources", "samples", "epsilon")])
+    one = run["methods"][name]
+    every = np.concatenate([np.ravel(one[part]) for part in FACTORS])
     row = {
         "all": f"{np.median(every):.3f} / {np.mean(every):.3f}",
-        "centre": _error(np.ravel(one["centre"])),
+        "centre": error(one["centre"]),
         "Brier": f"{np.mean(one['brier']):.3f}",
     }
     if name not in ("none", "one source"):
-        row["no privacy"] = _error(np.ravel(one["no privacy"]))
+        row["no privacy"] = error(one["no privacy"])
     return row
 
 
-def _by_shift(rows: Any, value: Any) -> list[float]:
-    of_shift: dict[str, list[float]] = {}
-    for row in rows:
+def _by_shift(run, value) -> list[float]:
+    of_shift = {}
+    for row in run["further"]:
         of_shift.setdefault(row["shift"], []).append(value(row))
     return [float(np.mean(values)) for values in of_shift.values()]
 
 
-def _error(values: Any) -> str:
+def error(values, form: str = ".3f") -> str:
     """Returns a mean over shifts with its standard error."""
-    mean, _, error = results.moments(values)
-    return f"{mean:.3f} ({error:.3f})"
+    return pages.mean(np.ravel(values), form, scale=1)
 
 
-def draw(network: str, report: Any, _: Any, path: pathlib.Path) -> None:
+DRAWN = ("Acc-T wide", "HB published", "one source", "Acc-T bisection", "logistic binning", "none")
+
+
+def draw_network(network: str, report, _, path: pathlib.Path):
     """Draws the picture of a network: the mean error over shifts."""
     run = report[network]
-    methods = (
-        "Acc-T wide",
-        "HB published",
-        "one source",
-        "Acc-T bisection",
-        "logistic binning",
-        "none",
-    )
     panels = {}
-    for axis, part in enumerate(("sources", "samples", "epsilon")):
+    for axis, part in enumerate(FACTORS):
         at = [point[axis] for point in run["settings"][part]]
-        curves = {}
-        for name in methods:
-            means = np.mean(run["methods"][name][part], axis=0)
-            curves[name] = list(zip(at, means.tolist(), strict=True))
-        panels[f"{network}: {part}"] = (part, curves)
+        scores = {name: run["methods"][name][part] for name in DRAWN}
+        panels[f"{network}: {part}"] = (part, curves(at, scores))
     plot_panels(
         path,
         panels,
@@ -389,11 +354,18 @@ def draw(network: str, report: Any, _: Any, path: pathlib.Path) -> None:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workdirs", required=True, help="finished workdirs, separated by commas")
+def curves(at: Iterable[float], scores: Mapping) -> dict:
+    """Returns a curve of means over shifts for each method."""
+    means = {name: np.mean(of_shift, axis=0).tolist() for name, of_shift in scores.items()}
+    return {name: list(zip(at, mean, strict=True)) for name, mean in means.items()}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+draw = functools.partial(draw_network, "resnet20")
+draw_resnet56 = functools.partial(draw_network, "resnet56")
+FLAGS = {"workdirs": {"required": True, "help": "finished workdirs, separated by commas"}}
+
+
+def measure(flags) -> dict:
     report = timing.earlier(flags.output)
     for folder in map(pathlib.Path, flags.workdirs.split(",")):
         report[folder.name] = summary(folder)

@@ -8,22 +8,20 @@ of CIFAR-100.
 The docstring of the config has the whole first command. The second one keeps the rows of the
 finished workdir, and the third one writes the page. All images are public benchmarks."""
 
-import argparse
 import json
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_sample_images
 
+from benchmarks import pages
 from configs.split import cifar100
-from jaxdp.report import format_table, plot_panels
+from jaxdp.report import plot_panels
 from launch import results, split_figures
 from launch.split_runs import ABLATIONS, BASELINES, SA, SA_ONCE, STOLEN
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "split_cifar100.json"
 # Rows of the paper's Table 4 beside ours. It seems to swap the names of the two rows on tuning.
 PAPER_ROWS = {
     "without Hilbert augmentation": "without Hilbert augmentation",
@@ -46,7 +44,7 @@ STRONGEST = {
 }
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value):
     if isinstance(value, dict):
         return {key: _rounded(part) for key, part in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value
@@ -54,111 +52,99 @@ def _rounded(value: Any) -> Any:
 
 # --- The page -----------------------------------------------------------------------------------
 
+Lines = list[dict[str, Any]]
 
-def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
+
+def tables(found, paper) -> dict:
     """Returns the tables of the run, beside the paper's numbers."""
     rows = found["rows"]
     runs = results.select(rows, part="runs", laplace=1.0)
-    rows_of: dict[str, list[dict[str, Any]]] = {
-        "accuracy": _accuracy_rows(runs),
+    tuning = sorted(results.select(rows, part="tuning"), key=lambda row: row["rate"])
+    of_methods = dict.fromkeys(row["method"] for row in results.select(rows, part="tuning"))
+    by_rate = {
+        method: {
+            f"rate {row['rate']:g}": results.percent(row["accuracy"])
+            for row in results.select(tuning, method=method)
+        }
+        for method in of_methods
+    }
+    models = _with_runs((*STOLEN, SA), runs)
+    stealing = {
+        "model": lambda model: model,
+        "accuracy": lambda model: mean(results.select(runs, method=model, shots=SHOTS)),
+        "paper": lambda model: _shown(paper["table 3"].get(model)),
+    }
+    rows_of = {
+        "accuracy": _by_shots(
+            runs,
+            (*BASELINES, SA),
+            "method",
+            lambda method, shots: mean(results.select(runs, method=method, shots=shots)),
+        ),
         "differences": _difference_rows(runs, paper),
         "ablations": _ablation_rows(runs, paper),
-        "rates": _rate_rows(results.select(rows, part="tuning")),
-        "stealing": _stealing_rows(runs, paper),
+        "rates": [{"method": method} | cells for method, cells in by_rate.items()],
+        "stealing": pages.lines(models, stealing),
         "reconstruction": _reconstruction_rows(rows, paper),
         "noise": _noise_rows(rows),
         "patches": _swept(rows, "patches", "share of replaced patches"),
         "copies": _swept(rows, "copies", "copies"),
         "private mode": _private_rows(rows),
     }
-    return {name: format_table(lines, style="markdown") for name, lines in rows_of.items() if lines}
+    return {name: pages.padded(lines) for name, lines in rows_of.items() if lines}
 
 
 def _with_runs(names: Iterable[str], runs: Rows) -> list[str]:
     return [name for name in names if results.select(runs, method=name)]
 
 
-def _shots(runs: Rows) -> list[int]:
-    return sorted({row["shots"] for row in runs})
-
-
-def _accuracy_rows(runs: Rows) -> list[dict[str, Any]]:
+def _by_shots(runs: Rows, names: Iterable[str], head: str, cell: Callable) -> Lines:
+    """Returns a line for each method that has runs, and a column for each number of shots."""
+    every = sorted({row["shots"] for row in runs})
     lines = []
-    for method in _with_runs((*BASELINES, SA), runs):
-        line = {"method": method}
-        for shots in _shots(runs):
-            line[f"{shots} shots"] = mean(results.select(runs, method=method, shots=shots))
-        lines.append(line)
+    for name in _with_runs(names, runs):
+        lines.append({head: name} | {f"{shots} shots": cell(name, shots) for shots in every})
     return lines
 
 
-def _difference_rows(runs: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _difference_rows(runs: Rows, paper: Mapping) -> Lines:
     published = {row["method"]: float(row["5 shots"].split()[0]) for row in paper["table 1"]}
-    lines = []
-    for method in _with_runs(BASELINES, runs):
-        line = {"Split Adaptation less": method}
-        for shots in _shots(runs):
-            line[f"{shots} shots"] = _gain(runs, method, shots)
-        line["paper, 5 shots"] = f"{published[SA] - published[method]:+.2f}"
-        lines.append(line)
+    head = "Split Adaptation less"
+    lines = _by_shots(runs, BASELINES, head, lambda method, shots: _gain(runs, method, shots))
+    for line in lines:
+        line["paper, 5 shots"] = f"{published[SA] - published[line[head]]:+.2f}"
     return lines
 
 
-def _ablation_rows(runs: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _ablation_rows(runs: Rows, paper: Mapping) -> Lines:
     published = paper["table 4, 5 shots"]
     lines = []
     for variant in _with_runs(ABLATIONS, runs):
-        line = {
-            "variant": variant,
-            "accuracy": mean(results.select(runs, method=variant, shots=SHOTS)),
-            "Split Adaptation less this": None,
-            "paper": None,
-        }
-        if variant != SA:
-            line["Split Adaptation less this"] = _gain(runs, variant, SHOTS)
+        accuracy = mean(results.select(runs, method=variant, shots=SHOTS))
+        line = {"variant": variant, "accuracy": accuracy}
+        line["Split Adaptation less this"] = None if variant == SA else _gain(runs, variant, SHOTS)
+        line["paper"] = None
         if variant in PAPER_ROWS:
             line["paper"] = f"{published[SA] - published[PAPER_ROWS[variant]]:+.2f}"
         lines.append(line)
     return lines
 
 
-def _rate_rows(tuning: Rows) -> list[dict[str, Any]]:
-    lines: dict[str, dict[str, Any]] = {}
-    for row in sorted(tuning, key=lambda row: row["rate"]):
-        line = lines.setdefault(row["method"], {"method": row["method"]})
-        line[f"rate {row['rate']:g}"] = results.percent(row["accuracy"])
-    return [lines[method] for method in dict.fromkeys(row["method"] for row in tuning)]
-
-
-def _stealing_rows(runs: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
-    lines = []
-    for model in _with_runs((*STOLEN, SA), runs):
-        accuracy = mean(results.select(runs, method=model, shots=SHOTS))
-        published = _shown(paper["table 3"].get(model))
-        lines.append({"model": model, "accuracy": accuracy, "paper": published})
-    return lines
-
-
-def _reconstruction_rows(rows: Rows, paper: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _reconstruction_rows(rows: Rows, paper: Mapping) -> Lines:
     lines = []
     for row in _uploads(rows):
         for attacker, scores in row["attackers"].items():
+            line = {"upload": row["upload"], "attacker": attacker}
+            for title, of in (("PSNR, dB", "psnr"), ("SSIM (11)", "ssim_gaussian11")):
+                line[title] = score(scores[of])
+            line["LPIPS"] = score(scores["lpips"])
             # The paper's numbers stand beside one attacker only.
             published = _published(paper, row["upload"]) if attacker == "noise-aware" else None
-            lines.append(
-                {
-                    "upload": row["upload"],
-                    "attacker": attacker,
-                    "PSNR, dB": score(scores["psnr"]),
-                    "SSIM (11)": score(scores["ssim_gaussian11"]),
-                    "LPIPS": score(scores["lpips"]),
-                    "paper: PSNR, SSIM, LPIPS": published,
-                }
-            )
+            lines.append(line | {"paper: PSNR, SSIM, LPIPS": published})
     return lines
 
 
-def _noise_rows(rows: Rows) -> list[dict[str, Any]]:
+def _noise_rows(rows: Rows) -> Lines:
     lines = []
     for scale, attackers in _attacks(rows).items():
         line = {"scale b": f"{scale:g}"}
@@ -170,15 +156,20 @@ def _noise_rows(rows: Rows) -> list[dict[str, Any]]:
     return lines
 
 
-def _private_rows(rows: Rows) -> list[dict[str, Any]]:
-    lines = []
-    for (epsilon, shots), runs in _private(rows).items():
-        line = {"epsilon": f"{epsilon:g}", "images of a class": str(shots)}
-        lines.append(line | {"accuracy": mean(runs)})
-    return lines
+def _private_rows(rows: Rows) -> Lines:
+    """Returns the accuracy of the private mode by epsilon and images of a class."""
+    runs = {}
+    for row in sorted(results.select(rows, part="private"), key=lambda row: row["epsilon"]):
+        runs.setdefault((round(row["epsilon"], 2), row["shots"]), []).append(row)
+    columns = {
+        "epsilon": lambda item: f"{item[0][0]:g}",
+        "images of a class": lambda item: str(item[0][1]),
+        "accuracy": lambda item: mean(item[1]),
+    }
+    return pages.lines(runs.items(), columns)
 
 
-def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
+def draw(found: Mapping, _, path: pathlib.Path):
     """Draws Figure 4: accuracy against what two attackers reconstruct, a point for each scale of
     the noise."""
     rows = found["rows"]
@@ -186,7 +177,7 @@ def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
     accuracy = {scale: results.over_seeds(_noisy(rows, SA, scale)).mean for scale in attacks}
     panels = {}
     for score, title in (("psnr", "PSNR in dB"), ("ssim_gaussian11", "SSIM")):
-        curves: dict[str, list[tuple[float, float]]] = {}
+        curves = {}
         for attacker in reversed(STRONGEST):
             curve = []
             for scale, of_scale in attacks.items():
@@ -204,7 +195,7 @@ def draw(found: Mapping[str, Any], _: Any, path: pathlib.Path) -> None:
     )
 
 
-def draw_hilbert(_found: Any, _paper: Any, path: pathlib.Path) -> None:
+def draw_hilbert(_found, _paper, path: pathlib.Path):
     """Draws the Hilbert augmentation of two photographs that come with scikit-learn."""
     squares = []
     for photograph in load_sample_images().images:
@@ -214,7 +205,7 @@ def draw_hilbert(_found: Any, _paper: Any, path: pathlib.Path) -> None:
     split_figures.draw_hilbert(np.stack(squares), path)
 
 
-def _uploads(rows: Rows) -> Iterable[Mapping[str, Any]]:
+def _uploads(rows: Rows) -> Iterable[Mapping]:
     named = {row["upload"]: row for row in results.select(rows, part="attacks")}
     others = sorted(named.keys() - PAPER_UPLOADS.keys())
     for name in (*PAPER_UPLOADS, *others):
@@ -231,7 +222,7 @@ def _attacks(rows: Rows) -> dict[float, Any]:
     return dict(sorted(attackers.items()))
 
 
-def _noisy(rows: Rows, method: str, scale: float) -> list[Mapping[str, Any]]:
+def _noisy(rows: Rows, method: str, scale: float) -> list[Mapping]:
     """Returns the runs with noise of this scale."""
     seeds = tuple(CONFIG.seeds[: CONFIG.noise.seeds])
     runs = results.select(rows, part="runs", method=method, shots=SHOTS, seed=seeds)
@@ -239,7 +230,7 @@ def _noisy(rows: Rows, method: str, scale: float) -> list[Mapping[str, Any]]:
     return [row for row in runs if abs(row["laplace"] / factor - 1) < 1e-3]
 
 
-def _swept(rows: Rows, part: str, title: str) -> list[dict[str, Any]]:
+def _swept(rows: Rows, part: str, title: str) -> Lines:
     runs = results.select(rows, part=part)
     lines = []
     for value in sorted({row["value"] for row in runs}):
@@ -248,17 +239,7 @@ def _swept(rows: Rows, part: str, title: str) -> list[dict[str, Any]]:
     return lines
 
 
-def _private(rows: Rows) -> dict[tuple[float, int], list[Mapping[str, Any]]]:
-    """Returns the runs of the private mode by epsilon and images of a class."""
-    private = results.select(rows, part="private")
-    runs: dict[tuple[float, int], list[Mapping[str, Any]]] = {}
-    for row in sorted(private, key=lambda row: row["epsilon"]):
-        place = (round(row["epsilon"], 2), row["shots"])
-        runs.setdefault(place, []).append(row)
-    return runs
-
-
-def _published(paper: Mapping[str, Any], upload: str) -> str | None:
+def _published(paper: Mapping, upload: str) -> str | None:
     if upload not in PAPER_UPLOADS:
         return None
     table, name = PAPER_UPLOADS[upload]
@@ -275,48 +256,34 @@ def score(moments: Mapping[str, float]) -> str:
     return f"{moments['mean']:.3g} ({moments['error']:.2g})"
 
 
+def by_seed(runs: Rows, **coordinates) -> dict[int, float]:
+    """Returns the accuracies of the runs with these coordinates by their draws."""
+    return {row["seed"]: row["accuracy"] for row in results.select(runs, **coordinates)}
+
+
 def _gain(runs: Rows, method: str, shots: int) -> str:
     """Returns what Split Adaptation has more on the same draws."""
-    ours = {row["seed"]: row["accuracy"] for row in results.select(runs, method=SA, shots=shots)}
-    gains = []
-    for row in results.select(runs, method=method, shots=shots):
-        if row["seed"] in ours:
-            gains.append(ours[row["seed"]] - row["accuracy"])
-    return percent(gains, "+")
+    ours, theirs = (by_seed(runs, method=name, shots=shots) for name in (SA, method))
+    return pages.mean([ours[seed] - theirs[seed] for seed in theirs if seed in ours], "+.1f")
 
 
 def mean(rows: Rows) -> str:
     """Returns the mean accuracy of rows in percent, with its standard error."""
-    return percent([row["accuracy"] for row in rows])
+    return pages.mean(row["accuracy"] for row in rows)
 
 
-def percent(values: Sequence[float], sign: str = "") -> str:
-    """Returns a mean in percent with its standard error, nothing without values."""
-    if not values:
-        return ""
-    mean, _, error = results.moments(values)
-    text = f"{100 * mean:{sign}.1f}"
-    if len(values) == 1:
-        return text
-    return f"{text} ({100 * error:.1f})"
-
-
-def earlier_tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
+def earlier_tables(found, paper) -> dict[str, str]:
     """Returns the tables of earlier runs and of the paper's accuracies, which are kept as text."""
-    markdown = {}
-    for name, rows in found.items():
-        if isinstance(rows, list):
-            markdown[f"earlier: {name}"] = format_table(rows, style="markdown")
-    markdown["paper: accuracy"] = format_table(paper["table 1"], style="markdown")
-    return markdown
+    tables = {f"earlier: {name}": rows for name, rows in found.items() if isinstance(rows, list)}
+    tables["paper: accuracy"] = paper["table 1"]
+    return {name: pages.padded(rows) for name, rows in tables.items()}
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workdir", required=True, type=pathlib.Path, help="a finished workdir")
+FLAGS = {"workdir": {"required": True, "type": pathlib.Path, "help": "a finished workdir"}}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
-    workdir = flags.workdir
+def kept_rows(workdir: pathlib.Path) -> Lines:
+    """Returns the rows of a finished workdir, without those of costs."""
     if not (workdir / "result.json").exists():
         raise SystemExit(
             f"--workdir must be finished, but {workdir} has no result.json. Run launch.split to "
@@ -324,7 +291,9 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         )
     rows = []
     for path in sorted(workdir.glob("cells/**/row.json")):
-        row = json.loads(path.read_text(encoding="utf-8"))
-        if row["part"] != "costs":
-            rows.append(_rounded(row))
-    return {"rows": rows}
+        rows.append(_rounded(json.loads(path.read_text(encoding="utf-8"))))
+    return [row for row in rows if row["part"] != "costs"]
+
+
+def measure(flags) -> dict:
+    return {"rows": kept_rows(flags.workdir)}

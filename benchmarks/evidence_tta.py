@@ -17,38 +17,25 @@ workdir.
 Update lengths and shares of images are functions of the records: for public benchmarks only.
 """
 
-import argparse
+import itertools
 import json
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import timing
+from benchmarks import pages, timing
 from configs.tta import cifar10, usps_shift
 from jaxdp.models import save_params
 from jaxdp.models.layers import GroupNorm
-from jaxdp.report import format_table, plot_curves
+from jaxdp.report import plot_curves
 from launch import adapt, adapt_results, adapt_settings, data, frame, models, results
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "evidence_tta.json"
-KEPT = (
-    "method",
-    "setting",
-    "mean",
-    "std",
-    "over_source",
-    "over_original",
-    "over_usual",
-    "length",
-    "taken",
-    "learning_rate",
-)
+_RESULTS = ("mean", "std", "over_source", "over_original", "over_usual")
+KEPT = ("method", "setting", *_RESULTS, "length", "taken", "learning_rate")
 STUDIES = {
     "continual": lambda: usps_shift.get_config("continual"),
     "episodic": lambda: usps_shift.get_config("episodic"),
@@ -62,7 +49,7 @@ ABLATIONS = ("ablations", "cifar10_filters")
 PRIVATE = "epsilon 20"  # of shorter streams
 
 
-def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> dict[str, Any]:
+def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> dict:
     """Returns what is kept of a study."""
     config = STUDIES[study]()
     config.data.data_dir = data_dir
@@ -77,7 +64,7 @@ def run(study: str, data_dir: str, root: pathlib.Path, checkpoint: str = "") -> 
     return clean | summary(result, rows, config, minutes)
 
 
-def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float:
+def group_norm_source(config, checkpoint: str, path: pathlib.Path) -> float:
     """Writes the source model of CIFAR-10 for launch/adapt.py. Returns its accuracy on clean test
     images.
 
@@ -96,7 +83,7 @@ def group_norm_source(config: Any, checkpoint: str, path: pathlib.Path) -> float
     return float(np.mean(right))
 
 
-def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
+def group_norms(model, params, images) -> dict:
     """Returns parameters of a ResNet with GroupNorm from those of one with BatchNorm, whose outputs
     they imitate.
 
@@ -104,11 +91,11 @@ def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
     as mean."""
     converted = dict(params)
 
-    def is_norm(module: Any, _: str) -> bool:
+    def is_norm(module, _):
         return isinstance(module, GroupNorm)
 
     @jax.jit
-    def moments(params: Any) -> Any:
+    def moments(params):
         _, state = model.apply({"params": params}, images, capture_intermediates=is_norm)
         axes = tuple(range(images.ndim - 1))
         of_norms = {}
@@ -128,7 +115,7 @@ def group_norms(model: Any, params: Any, images: Any) -> dict[str, Any]:
     return converted
 
 
-def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> dict[str, Any]:
+def summary(result, rows: Sequence, config, minutes: float) -> dict:
     """Returns the numbers of a finished study that the page can state."""
     runs = {}
     for row in results.select(rows, part="runs"):
@@ -137,10 +124,10 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
     ways = adapt_settings.settings(config)
     sources = config.protocol.sources
 
-    def gaps(method: str, setting: str, over: tuple[str, str]) -> dict[int, float]:
+    def gaps(method, setting, over):
         return {seed: runs[method, setting, seed] - runs[*over, seed] for seed in seeds}
 
-    def higher(cell: Any, setting: str) -> int:
+    def higher(cell, setting):
         """Returns the runs in which a cell is better than its method in another setting."""
         less = gaps(cell["method"], cell["setting"], (cell["method"], setting))
         return sum(gap > 0 for gap in less.values())
@@ -162,12 +149,10 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
         gains = [gaps(method, setting, unadapted) for method in config.methods]
         means = {seed: results.moments(gain[seed] for gain in gains).mean for seed in seeds}
         of_five[setting] = adapt_results.crossed(means, sources)
-    tried = []
-    for row in result["tried"]:
-        tried.append(results.only(row, "method", "setting", "length", "accuracy"))
-    shorter = []
-    for row in adapt_results.by_length(result):
-        shorter.append(results.only(row, "method", "setting", "images", "mean", "over_original"))
+    place = ("method", "setting")
+    lengths = adapt_results.by_length(result)
+    tried = [results.only(row, *place, "length", "accuracy") for row in result["tried"]]
+    shorter = [results.only(row, *place, "images", "mean", "over_original") for row in lengths]
     return {
         "source models": sources,
         "streams": result["seeds"] // sources,
@@ -184,34 +169,33 @@ def summary(result: Any, rows: Sequence[Any], config: Any, minutes: float) -> di
 # --- The page -----------------------------------------------------------------------------------
 
 
-def tables(report: Any) -> dict[str, str]:
+def tables(report) -> dict:
     """Returns the tables of the page in Markdown, by the name in their comment."""
     markdown = {}
     for study in STUDIES:
-        if study not in report:
-            continue
-        tables_of = _ablations if study in ABLATIONS else _diagnostics
-        of_study = _accuracies(report[study]) | tables_of(report[study])
-        for name, table in of_study.items():
-            markdown[f"{study}: {name}"] = table
+        if study in report:
+            tables_of = _ablations if study in ABLATIONS else _diagnostics
+            of_study = _accuracies(report[study]) | tables_of(report[study])
+            markdown |= {f"{study}: {name}": table for name, table in of_study.items()}
     return markdown
 
 
-def _accuracies(study: Any) -> dict[str, str]:
+def _change(study, over: str, higher: str):
+    """Returns the text of a change of a cell, and in how many runs it is a gain."""
+    runs = study["streams"] * study["source models"]
+    return lambda c: f"{results.percent(*c[over], sign='+')} ({c[higher]} of {runs})"
+
+
+def _accuracies(study) -> dict[str, str]:
     *cells, source = study["cells"]
     changed = [cell for cell in cells if cell["setting"] != adapt_settings.ORIGINAL]
-    runs = study["streams"] * study["source models"]
-
-    def change(c: Any) -> str:
-        return f"{results.percent(*c['over_original'], sign='+')} ({c['higher']} of {runs})"
-
     return {
         "accuracy": _pivot([*cells, source], lambda c: f"{100 * c['mean']:.1f}"),
-        "change": _pivot(changed, change),
+        "change": _pivot(changed, _change(study, "over_original", "higher")),
     }
 
 
-def _diagnostics(study: Any) -> dict[str, str]:
+def _diagnostics(study) -> dict[str, str]:
     *cells, source = study["cells"]
     five = []
     for setting, gain in study["mean gain of the methods"].items():
@@ -224,24 +208,16 @@ def _diagnostics(study: Any) -> dict[str, str]:
         "by length": _by_length(study["tried"]),
     }
     if "clean" in study:
-        shares = {
-            "source right on": "percent",
-            "clean test images": f"{100 * study['clean']:.1f}",
-            "the stream": f"{100 * source['mean']:.1f}",
-        }
-        markdown["source"] = format_table([shares], style="markdown")
+        shares = {"clean test images": study["clean"], "the stream": source["mean"]}
+        cells = {images: f"{100 * share:.1f}" for images, share in shares.items()}
+        markdown["source"] = pages.padded([{"source right on": "percent"} | cells])
     return markdown
 
 
-def _ablations(study: Any) -> dict[str, str]:
+def _ablations(study) -> dict[str, str]:
     """Returns what kept filters and clipped batches change, and how the length of a stream does."""
     ablated = [cell for cell in study["cells"] if "over_usual" in cell]
-    runs = study["streams"] * study["source models"]
-
-    def change(c: Any) -> str:
-        return f"{results.percent(*c['over_usual'], sign='+')} ({c['higher_usual']} of {runs})"
-
-    markdown = {"usual": _pivot(ablated, change)}
+    markdown = {"usual": _pivot(ablated, _change(study, "over_usual", "higher_usual"))}
     if study["by length"]:
         by_images = results.pivot(
             results.select(study["by length"], setting=PRIVATE),
@@ -250,41 +226,42 @@ def _ablations(study: Any) -> dict[str, str]:
             lambda rows: results.percent(*rows[0]["over_original"], sign="+"),
             heading="{} photographs",
         )
-        markdown["photographs"] = format_table(by_images, style="markdown")
+        markdown["photographs"] = pages.padded(by_images)
     return markdown
 
 
-def _pivot(cells: Sequence[Any], text: Any) -> str:
-    table = results.pivot(cells, "method", "setting", lambda rows: text(rows[0]))
-    return format_table(table, style="markdown")
+def _pivot(cells: Sequence, text) -> str:
+    return pages.padded(results.pivot(cells, "method", "setting", lambda rows: text(rows[0])))
 
 
-def _by_length(tried: Sequence[Any]) -> str:
+def _by_length(tried: Sequence) -> str:
     """Returns accuracy on the tuning stream with the length of an update, one column per learning
     rate."""
+    settings = (adapt_settings.ORIGINAL, adapt_settings.CLIPPED)
+    methods = dict.fromkeys(row["method"] for row in tried)
     rows = []
-    for method in dict.fromkeys(row["method"] for row in tried):
-        for setting in (adapt_settings.ORIGINAL, adapt_settings.CLIPPED):
-            row = {"method": method, "setting": setting}
-            mine = results.select(tried, method=method, setting=setting)
-            for k, one in enumerate(mine, 1):
-                row[f"rate {k}"] = f"{100 * one['accuracy']:.1f} at {one['length']:.3f}"
-            rows.append(row)
-    return format_table(rows, style="markdown")
+    for method, setting in itertools.product(methods, settings):
+        row = {"method": method, "setting": setting}
+        for k, one in enumerate(results.select(tried, method=method, setting=setting), 1):
+            row[f"rate {k}"] = f"{100 * one['accuracy']:.1f} at {one['length']:.3f}"
+        rows.append(row)
+    return pages.padded(rows)
 
 
-def beside(paper: Any, report: Any) -> dict[str, str]:
+STREAMS = {
+    "USPS, continual": "continual",
+    "USPS, episodic": "episodic",
+    "CIFAR-10, continual": "cifar10",
+    "CIFAR-10, episodic": "cifar10_episodic",
+}
+
+
+def beside(paper, report) -> dict[str, str]:
     """Returns Tent by epsilon beside the paper's Tent, with the differences to the original."""
     original = adapt_settings.ORIGINAL
-    streams = {
-        "USPS, continual": report["continual"],
-        "USPS, episodic": report["episodic"],
-        "CIFAR-10, continual": report["cifar10"],
-        "CIFAR-10, episodic": report["cifar10_episodic"],
-    }
     means = {"paper: ViT-B/16, ImageNet-C, continual": paper["Tent"]}
-    for stream, study in streams.items():
-        ours = results.select(study["cells"], method="Tent")
+    for stream, study in STREAMS.items():
+        ours = results.select(report[study]["cells"], method="Tent")
         means[stream] = {cell["setting"]: 100 * cell["mean"] for cell in ours}
     every = [name for name in means["USPS, continual"] if name != adapt_settings.CLIPPED]
     rows = []
@@ -296,13 +273,13 @@ def beside(paper: Any, report: Any) -> dict[str, str]:
             if name in accuracy and name != original:
                 row[name] += f" ({accuracy[name] - accuracy[original]:+.1f})"
         rows.append(row)
-    return {"Tent beside the paper": format_table(rows, style="markdown")}
+    return {"Tent beside the paper": pages.padded(rows)}
 
 
 _IMAGES = {"cifar10": "CIFAR-10", "fashion_mnist": "Fashion-MNIST"}
 
 
-def costs(scattering: Any, squeezenet: Any, report: Any) -> list[dict[str, Any]]:
+def costs(scattering, squeezenet, report) -> list[dict]:
     """Returns how much accuracy privacy takes from training and from adaptation, by epsilon.
 
     The error of training is the standard deviation over runs, of one run there is none."""
@@ -333,29 +310,28 @@ def _epsilon(setting: str) -> float:
     return float(setting.removeprefix("epsilon "))
 
 
-def _cost(private: str, epsilon: float, change: float, error: float | None) -> dict[str, Any]:
+def _cost(private: str, epsilon: float, change: float, error: float | None) -> dict:
     return {"what is private": private, "epsilon": epsilon, "change": (change, error)}
 
 
-def cost_tables(*reports: Any) -> dict[str, str]:
+def cost_tables(*reports) -> dict[str, str]:
     """Returns the costs of privacy at the epsilons that are closest in both."""
     rows = []
     for row in results.select(costs(*reports), epsilon=(1.0, 8.0, 10.0)):
         at = "epsilon 1" if row["epsilon"] == 1 else "epsilon 8 (adaptation: 10)"
         rows.append({**row, "at": at})
 
-    def change(rows: Sequence[Any]) -> str:
+    def change(rows):
         (row,) = rows
         return results.percent(*row["change"], sign="+")
 
-    table = results.pivot(rows, "what is private", "at", change)
-    return {"costs of privacy": format_table(table, style="markdown")}
+    return {"costs of privacy": pages.padded(results.pivot(rows, "what is private", "at", change))}
 
 
-def draw_costs(*reports_and_path: Any) -> None:
+def draw_costs(*reports_and_path):
     """Draws the costs of privacy in training and, as the mean of the methods, in adaptation."""
     *reports, path = reports_and_path
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves = {}
     for row in costs(*reports):
         name = row["what is private"]
         if name.startswith("DP-SGD") or name.endswith("mean of the five"):
@@ -378,11 +354,11 @@ def _short(private: str) -> str:
     return name.replace(" features, ", ", ").replace(" images of", "")
 
 
-def draw(report: Any, path: pathlib.Path) -> None:
+def draw(report, path: pathlib.Path):
     """Draws what each private form gains over no adaptation, by epsilon."""
     study = report["continual"]
     *cells, source = study["cells"]
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves = {}
     ticks = {}
     for cell in cells:
         if cell["setting"].startswith("epsilon"):
@@ -402,21 +378,15 @@ def draw(report: Any, path: pathlib.Path) -> None:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data_dir", default="")
-    parser.add_argument("--workdir", default="workdir/evidence_tta")
-    parser.add_argument(
-        "--study",
-        action="append",
-        choices=STUDIES,
-        help="the default is those of USPS",
-    )
-    parser.add_argument(
-        "--checkpoint", default="", help="the published ResNet-20 of the studies of CIFAR-10"
-    )
+FLAGS = {
+    "data_dir": "",
+    "workdir": "workdir/evidence_tta",
+    "study": {"action": "append", "choices": STUDIES, "help": "the default is those of USPS"},
+    "checkpoint": ("", "the published ResNet-20 of the studies of CIFAR-10"),
+}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     report = timing.earlier(flags.output)
     for study in flags.study or ("continual", "episodic", "ablations"):
         workdir = pathlib.Path(flags.workdir) / study

@@ -5,15 +5,13 @@ private images.
 
 The data and the network are those of `configs/finetune/cifar10_squeezenet.py`. Each of five
 disjoint sets of 2000 training images of CIFAR-10 is a private set. Learning rates are chosen on
-coarse classes of CIFAR-100. `python -m benchmarks.evidence results/public_checkpoint.md` writes the
-table into the page."""
+coarse classes of CIFAR-100."""
 
-import argparse
 import functools
+import itertools
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +19,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import timing
+from benchmarks import pages, problems
 from jaxdp import data, finetune, models
 from jaxdp.data import PoissonSampler, from_arrays
 from launch import results
@@ -31,19 +29,15 @@ EPSILONS = (1.0, 4.0)
 RATES = (16.0, 32.0, 64.0, 128.0)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `features` reads."""
-    parser.add_argument("--checkpoint", help="SqueezeNet 1.0, arrays of the Caffe model")
-    parser.add_argument("--data_dir", help="prepared TFDS data of cifar10 and CIFAR-100")
-    parser.add_argument(
-        "--cifar100",
-        default="cifar100",
-        help="the name of CIFAR-100 or of a part of it in data_dir",
-    )
-    parser.add_argument("--features", default="features.npz", help="a file that keeps the features")
+FLAGS = {
+    "checkpoint": ("", "SqueezeNet 1.0, arrays of the Caffe model"),
+    "data_dir": ("", "prepared TFDS data of cifar10 and CIFAR-100"),
+    "cifar100": ("cifar100", "the name of CIFAR-100 or of a part of it in data_dir"),
+    "features": ("features.npz", "a file that keeps the features"),
+}
 
 
-def features(options: Any) -> dict[str, np.ndarray]:
+def features(options) -> dict[str, np.ndarray]:
     """Returns features and labels of all parts. They are kept in a file, because a network computes
     them."""
     file_of_features = pathlib.Path(options.features)
@@ -53,66 +47,51 @@ def features(options: Any) -> dict[str, np.ndarray]:
     import tensorflow_datasets as tfds
 
     model = models.create("squeezenet1_0", num_classes=10, pool="features", head_padding=1)
-    pixels = models.Preprocessing(
-        size=96, mean=(123 / 255, 117 / 255, 104 / 255), std=(1 / 255,) * 3
-    )
+    mean = (123 / 255, 117 / 255, 104 / 255)
+    pixels = models.Preprocessing(size=96, mean=mean, std=(1 / 255,) * 3)
     public = models.load_checkpoint(
         options.checkpoint, model=model, preprocessing=pixels, new_head=True
     )
     compute = jax.jit(functools.partial(models.head_inputs, public))
     mirrored = jax.jit(lambda images: models.head_inputs(public, images[:, :, ::-1]))
-    arrays = {}
+    arrays, one = {}, {"": compute}
+    cifar100, both = options.cifar100, {"": compute, "_mirror": mirrored}
     for role, name, split, count, views in (
-        ("public", options.cifar100, "train", 8000, {"": compute}),
-        ("public_test", options.cifar100, "test", 2000, {"": compute}),
-        ("private", "cifar10", "train", FOLDS * RECORDS, {"": compute, "_mirror": mirrored}),
-        ("test", "cifar10", "test", 4000, {"": compute}),
+        ("public", cifar100, "train", 8000, one),
+        ("public_test", cifar100, "test", 2000, one),
+        ("private", "cifar10", "train", FOLDS * RECORDS, both),
+        ("test", "cifar10", "test", 4000, one),
     ):
         source = data.resize_images(data.from_tfds(name, split, data_dir=options.data_dir), 96, 3)
-        batches = [source.gather(np.arange(i, i + 100)) for i in range(0, count, 100)]
+        batches = [source.gather(np.arange(i, i + 100))["image"] for i in range(0, count, 100)]
         for view, function in views.items():
-            arrays[role + view] = np.concatenate(
-                [np.asarray(function(jnp.asarray(b["image"]))) for b in batches]
-            )
+            arrays[role + view] = np.concatenate([function(jnp.asarray(b)) for b in batches])
+        records = tfds.data_source(name, split=split, data_dir=options.data_dir)
         label = "label" if name == "cifar10" else "coarse_label"
-        records = tfds.data_source(name, split=split, data_dir=options.data_dir).__getitems__(
-            list(range(count))
-        )
-        arrays[f"{role}_label"] = np.array([record[label] for record in records])
+        labels = [record[label] for record in records.__getitems__(list(range(count)))]
+        arrays[f"{role}_label"] = np.array(labels)
     np.savez(file_of_features, **arrays)
     return arrays
 
 
-def loss(params: Any, record: Any) -> jax.Array:
+def loss(params, record) -> jax.Array:
     """Returns the mean loss over the views of a record, float32 [V, r]."""
     logits = record["views"] @ params["w"] + params["b"][None]
-    return jnp.mean(
-        jax.vmap(jaxdp.losses.softmax_cross_entropy, (0, None))(logits, record["label"])
-    )
+    return jax.vmap(jaxdp.losses.softmax_cross_entropy, (0, None))(logits, record["label"]).mean()
 
 
-def trainer(variant: str, epsilon: float, anchors: Any) -> tuple[Any, Any]:
-    """Returns the trainer of a variant and the function that reads the released parameters from its
-    state.
-
-    The learning rate is in its state, so that all rates share a compiled step.
-    """
-    method: Any = finetune.dp_sgd
-    more: dict[str, Any] = {}
-    if variant == "EMA":
-        more = {"ema_decay": 0.9}
-    elif variant == "DP-SAT":
-        more = {"ascent_radius": 1.0}
-    elif variant == "AdpAlloc":
-        method, more = finetune.adp_alloc, {"schedule": finetune.exponential_noise(0.02)}
-    elif variant == "AdpClip":
-        method, more = finetune.adp_clip, {"quantile": 0.5, "unit_norm": False}
-    elif variant == "GEP":
-        method, more = (
-            finetune.gep,
-            {"anchors": anchors, "basis_size": 60, "groups": 1, "residual_clip_norm": CLIP},
-        )
-    made = method(
+def trainer(variant: str, epsilon: float, anchors):
+    """Returns the trainer of a variant, whose rates share a compiled step."""
+    gep = {"anchors": anchors, "basis_size": 60, "groups": 1, "residual_clip_norm": CLIP}
+    methods = {
+        "EMA": (finetune.dp_sgd, {"ema_decay": 0.9}),
+        "DP-SAT": (finetune.dp_sgd, {"ascent_radius": 1.0}),
+        "AdpAlloc": (finetune.adp_alloc, {"schedule": finetune.exponential_noise(0.02)}),
+        "AdpClip": (finetune.adp_clip, {"quantile": 0.5, "unit_norm": False}),
+        "GEP": (finetune.gep, gep),
+    }
+    method, options = methods.get(variant, (finetune.dp_sgd, {}))
+    return method(
         loss,
         optax.inject_hyperparams(optax.sgd)(learning_rate=1.0, momentum=0.9),
         sampler=PoissonSampler(RECORDS, 1.0),
@@ -121,24 +100,17 @@ def trainer(variant: str, epsilon: float, anchors: Any) -> tuple[Any, Any]:
         delta=DELTA,
         steps=STEPS,
         physical_batch_size=RECORDS,
-        **more,
+        **options,
     )
-    return made, (lambda state: state.ema) if variant == "EMA" else (lambda state: state.params)
 
 
-def accuracy(
-    made: tuple[Any, Any], rate: float, x: np.ndarray, y: np.ndarray, test: tuple[Any, Any]
-) -> float:
+def accuracy(training, rate: float, x: np.ndarray, y: np.ndarray, test: tuple) -> float:
     """Trains on private features [n, V, r] and returns the accuracy on test features [m, r] with
-    labels."""
-    training, read = made
+    labels. The released parameters are the average of EMA, where there is one."""
     source = from_arrays(views=x, label=y, num_classes=10)
-    state = training.init({"w": jnp.zeros((x.shape[-1], 10)), "b": jnp.zeros(10)})
-    rates = {**state.opt_state.hyperparams, "learning_rate": jnp.float32(rate)}
-    state = state._replace(opt_state=state.opt_state._replace(hyperparams=rates))
-    for _ in range(STEPS):
-        state, _ = training.step(state, source)
-    params = jax.device_get(read(state))
+    start = {"w": jnp.zeros((x.shape[-1], 10)), "b": jnp.zeros(10)}
+    state = problems.trained(training, start, source, STEPS, rate)
+    params = jax.device_get(state.params if state.ema is None else state.ema)
     return float(np.mean((test[0] @ params["w"] + params["b"]).argmax(1) == test[1]))
 
 
@@ -146,7 +118,7 @@ VARIANTS = ("DP-SGD", "EMA", "two views", "AdpAlloc", "AdpClip", "DP-SAT", "GEP"
 
 
 def chosen_rates(
-    arrays: Mapping[str, np.ndarray], mapping: models.Features, trainers: Mapping[Any, Any]
+    arrays: Mapping[str, np.ndarray], mapping: models.Features, trainers: Mapping
 ) -> dict[str, dict[str, float]]:
     """Returns accuracies by "variant, epsilon" and learning rate, on ten coarse classes of
     CIFAR-100.
@@ -156,18 +128,16 @@ def chosen_rates(
     label, held = arrays["public_label"], arrays["public_test_label"]
     x, y = mapping(arrays["public"][label < 10])[:RECORDS, None], label[label < 10][:RECORDS]
     test = mapping(arrays["public_test"][held < 10]), held[held < 10]
-    table: dict[str, dict[str, float]] = {}
+    table = {}
     for variant in VARIANTS:
         if variant == "two views":  # the same gradient's length and noise as DP-SGD
             continue
         for epsilon in EPSILONS:
             row = table[f"{variant}, {epsilon:g}"] = {}
             for rate in RATES:
-                row[f"{rate:g}"] = float(
-                    np.mean(
-                        [accuracy(trainers[variant, epsilon], rate, x, y, test) for _ in range(2)]
-                    )
-                )
+                training = trainers[variant, epsilon]
+                runs = [accuracy(training, rate, x, y, test) for _ in range(2)]
+                row[f"{rate:g}"] = float(np.mean(runs))
             print(variant, epsilon, row, flush=True)
     return table
 
@@ -175,63 +145,60 @@ def chosen_rates(
 def compared(
     arrays: Mapping[str, np.ndarray],
     mapping: models.Features,
-    trainers: Mapping[Any, Any],
-    tuned: Mapping[str, Any],
-) -> list[dict[str, Any]]:
+    trainers: Mapping,
+    tuned: Mapping,
+) -> list[dict]:
     """Returns the accuracy of every variant, epsilon and private set."""
-    private, mirror, images = (
-        mapping(arrays[name]) for name in ("private", "private_mirror", "test")
-    )
+    parts = ("private", "private_mirror", "test")
+    private, mirror, images = (mapping(arrays[name]) for name in parts)
     test, rows = (images, arrays["test_label"]), []
-    for epsilon in EPSILONS:
-        for variant in VARIANTS:
-            rates = tuned[f"{'DP-SGD' if variant == 'two views' else variant}, {epsilon:g}"]
-            rate = float(max(rates, key=lambda rate: rates[rate]))
-            for fold in range(FOLDS):
-                here = slice(fold * RECORDS, (fold + 1) * RECORDS)
-                views = [private[here], mirror[here]] if variant == "two views" else [private[here]]
-                x, y = np.stack(views, axis=1), arrays["private_label"][here]
-                right = accuracy(trainers[variant, epsilon], rate, x, y, test)
-                rows.append(
-                    {
-                        "variant": variant,
-                        "epsilon": epsilon,
-                        "seed": fold,
-                        "rate": rate,
-                        "accuracy": right,
-                    }
-                )
-            print(variant, epsilon, rate, [row["accuracy"] for row in rows[-FOLDS:]], flush=True)
+    for epsilon, variant in itertools.product(EPSILONS, VARIANTS):
+        views = [private, mirror] if variant == "two views" else [private]
+        rates = tuned[f"{'DP-SGD' if variant == 'two views' else variant}, {epsilon:g}"]
+        rate = float(max(rates, key=lambda rate: rates[rate]))
+        for fold in range(FOLDS):
+            here = slice(fold * RECORDS, (fold + 1) * RECORDS)
+            x = np.stack([view[here] for view in views], axis=1)
+            y = arrays["private_label"][here]
+            row = {"variant": variant, "epsilon": epsilon, "seed": fold, "rate": rate}
+            row["accuracy"] = accuracy(trainers[variant, epsilon], rate, x, y, test)
+            rows.append(row)
+        print(variant, epsilon, rate, [row["accuracy"] for row in rows[-FOLDS:]], flush=True)
     return rows
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table of docs/results/public_checkpoint.md."""
+def tables(report) -> dict:
+    """Returns the table of docs/results/public_checkpoint.md: accuracies, and gains over DP-SGD."""
     header = ["method"]
+    table = [[variant] for variant in VARIANTS]
     for epsilon in EPSILONS:
         header += [f"epsilon {epsilon:g}", "less DP-SGD"]
+        rows = results.select(report["rows"], epsilon=epsilon)
+        base = [row["accuracy"] for row in results.select(rows, variant="DP-SGD")]
+        for line in table:
+            own = [row["accuracy"] for row in results.select(rows, variant=line[0])]
+            gains = "" if line[0] == "DP-SGD" else pages.mean(np.subtract(own, base), "+.1f")
+            line += [pages.mean(own), gains]
+    return {"methods": pages.page_table(header, table)}
+
+
+def curve(report) -> dict[str, str]:
+    """Returns accuracies over epsilon, a row for each set of private images."""
+    points = [point for run in report["runs"].values() for point in run["points"]]
+    epsilons = sorted({point["epsilon"] for point in points})
     lines = []
-    for variant in VARIANTS:
-        cells = [variant]
-        for epsilon in EPSILONS:
-            cells += _cells(results.select(rows, epsilon=epsilon), variant)
-        lines.append(cells)
-    return timing.page_table(header, lines)
+    for name, run in report["runs"].items():
+        line = {"private images": f"{run['records']} of {name.removesuffix('_full')}"}
+        line |= {"runs": str(run["runs"])} | {f"epsilon {epsilon:g}": "" for epsilon in epsilons}
+        for point in run["points"]:
+            accuracy = results.percent(point["accuracy"], point["deviation"])
+            line[f"epsilon {point['epsilon']:g}"] = accuracy
+        plain = run["without_privacy"]
+        lines.append(line | {"no privacy": "" if plain is None else results.percent(plain)})
+    return {"curve": pages.plain(lines)}
 
 
-def _cells(rows: Sequence[Mapping[str, Any]], variant: str) -> tuple[str, str]:
-    """Returns the accuracy of a variant, and its gain over DP-SGD on the same images."""
-    accuracies = [row["accuracy"] for row in results.select(rows, variant=variant)]
-    mean, _, error = results.moments(accuracies)
-    accuracy = f"{100 * mean:.1f} ({100 * error:.1f})"
-    if variant == "DP-SGD":
-        return accuracy, ""
-    coordinates = ("variant", "epsilon", "seed")
-    gap = results.paired_difference(rows, "variant", "DP-SGD", variant, coordinates=coordinates)
-    return accuracy, f"{100 * gap.mean:+.1f} ({100 * gap.error:.1f})"
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     began = time.process_time()
     arrays = features(flags)
     mapping = models.Features.from_public(arrays["public"], dimensions=256, whiten=0.5)
@@ -239,18 +206,15 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         "views": mapping(arrays["public"][:256])[:, None],
         "label": np.random.default_rng(0).integers(10, size=256, dtype=np.int32),
     }
-    trainers = {}
-    for variant in VARIANTS:
-        for epsilon in EPSILONS:
-            trainers[variant, epsilon] = trainer(variant, epsilon, anchors)
+    cells = itertools.product(VARIANTS, EPSILONS)
+    trainers = {cell: trainer(*cell, anchors) for cell in cells}
     rates = chosen_rates(arrays, mapping, trainers)
-    rows = compared(arrays, mapping, trainers, rates)
-    print(table(rows))
-    return {
-        "cpu_seconds": round(time.process_time() - began),
+    report = {
         "records": RECORDS,
         "steps": STEPS,
         "clip_norm": CLIP,
         "tuned_on_cifar100": rates,
-        "rows": rows,
+        "rows": compared(arrays, mapping, trainers, rates),
     }
+    print(tables(report)["methods"])
+    return {"cpu_seconds": round(time.process_time() - began)} | report

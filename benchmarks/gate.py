@@ -34,7 +34,7 @@ LIMITS = {
 }
 
 
-def dense() -> tuple[Callable[..., Any], Any, Any]:
+def dense() -> tuple[Callable, Any, Any]:
     """Returns the loss of one example of a network of dense layers, its parameters and a batch."""
     generator = np.random.default_rng(0)
     shapes = [(256, 256), (256, 256), (256, 10)]
@@ -42,7 +42,7 @@ def dense() -> tuple[Callable[..., Any], Any, Any]:
     features = jnp.asarray(generator.normal(size=(128, 256)), jnp.float32)
     labels = jnp.arange(128) % 10
 
-    def loss(params: Any, example: Any) -> jax.Array:
+    def loss(params, example):
         x, label = example
         for w in params[:-1]:
             x = jax.nn.relu(x @ w)
@@ -51,7 +51,7 @@ def dense() -> tuple[Callable[..., Any], Any, Any]:
     return loss, params, (features, labels)
 
 
-def convolution() -> tuple[Callable[..., Any], Any, Any]:
+def convolution() -> tuple[Callable, Any, Any]:
     """Returns the same for two convolutions."""
     generator = np.random.default_rng(0)
     shapes = [(3, 3, 3, 16), (3, 3, 16, 16), (16, 10)]
@@ -65,7 +65,7 @@ def convolution() -> tuple[Callable[..., Any], Any, Any]:
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
     )
 
-    def loss(params: Any, example: Any) -> jax.Array:
+    def loss(params, example):
         image, label = example
         x = image[None]
         for kernel in params[:2]:
@@ -76,18 +76,17 @@ def convolution() -> tuple[Callable[..., Any], Any, Any]:
     return loss, params, (images, labels)
 
 
+def problems() -> dict[str, tuple[Callable, Any, Any]]:
+    return {"dense": dense(), "convolution": convolution()}
+
+
 Step = Callable[[], Any]
 
 
-def compiled(step: Callable[..., Any], *arguments: Any) -> Step:
-    """Returns a compiled call of a function with these arguments."""
-    return functools.partial(jax.jit(step).lower(*arguments).compile(), *arguments)
-
-
-def calls(engine: Any = "auto") -> Iterator[tuple[str, Step, Step]]:
+def calls(engine="auto") -> Iterator[tuple[str, Step, Step]]:
     """Yields the name of every ratio, its compiled step and the step that it is relative to."""
-    yield from _clipping_calls("dense", dense(), engine)
-    yield from _clipping_calls("convolution", convolution(), engine)
+    for name, problem in problems().items():
+        yield from _clipping_calls(name, problem, engine)
     yield _noise_call("noise", 2**18)
     yield _noise_call("noise of a small model", 26_010)
 
@@ -97,45 +96,46 @@ def _noise_key() -> jax.Array:
 
 
 def _clipping_calls(
-    name: str, problem: tuple[Callable[..., Any], Any, Any], engine: Any
+    name: str, problem: tuple[Callable, Any, Any], engine
 ) -> Iterator[tuple[str, Step, Step]]:
     loss, params, batch = problem
     clipped_grad = jaxdp.clipped_grad(loss, clip_norm=1.0, engine=engine)
     key = _noise_key()
 
-    def mean(params: Any, batch: Any) -> jax.Array:
+    def mean(params, batch):
         return jax.vmap(loss, in_axes=(None, 0))(params, batch).mean()
 
-    def clipped(params: Any, batch: Any) -> Any:
+    def clipped(params, batch):
         return clipped_grad(params, batch).grads
 
-    def private(params: Any, batch: Any) -> Any:
+    def private(params, batch):
         grads = clipped(params, batch)
         return jax.tree.map(jnp.add, grads, noise.gaussian(key, grads, 1.0))
 
-    plain = compiled(jax.grad(mean), params, batch)
+    plain = timing.compiled(jax.grad(mean), params, batch)
     for step in (clipped, private):
         ratio = f"{name} {step.__name__}"
         if ratio in LIMITS:
-            yield ratio, compiled(step, params, batch), plain
+            yield ratio, timing.compiled(step, params, batch), plain
 
 
 def _noise_call(name: str, size: int) -> tuple[str, Step, Step]:
     vector = jax.ShapeDtypeStruct((size,), jnp.float32)
 
-    def ours(key: jax.Array) -> Any:
+    def ours(key):
         return noise.gaussian(key, vector, 1.0)
 
-    def threefry(key: jax.Array) -> jax.Array:
+    def threefry(key):
         return jax.random.normal(key, (size,))
 
-    return name, compiled(ours, _noise_key()), compiled(threefry, jax.random.key(0))
+    base = timing.compiled(threefry, jax.random.key(0))
+    return name, timing.compiled(ours, _noise_key()), base
 
 
 def failure(name: str, step: Step, base: Step) -> str | None:
     """Measures a ratio. Returns a sentence if it fails."""
     limit = LIMITS[name]
-    ratios: list[float] = []
+    ratios = []
     above = below = 0
     # A verdict that the remaining repeats cannot change ends the measurement.
     while above < FAILURES and below <= REPEATS - FAILURES:

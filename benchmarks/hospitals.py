@@ -10,7 +10,6 @@ all of them. `--in_process` does without Flower and Ray. The output has the seco
 of all processes together (on Linux), which a busy machine distorts less, and the bytes of packages
 per party."""
 
-import argparse
 import contextlib
 import os
 import pathlib
@@ -32,7 +31,7 @@ os.environ.setdefault("JAXDP_RECORD_DIGESTS", "0")
 RECORDS, CLASSES, TIMEOUT = 200, 5, 600.0
 
 
-def write_records(folder: pathlib.Path, count: int) -> None:
+def write_records(folder: pathlib.Path, count: int):
     """Writes the records of every hospital: logits of an over-confident model, and labels."""
     random = np.random.default_rng(0)
     for i in range(count):
@@ -61,8 +60,8 @@ def answer(folder: pathlib.Path, number: int, question: bytes) -> bytes:
 def cpu_seconds() -> float:
     """Returns the CPU-seconds of this process and of all processes below it, also of those that
     were waited for."""
-    ticks: dict[str, int] = {}
-    parents: dict[str, str] = {}
+    ticks = {}
+    parents = {}
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # the process has ended
             fields = path.read_text().rpartition(")")[2].split()  # man 5 proc, from the third field
@@ -104,7 +103,7 @@ class Counted:
         return answers
 
 
-def calibrate(parties: links.Parties, folder: pathlib.Path) -> dict[str, Any]:
+def calibrate(parties: links.Parties, folder: pathlib.Path) -> dict:
     """Returns the figures of one recalibration with these parties."""
     counted = Counted(parties)
     began = time.monotonic()
@@ -130,7 +129,7 @@ def calibrate(parties: links.Parties, folder: pathlib.Path) -> dict[str, Any]:
     }
 
 
-def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
+def simulated(folder: pathlib.Path, count: int, cores: int) -> dict:
     """Returns the figures of a recalibration in the engine. Its processes have `cores` cores
     together."""
     optional("ray", "simulation of flwr")
@@ -142,11 +141,11 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
     os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).resolve().parents[1])
     server, report = serverapp.ServerApp(), dict[str, Any]()
 
-    def find(grid: Any) -> dict[str, int]:
+    def find(grid):
         return {f"hospital-{i}": node for i, node in enumerate(sorted(grid.get_node_ids()))}
 
-    @server.main()  # type: ignore[untyped-decorator]
-    def main(grid: Any, context: Any) -> None:
+    @server.main()
+    def main(grid, context):
         while len(names := tuple(find(grid))) < count:
             time.sleep(0.1)
         report.update(calibrate(flower.Nodes(grid, find, names), folder))
@@ -162,13 +161,14 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict[str, Any]:
     return report
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--hospitals", type=int, default=50)
-    parser.add_argument("--cores", type=int, default=2, help="of the simulation engine")
-    parser.add_argument("--in_process", action="store_true", help="without Flower and Ray")
+FLAGS = {
+    "hospitals": 50,
+    "cores": (2, "of the simulation engine"),
+    "in_process": (False, "without Flower and Ray"),
+}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         write_records(folder, flags.hospitals)

@@ -5,18 +5,14 @@ scikit-learn.
 
 Fine-tuning is attacked through its final model only, by LiRA (Carlini et al. 2022,
 arXiv:2112.03570) with shadow models and with wrongly labelled records as canaries. The other stages
-are attacked by their canary audits. `python -m benchmarks.evidence results/membership.md` writes
-the tables and the picture of the page."""
+are attacked by their canary audits."""
 
-import argparse
 import dataclasses
 import functools
-import itertools
 import math
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +21,7 @@ import optax
 from scipy import special, stats
 
 import jaxdp
-from benchmarks import timing
+from benchmarks import pages
 from jaxdp import audit, finetune, prediction, recalibration, split, tta
 from jaxdp.audit.prediction import audit_answers
 from jaxdp.audit.recalibration import audit_source
@@ -45,7 +41,7 @@ CLIP = 0.1
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through
 
 
-def digits() -> tuple[Any, Any]:
+def digits() -> tuple:
     """Returns the images [n, 64] and labels of all digits in a random order."""
     whole = jaxdp.data.bundled("digits")
     order = np.random.default_rng(0).permutation(len(whole))
@@ -53,12 +49,12 @@ def digits() -> tuple[Any, Any]:
     return rows["image"].reshape(len(whole), -1), rows["label"]
 
 
-def worth(stage: str, epsilon: float, metric: str, utility: float) -> dict[str, Any]:
+def worth(stage: str, epsilon: float, utility: float, metric: str = "accuracy") -> dict:
     """Returns the first columns of a row of the table: a claim, and what it is worth."""
     return {"stage": stage, "epsilon": epsilon, "metric": metric, "utility": utility}
 
 
-def proof(result: Any) -> dict[str, Any]:
+def proof(result) -> dict:
     """Returns the columns of what an attack proves about a claim."""
     names = ("lower", "ceiling", "verdict", "trials", "upper")
     return {name: getattr(result, name) for name in names}
@@ -90,24 +86,24 @@ class Task:
         label[:CANARIES] = (label[:CANARIES] + wrong) % 10
         return cls(features[:RECORDS], label, features[-800:], labels[-800:])
 
-    def logits(self, params: Any) -> np.ndarray:
+    def logits(self, params) -> np.ndarray:
         """Returns log p / (1 - p) of the label of each record, the statistic of LiRA."""
         logits = self.features @ np.asarray(params["w"])
         own = np.eye(10, dtype=bool)[self.label]
         others = np.where(own, -np.inf, logits)
         return logits[own] - special.logsumexp(others, axis=1)
 
-    def accuracy(self, params: Any) -> float:
+    def accuracy(self, params) -> float:
         logits = self.test @ np.asarray(params["w"])
         return float(np.mean(logits.argmax(1) == self.test_label))
 
-    def without(self, present: np.ndarray) -> Any:
+    def without(self, present: np.ndarray):
         """Returns the records. An absent one has no features, and so no gradient."""
         features = self.features * present[:, None]
         return from_arrays(features=features, label=self.label, num_classes=10)
 
 
-def loss(params: Any, record: Any) -> jax.Array:
+def loss(params, record) -> jax.Array:
     logits = record["features"] @ params["w"]
     return jaxdp.losses.softmax_cross_entropy(logits, record["label"])
 
@@ -150,8 +146,8 @@ def memorised(task: Task, present: jax.Array) -> jax.Array:
     """Returns the weights [models, d, 10] after 500 steps of gradient descent without privacy."""
     optimizer = optax.sgd(20.0, momentum=0.9)
 
-    def one(here: jax.Array) -> jax.Array:
-        def mean_loss(w: jax.Array) -> jax.Array:
+    def one(here):
+        def mean_loss(w):
             logits = jnp.asarray(task.features) @ w
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, task.label)
             return jnp.mean(losses, where=here)
@@ -162,12 +158,10 @@ def memorised(task: Task, present: jax.Array) -> jax.Array:
     return jax.lax.map(one, present)
 
 
-def descended(
-    mean_loss: Any, start: Any, optimizer: optax.GradientTransformation, *, steps: int
-) -> Any:
+def descended(mean_loss, start, optimizer: optax.GradientTransformation, *, steps: int):
     """Returns the parameters after some steps on the whole data."""
 
-    def step(_: int, carried: Any) -> Any:
+    def step(_, carried):
         params, state = carried
         gradient = jax.grad(mean_loss)(params)
         updates, state = optimizer.update(gradient, state)
@@ -204,7 +198,7 @@ def success(present: np.ndarray, ratio: np.ndarray) -> dict[str, float]:
     return {"auc": float(ranks.mean() / len(outside)), "tpr_at_1": float(is_found.mean())}
 
 
-def proved(present: np.ndarray, scores: np.ndarray, upper: float) -> Any:
+def proved(present: np.ndarray, scores: np.ndarray, upper: float):
     """Audits the most exposed canary of the first half of the models on the second half."""
     half = len(scores) // 2
     exposures = []
@@ -224,36 +218,31 @@ def proved(present: np.ndarray, scores: np.ndarray, upper: float) -> Any:
     )
 
 
-def fine_tuning(models: int) -> list[dict[str, Any]]:
+def fine_tuning(models: int) -> list[dict]:
     """Returns the rows of DP-SGD, without privacy first."""
     task = Task.make()
-    rows = []
 
-    def attacked(claimed: float, sigma: float, clip: float) -> tuple[Any, Any, float]:
+    def attacked(claimed, sigma, clip):
         present, scores, accuracy = shadows(task, models, sigma, clip=clip)
         ratio = lira(present, scores)
-        measured = {
-            "all": success(present[:, CANARIES:], ratio[:, CANARIES:]),
-            "canaries": success(present[:, :CANARIES], ratio[:, :CANARIES]),
-        }
+        measured = {}
+        for name, part in (("all", slice(CANARIES, None)), ("canaries", slice(CANARIES))):
+            measured[name] = success(present[:, part], ratio[:, part])
         return proved(present, scores, claimed), measured, accuracy
 
-    def run(sigma: float) -> Any:
+    def run(sigma):
         return jaxdp.privacy.SelfComposedDpEvent(GaussianDpEvent(sigma), STEPS)
 
+    rows = []
     for epsilon in EPSILONS:
         sigma, clip = 0.0, FAR
         if epsilon < math.inf:
-            sigma = calibrate_noise(run, epsilon=epsilon, delta=DELTA)
-            clip = CLIP
+            sigma, clip = calibrate_noise(run, epsilon=epsilon, delta=DELTA), CLIP
         result, measured, accuracy = attacked(epsilon, sigma, clip)
-        row = worth("fine-tuning, DP-SGD", epsilon, "accuracy", accuracy)
-        row |= proof(result)
-        row["lira"] = measured
+        row = worth("fine-tuning, DP-SGD", epsilon, accuracy) | proof(result) | {"lira": measured}
         if sigma:
             broken, seen, _ = attacked(epsilon, sigma, FAR * CLIP)
-            row |= twin("no clipping", broken, epsilon)
-            row["twin_lira"] = seen
+            row |= twin("no clipping", broken, epsilon) | {"twin_lira": seen}
         rows.append(row)
     return rows
 
@@ -261,13 +250,19 @@ def fine_tuning(models: int) -> list[dict[str, Any]]:
 # --- The other stages ---------------------------------------------------------------------------
 
 
-def twin(name: str, result: Any, upper: float) -> dict[str, Any]:
+def twin(name: str, result, upper: float) -> dict:
     """Returns the columns of a broken twin, under the claim of the honest mechanism."""
     broken = dataclasses.replace(result, upper=upper)
     return {"twin": name, "twin_lower": broken.lower, "twin_verdict": broken.verdict}
 
 
-def calibration(trials: int) -> list[dict[str, Any]]:
+def attacked(name: str, attack: Callable, honest, broken) -> dict:
+    """Returns the columns of an attack on a mechanism, and of that on its broken twin."""
+    result = attack(honest)
+    return proof(result) | twin(name, attack(broken), result.upper)
+
+
+def calibration(trials: int) -> list[dict]:
     """Returns the rows of Acc-T: the calibration error on records that nobody asked, and the attack
     on an answer."""
     rows = []
@@ -275,18 +270,14 @@ def calibration(trials: int) -> list[dict[str, Any]]:
     logits = random.normal(size=(4000, 10)).astype(np.float32)
     labels = (logits + random.gumbel(size=logits.shape)).argmax(1)
     shown = 3 * logits  # over-confident
-    mine = slice(0, 2000)
-    test = slice(2000, None)
+    mine, test = slice(0, 2000), slice(2000, None)
     right = labels[test] == logits[test].argmax(1)
-    attack = functools.partial(
-        audit_source,
-        recalibration.AccT(),
-        shown[:50],
-        labels[:50],
-        trials=trials,
-        confidence=CONFIDENCE,
-        adjacency="add_remove",
-    )
+    terms = {"trials": trials, "confidence": CONFIDENCE, "adjacency": "add_remove"}
+
+    def attack(epsilon):
+        method = recalibration.AccT()
+        return audit_source(method, shown[:50], labels[:50], epsilon=epsilon, **terms)
+
     for epsilon in EPSILONS:
         errors = []
         for _ in range(5):
@@ -298,16 +289,14 @@ def calibration(trials: int) -> list[dict[str, Any]]:
             )
             confidence = recalibrated.apply(shown[test])
             errors.append(float(recalibration.ece(confidence, right)))
-        row = worth("recalibration, Acc-T", epsilon, "ECE", float(np.mean(errors)))
+        row = worth("recalibration, Acc-T", epsilon, float(np.mean(errors)), "ECE")
         if epsilon < math.inf:
-            honest = attack(epsilon=epsilon)
-            broken = attack(epsilon=4 * epsilon)
-            row |= proof(honest) | twin("a quarter of the noise", broken, honest.upper)
+            row |= attacked("a quarter of the noise", attack, epsilon, 4 * epsilon)
         rows.append(row)
     return rows
 
 
-def answers(trials: int) -> list[dict[str, Any]]:
+def answers(trials: int) -> list[dict]:
     """Returns the rows of private prediction: accuracy of answers at an epsilon each, and the
     attack on one answer."""
     images, labels = digits()
@@ -317,40 +306,31 @@ def answers(trials: int) -> list[dict[str, Any]]:
     _, _, axes = np.linalg.svd(public - mean, full_matrices=False)
     x = ((images - mean) @ axes[:16].T).astype(np.float32)
     x /= np.abs(x).max()
-    private = slice(800, 1300)
-    test = slice(1300, None)
+    private, test = slice(800, 1300), slice(1300, None)
 
-    def logit(params: Any, query: Any) -> Any:
+    def logit(params, query):
         return params @ query
 
-    def loss_fn(params: Any, record: Any) -> jax.Array:
+    def loss_fn(params, record):
         return jaxdp.losses.sigmoid_cross_entropy(logit(params, record["x"]), record["y"])
 
-    def trained(records: Any) -> Any:
-        return prediction.train_with_bounds(
-            loss_fn,
-            jnp.zeros(16),
-            records,
-            ks=10,
-            clip=0.1,
-            learning_rate=30.0,
-            batch_size=500,
-            epochs=4,
-        )
+    def trained(records):
+        how = {"clip": 0.1, "learning_rate": 30.0, "batch_size": 500, "epochs": 4}
+        return prediction.train_with_bounds(loss_fn, jnp.zeros(16), records, ks=10, **how)
 
     records = {"x": x[private], "y": binary[private].astype(np.float32)}
     model = trained(records)
     outputs = x[test] @ np.asarray(model.params)
     plain = float(np.mean((outputs > 0) == binary[test]))
-    rows = [worth("private prediction", math.inf, "accuracy", plain)]
+    rows = [worth("private prediction", math.inf, plain)]
     # The query is where the model is least sure, so that a record can move its answer.
     query = x[test][np.argmin(np.abs(outputs))]
     candidates = {"x": np.stack([4 * query, -4 * query]), "y": np.ones(2, np.float32)}
 
-    def attack(epsilon: float) -> Any:
+    def attack(epsilon):
         """Returns the audit of an answer at its epsilon."""
 
-        def ask(data: Any, queries: Any, **terms: Any) -> np.ndarray:
+        def ask(data, queries, **terms):
             return prediction.private_predict(
                 trained(data), logit, queries, epsilon=epsilon, **terms
             )
@@ -367,22 +347,17 @@ def answers(trials: int) -> list[dict[str, Any]]:
         predicted = prediction.private_predict(
             model, logit, x[test], epsilon=each, account=ledger.account("digits")
         )
-        utility = float(np.mean(predicted == binary[test]))
-        honest = attack(each)
-        broken = attack(4 * each)
-        row = worth("private prediction", each, "accuracy", utility) | proof(honest)
-        rows.append(row | twin("a quarter of the noise", broken, honest.upper))
+        row = worth("private prediction", each, float(np.mean(predicted == binary[test])))
+        rows.append(row | attacked("a quarter of the noise", attack, each, 4 * each))
     return rows
 
 
-def uploads(trials: int) -> list[dict[str, Any]]:
+def uploads(trials: int) -> list[dict]:
     """Returns the rows of the private upload of Split Adaptation: a nearest class mean, and the
     attack on features."""
     images, labels = digits()
     x = images.reshape(-1, 8, 8).astype(np.float32)
-    public = slice(0, 400)
-    private = slice(400, 1300)
-    test = slice(1300, None)
+    public, private, test = slice(0, 400), slice(400, 1300), slice(1300, None)
     projection = split.public_projection(x[public], 8)
     exact = split.PrivateRelease(
         clip_norm=1e3, noise_multiplier=0.0, label_epsilon=math.inf, num_classes=10
@@ -412,12 +387,10 @@ def uploads(trials: int) -> list[dict[str, Any]]:
         means = np.stack([features[released_labels == c].mean(0) for c in range(10)])
         distances = np.square(coordinates[test][:, None] - means).sum(-1)
         utility = float(np.mean(distances.argmin(1) == labels[test]))
-        row = worth("split, private upload", epsilon, "accuracy", utility)
+        row = worth("split, private upload", epsilon, utility)
         if epsilon < math.inf:
-            honest = attack(release)
             half = dataclasses.replace(release, noise_multiplier=release.noise_multiplier / 2)
-            row |= proof(honest) | {"part": "features"}
-            row |= twin("half the noise", attack(half), honest.upper)
+            row |= {"part": "features"} | attacked("half the noise", attack, release, half)
         rows.append(row)
     return rows
 
@@ -430,10 +403,10 @@ class Net:
     """Two blocks of a dense layer and a LayerNorm."""
 
     @staticmethod
-    def init() -> dict[str, Any]:
+    def init() -> dict:
         random = np.random.default_rng(0)
 
-        def make(*shape: int) -> jax.Array:
+        def make(*shape):
             values = random.normal(size=shape) / math.sqrt(shape[0])
             return jnp.asarray(values, jnp.float32)
 
@@ -447,7 +420,7 @@ class Net:
         }
 
     @staticmethod
-    def apply(params: Mapping[str, Any], images: jax.Array) -> jax.Array:
+    def apply(params: Mapping, images: jax.Array) -> jax.Array:
         h = images.reshape(len(images), -1)
         for block, layer in (("block_0", "first"), ("block_1", "second")):
             norm = params[block]["norm"]
@@ -458,7 +431,7 @@ class Net:
         return h @ params["head"]
 
 
-def adaptation(trials: int) -> list[dict[str, Any]]:
+def adaptation(trials: int) -> list[dict]:
     """Returns the rows of private Tent on digits with noise and less contrast, and the attack on
     one update."""
     images, labels = digits()
@@ -467,7 +440,7 @@ def adaptation(trials: int) -> list[dict[str, Any]]:
     stream = slice(800, 1760)
     labels_of_stream = labels[stream]
 
-    def mean_loss(params: Any) -> jax.Array:
+    def mean_loss(params):
         logits = Net.apply(params, jnp.asarray(images[source]))
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels[source]).mean()
 
@@ -478,10 +451,10 @@ def adaptation(trials: int) -> list[dict[str, Any]]:
     logits = np.asarray(Net.apply(params, jnp.asarray(shifted)))
     before = float(np.mean(logits.argmax(1) == labels_of_stream))
 
-    def private(sigma: float) -> Any:
+    def private(sigma):
         return tta.private(tta.Tent(), clip_norm=0.5, noise_multiplier=sigma)
 
-    def accuracy(method: Any, order: int, key: jax.Array | None) -> float:
+    def accuracy(method, order, key):
         """Returns the accuracy over the stream in a random order."""
         rows = np.random.default_rng(order).permutation(len(shifted))
         adapter = tta.Adapter(Net.apply, params, method, optax.sgd(0.3))
@@ -492,7 +465,7 @@ def adaptation(trials: int) -> list[dict[str, Any]]:
             right.append(np.mean(np.asarray(logits).argmax(1) == labels_of_stream[batch]))
         return float(np.mean(right))
 
-    def attack(sigma: float) -> Any:
+    def attack(sigma):
         adapter = tta.Adapter(Net.apply, params, private(sigma), optax.sgd(1.0))
         return audit_stream(
             adapter, shifted[:8], shifted[8:40], trials=trials, delta=DELTA, confidence=CONFIDENCE
@@ -500,72 +473,69 @@ def adaptation(trials: int) -> list[dict[str, Any]]:
 
     rows = []
     for epsilon in EPSILONS:
-        if epsilon == math.inf:
-            orders = [accuracy(tta.Tent(), order, None) for order in range(5)]
-            row = worth("test-time adaptation, Tent", epsilon, "accuracy", float(np.mean(orders)))
+        method, keys = tta.Tent(), [None] * 5
+        if epsilon < math.inf:
+            target = {"epsilon": epsilon, "delta": DELTA, "adjacency": "replace_one"}
+            sigma = calibrate_noise(GaussianDpEvent, **target)
+            method, keys = private(sigma), list(map(_key, range(5)))
+        orders = [accuracy(method, order, key) for order, key in enumerate(keys)]
+        row = worth("test-time adaptation, Tent", epsilon, float(np.mean(orders)))
+        if epsilon < math.inf:
+            rows.append(row | attacked("half the noise", attack, sigma, sigma / 2))
+        else:
             rows.append(row | {"before": before})
-            continue
-        sigma = calibrate_noise(
-            GaussianDpEvent, epsilon=epsilon, delta=DELTA, adjacency="replace_one"
-        )
-        orders = [accuracy(private(sigma), order, _key(order)) for order in range(5)]
-        row = worth("test-time adaptation, Tent", epsilon, "accuracy", float(np.mean(orders)))
-        honest = attack(sigma)
-        row |= proof(honest) | twin("half the noise", attack(sigma / 2), honest.upper)
-        rows.append(row)
     return rows
 
 
 # --- The tables of the page ---------------------------------------------------------------------
 
 
-def _number(value: Any) -> str:
+def _number(value) -> str:
     if value is None:
         return ""
     return "none" if value == math.inf else f"{value:.3g}"
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table of docs/results/membership.md with a row per stage and epsilon."""
-    header = ["stage", "epsilon", "utility", "proved", "ceiling", "verdict", "broken twin, proved"]
-    lines = []
-    for row in rows:
-        utility = f"ECE {row['utility']:.3f}"
-        if row["metric"] == "accuracy":
-            utility = f"{100 * row['utility']:.1f} %"
-        verdict = row.get("verdict", "") if row["epsilon"] < math.inf else ""
-        twin = ""
-        if "twin" in row:
-            twin = f"{row['twin']}: {row['twin_lower']:.3g}, {row['twin_verdict']}"
-        lower, ceiling = _number(row.get("lower")), _number(row.get("ceiling"))
-        epsilon = _number(row["epsilon"])
-        lines.append([row["stage"], epsilon, utility, lower, ceiling, verdict, twin])
-    return timing.page_table(header, lines)
-
-
-def lira_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the table of LiRA of docs/results/membership.md."""
-    header = ["epsilon", "accuracy", "AUC", "found at 1 %"]
-    header += ["AUC, canaries", "found at 1 %, canaries"]
-    lines = []
-    for row in rows:
+def tables(report) -> dict:
+    """Returns the tables of docs/results/membership.md: a row per stage and epsilon, and LiRA."""
+    attacks = []
+    for row in report["rows"]:
         if "lira" in row:
             accuracy = f"{100 * row['utility']:.1f} %"
-            lines.append([_number(row["epsilon"]), accuracy, *_success_cells(row["lira"])])
+            attacks.append({"at": _number(row["epsilon"]), "accuracy": accuracy} | row["lira"])
         if "twin_lira" in row:
-            title = f"{row['epsilon']:g} sold, no clipping"
-            lines.append([title, "", *_success_cells(row["twin_lira"])])
-    return timing.page_table(header, lines)
+            sold = {"at": f"{row['epsilon']:g} sold, no clipping", "accuracy": ""}
+            attacks.append(sold | row["twin_lira"])
+    lira = {"epsilon": "{at}", "accuracy": "{accuracy}"}
+    for title, records in (("", "all"), (", canaries", "canaries")):
+        lira[f"AUC{title}"] = f"{{{records}[auc]:.3f}}"
+        lira[f"found at 1 %{title}"] = f"{{{records}[tpr_at_1]:.3f}}"
+    return {
+        "membership": pages.plain(pages.lines(report["rows"], COLUMNS)),
+        "lira": pages.plain(pages.lines(attacks, lira)),
+    }
 
 
-def _success_cells(attack: Mapping[str, Any]) -> list[str]:
-    pairs = itertools.product(("all", "canaries"), ("auc", "tpr_at_1"))
-    return [f"{attack[records][measure]:.3f}" for records, measure in pairs]
+def _utility(row) -> str:
+    if row["metric"] == "accuracy":
+        return f"{100 * row['utility']:.1f} %"
+    return f"ECE {row['utility']:.3f}"
 
 
-def draw(report: Mapping[str, Any], path: pathlib.Path) -> None:
+COLUMNS = {
+    "stage": "{stage}",
+    "epsilon": lambda row: _number(row["epsilon"]),
+    "utility": _utility,
+    "proved": lambda row: _number(row.get("lower")),
+    "ceiling": lambda row: _number(row.get("ceiling")),
+    "verdict": lambda row: row.get("verdict", "") if row["epsilon"] < math.inf else "",
+    "broken twin, proved": "{twin}: {twin_lower:.3g}, {twin_verdict}",
+}
+
+
+def draw(report: Mapping, path: pathlib.Path):
     """Draws which share of the claim of the attacked release each attack proves."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+    curves = {}
     for row in report["rows"]:
         if row["epsilon"] < math.inf:
             point = (row["upper"], row["lower"] / row["upper"])
@@ -591,22 +561,18 @@ STAGES = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", type=int, default=256, help="shadow models per setting")
-    parser.add_argument(
-        "--trials",
-        type=int,
-        default=1000,
-        help="trials of either kind of an audit, more for cheap ones",
-    )
-    parser.add_argument("--only", choices=STAGES, action="append", help="stages, by default all")
+FLAGS = {
+    "models": (256, "shadow models per setting"),
+    "trials": (1000, "trials of either kind of an audit, more for cheap ones"),
+    "only": {"choices": STAGES, "action": "append", "help": "stages, by default all"},
+}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     rows, seconds = [], {}
     for name in flags.only or STAGES:
         began = time.process_time()
         rows += STAGES[name](flags)
         seconds[name] = round(time.process_time() - began)
-        print(table(rows), seconds, sep="\n", flush=True)
+        print(tables({"rows": rows})["membership"], seconds, sep="\n", flush=True)
     return {"models": flags.models, "trials": flags.trials, "cpu_seconds": seconds, "rows": rows}

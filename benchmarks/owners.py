@@ -7,16 +7,13 @@ owners. The network, the splits and the tuned learning rates are those of `bench
 Epsilon is for what all images of one owner contain. "one image" is DP-SGD on all images, whose
 epsilon is for one image only: its last column is the epsilon of the owner with the most images."""
 
-import argparse
+import functools
 import math
-import statistics
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import optax
 
-from benchmarks import clip_parts, timing
+from benchmarks import clip_parts, pages, timing
 from jaxdp import finetune
 from jaxdp.data import PoissonSampler, by_owners
 from jaxdp.privacy import OwnedGaussianDpEvent, SelfComposedDpEvent
@@ -26,6 +23,7 @@ BOUNDS = (1, 2, 4, 8)
 OWNERS, OF_ONE = 300, 3
 EPSILON, DELTA, STEPS = 8.0, 1e-4, 60
 RATES = (0.0625, 0.125, 0.25, 0.5)
+FLAGS = {"seeds": (8, "runs of each bound")}
 
 
 def owners_of(records: int) -> list[list[int]]:
@@ -35,12 +33,11 @@ def owners_of(records: int) -> list[list[int]]:
     return [random.choice(OWNERS, size=size, replace=False).tolist() for size in sizes]
 
 
-def trainer(sampler: PoissonSampler, **target: Any) -> Any:
+def trainer(sampler: PoissonSampler, **target):
     """Returns a trainer whose learning rate is in its state."""
-    optimizer = optax.inject_hyperparams(optax.sgd)(1.0, momentum=0.9)
     return finetune.dp_sgd(
         clip_parts.loss,
-        optimizer,
+        optax.inject_hyperparams(optax.sgd)(1.0, momentum=0.9),
         sampler=sampler,
         clip_norm=clip_parts.CLIP,
         epsilon=EPSILON,
@@ -51,71 +48,43 @@ def trainer(sampler: PoissonSampler, **target: Any) -> Any:
     )
 
 
-def row_of(bound: int, splits: Mapping[int, clip_parts.Split]) -> dict[str, Any]:
+def row_of(splits: clip_parts.Splits, bound: int) -> dict:
     """Returns the row of a bound, or of one image for a bound of 0."""
-    owners = owners_of(len(splits[0].private))
-    largest = int(np.bincount(np.concatenate(owners)).max())
+    count = len(splits[0].private)
+    owners = owners_of(count)
     if bound:
-        some = {}
+        owned = {}
         for seed, split in splits.items():
             private = by_owners(split.private, owners, max_records=bound)
-            some[seed] = split._replace(private=private)
-        sampler = some[0].private.sampler(clip_parts.RATE)
+            owned[seed] = split._replace(private=private)
+        splits = owned
+        sampler = splits[0].private.sampler(clip_parts.RATE)
         training = trainer(sampler, unit="person", adjacency="zero_out")
-        cost = EPSILON
     else:
-        some = dict(splits)
-        sampler = PoissonSampler(len(some[0].private), clip_parts.RATE)
+        sampler = PoissonSampler(count, clip_parts.RATE)
         training = trainer(sampler)
-        noise = training.privatizer.noise_multiplier
+    noise, cost = training.privatizer.noise_multiplier, EPSILON
+    if not bound:
+        largest = int(np.bincount(np.concatenate(owners)).max())
         step = OwnedGaussianDpEvent(clip_parts.RATE, noise, largest)
-        whole = SelfComposedDpEvent(step, STEPS)
-        cost = epsilon_of(whole, delta=DELTA, adjacency="zero_out")
-    tuned = {}
-    for rate in RATES:
-        runs = [clip_parts.accuracy(training, rate, some[seed]) for seed in clip_parts.TUNING]
-        tuned[rate] = statistics.mean(runs)
-    best = max(tuned, key=lambda rate: tuned[rate])
-    tests = [split for seed, split in some.items() if seed not in clip_parts.TUNING]
-    return {
-        "bound": bound,
-        "images": sampler.num_examples,
-        "noise": training.privatizer.noise_multiplier,
-        "rate": best,
-        "epsilon": cost,
-        "accuracies": [clip_parts.accuracy(training, best, split) for split in tests],
+        cost = epsilon_of(SelfComposedDpEvent(step, STEPS), delta=DELTA, adjacency="zero_out")
+    rate, _, accuracies = clip_parts.tuned(training, RATES, splits)
+    row = {"bound": bound, "images": sampler.num_examples, "noise": noise}
+    return row | {"rate": rate, "epsilon": cost, "accuracies": accuracies}
+
+
+def tables(report) -> dict:
+    columns = {
+        "images of an owner": lambda row: str(row["bound"] or "one image"),
+        "images": "{images}",
+        "noise": "{noise:.2f}",
+        "learning rate": "{rate:g}",
+        "accuracy, %": lambda row: pages.mean(row["accuracies"]),
+        "epsilon": "{epsilon:.3g}",
     }
+    return {"owners": pages.plain(pages.lines(report["rows"], columns))}
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the table of a report."""
-    lines = []
-    for row in report["rows"]:
-        values = 100 * np.asarray(row["accuracies"])
-        error = values.std(ddof=1) / math.sqrt(len(values))
-        lines.append(
-            [
-                str(row["bound"] or "one image"),
-                str(row["images"]),
-                f"{row['noise']:.2f}",
-                f"{row['rate']:g}",
-                f"{values.mean():.1f} ({error:.1f})",
-                f"{row['epsilon']:.3g}",
-            ]
-        )
-    header = ["images of an owner", "images", "noise", "learning rate", "accuracy, %", "epsilon"]
-    return {"owners": timing.page_table(header, lines)}
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, default=8, help="runs of each bound")
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
-    seeds = [*range(flags.seeds), *clip_parts.TUNING]
-    splits = {seed: clip_parts.split("digits", seed) for seed in seeds}
-    rows = []
-    for bound in (*BOUNDS, 0):
-        rows.append(row_of(bound, splits))
-        print(rows[-1], flush=True)
-    return {"rows": rows}
+def measure(flags) -> dict:
+    splits = clip_parts.splits("digits", flags.seeds)
+    return {"rows": timing.swept(functools.partial(row_of, splits), (*BOUNDS, 0))}

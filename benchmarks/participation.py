@@ -6,21 +6,19 @@ Tasks, models and learning rates are those of `benchmarks.correlated`. All patte
 one expected size, and equal steps. The groups of cyclic Poisson sampling are the power of two with
 the least error of the sums of noise."""
 
-import argparse
 import functools
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import optax
 
-import jaxdp
-from benchmarks import correlated, timing
-from benchmarks.correlated import DELTA, EPSILONS, RATES, TASKS, logits
+from benchmarks import correlated, pages, problems, timing
+from benchmarks.correlated import DELTA, EPSILONS, TASKS
 from jaxdp import data, finetune
 from jaxdp.finetune.strategies import amplified_plans
+from launch import results
 
+FLAGS = {"runs": (3, "of each method, epsilon and rate")}
 # Simulated accounts of a few seconds. More draws would need a little less noise.
 _DRAWS_OF_BINS = 2**14
 _DRAWS_OF_RENEWALS = 2**13
@@ -69,7 +67,7 @@ def fixed_order(order: data.FixedOrderSampler, steps: int, epsilon: float) -> Ch
     return order, finetune.optimal_noise(order, steps=steps)
 
 
-METHODS: Mapping[str, Callable[[data.FixedOrderSampler, int, float], Choice]] = {
+METHODS = {
     "Poisson, independent (DP-SGD)": poisson,
     "cyclic Poisson, banded": cyclic_poisson,
     "balls in bins, BLT": balls_in_bins,
@@ -82,76 +80,40 @@ METHODS: Mapping[str, Callable[[data.FixedOrderSampler, int, float], Choice]] = 
 def best_groups(order: data.FixedOrderSampler, steps: int, epsilon: float) -> int:
     """Returns the number of groups whose sums of noise have the least error at an epsilon."""
     plans = amplified_plans(order, steps=steps, epsilon=epsilon, delta=DELTA)
-    errors = [
-        sigma / noise.sensitivity * np.sqrt(noise.error().mean()) for _, noise, sigma in plans
-    ]
+    errors = [problems.noise_error(sigma, noise, steps) for _, noise, sigma in plans]
     sampler, _, _ = plans[int(np.argmin(errors))]
     return sampler.cycle_length
 
 
-def row_of(task: str, method: str, epsilon: float, runs: int) -> dict[str, Any]:
+def row_of(runs: int, task: str, method: str, epsilon: float) -> dict:
     """Returns the row of a cell: accuracies [runs] at the best rate."""
-    batch_size, epochs, width = TASKS[task]
-    private, test = correlated.examples(task)
-    order = data.FixedOrderSampler(len(private), batch_size)
+    batch_size, epochs, _ = TASKS[task]
+    order = data.FixedOrderSampler(len(correlated.examples(task)[0]), batch_size)
     steps = epochs * order.steps_per_epoch
     sampler, noise = METHODS[method](order, steps, epsilon)
+    options = {"sampler": sampler, "noise": noise}
     target = {"epsilon": epsilon, "delta": DELTA, "steps": steps}
-    sigma = finetune.options.calibrated(sampler, noise=noise, **target)
-    classes, inputs = private.num_classes, test["features"].shape[1]
-    by_rate = {}
-    for rate in RATES:
-        trainer = finetune.dp_sgd(
-            correlated.loss,
-            optax.sgd(rate),
-            sampler=sampler,
-            noise=noise,
-            clip_norm=1.0,
-            noise_multiplier=sigma,
-            physical_batch_size=2 * batch_size,
-        )
-        accuracies = []
-        for seed in range(runs):
-            ledger = jaxdp.Ledger.in_memory()
-            ledger.register(task, adjacency="add_remove", unit="example", delta=DELTA)
-            start = correlated.start(inputs, width, classes, seed)
-            account = ledger.account(task)
-            state = finetune.fit(
-                trainer, start, private, steps=steps, account=account, progress=False
-            )
-            guesses = logits(state.params, test["features"]).argmax(axis=1)
-            accuracies.append(float((guesses == test["label"]).mean()))
-        by_rate[rate] = accuracies
-    best = max(by_rate, key=lambda rate: np.mean(by_rate[rate]))
-    row = {"task": task, "method": method, "epsilon": epsilon, "steps": steps, "rate": best}
-    row |= {"accuracies": by_rate[best], "spent": ledger.epsilon(task)}
+    sigma = finetune.options.calibrated(**options, **target)
+    options |= {"noise_multiplier": sigma, "physical_batch_size": 2 * batch_size}
+    row, trainer = correlated.best_row(task, runs, steps, **options)
+    row = {"task": task, "method": method, "epsilon": epsilon, "steps": steps} | row
     row |= {"bands": "BLT" if method.endswith("BLT") else noise.buffers + 1 if noise else 1}
     row |= {"separation": sampler.participation(steps)[1] if noise else 1}
-    row |= {"noise_multiplier": sigma, "error": correlated.error(trainer, steps)}
-    print(json.dumps(row), flush=True)
-    return row
+    return row | {"noise_multiplier": sigma, "error": correlated.error(trainer, steps)}
 
 
-def _line(method: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    cells = []
-    for row in rows:
-        cells.append(f"{timing.accuracy(row)}, {row['error']:.3g}, b = {row['separation']}")
-    return [method, *cells]
+def cell(row: Mapping) -> str:
+    return f"{correlated.cell(row)}, b = {row['separation']}"
 
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of a report."""
-    head = ["who takes part, noise"]
-    return correlated.tables_of_tasks(report["rows"], METHODS, head, _line)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=3, help="of each method, epsilon and rate")
-
-
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
-    rows = []
+def tables(report) -> dict:
+    markdown = {}
     for task in TASKS:
-        for method in METHODS:
-            rows += [row_of(task, method, epsilon, flags.runs) for epsilon in EPSILONS]
-    return {"rows": rows}
+        rows = results.select(report["rows"], task=task)
+        markdown[task] = pages.by_epsilon(rows, "method", "who takes part, noise", cell)
+    return markdown
+
+
+def measure(flags) -> dict:
+    run = functools.partial(row_of, flags.runs)
+    return {"rows": timing.swept(run, TASKS, METHODS, EPSILONS)}

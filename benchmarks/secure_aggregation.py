@@ -8,7 +8,6 @@ keeps what it would have sent, and the server keeps all answers. So the secure a
 with the plain one, and the parameters of every silo are searched for in the answers. In the last
 run one silo leaves when it is asked for its masked parameters."""
 
-import argparse
 import contextlib
 import os
 import pathlib
@@ -26,7 +25,7 @@ from jaxdp.files import optional
 SILOS, ROUNDS, STEPS, TARGET = 3, 2, 15, {"epsilon": 3.0, "delta": 1e-4}
 # Without a maximal weight there is no secure aggregation: the search for parameters must find them
 # then.
-RUNS: tuple[dict[str, Any], ...] = (
+RUNS = (
     {"max_weight": None},
     {"max_weight": 1000.0},
     {"max_weight": 1.0},
@@ -35,7 +34,7 @@ RUNS: tuple[dict[str, Any], ...] = (
 _Leaves = list[np.ndarray]
 
 
-def setting() -> tuple[list[Any], Any, Any, Any]:
+def setting() -> tuple[list, Any, Any, Any]:
     """Returns the silos, the test split, the model and its first parameters."""
     *silos, test = jaxdp.data.bundled("breast_cancer").split([0.27, 0.27, 0.27, 0.19], seed=0)
     model = jaxdp.models.create("mlp", num_classes=2, hidden=(16,))
@@ -51,13 +50,13 @@ def train(folder: pathlib.Path, i: int, leaves: _Leaves, k: int) -> _Leaves:
     """Trains silo i in round k, and pays from its ledger. Its folder keeps what it sends."""
     silos, _, model, params = setting()
 
-    def loss_fn(params: Any, example: Any) -> jax.Array:
+    def loss_fn(params, example):
         logits = model.apply({"params": params}, example["features"][None])[0]
         return jaxdp.losses.softmax_cross_entropy(logits, example["label"])
 
     count = len(silos[i])
     sampler = jaxdp.data.PoissonSampler(count, 64 / count)
-    how: dict[str, Any] = {
+    how = {
         "sampler": sampler,
         "clip_norm": 1.0,
         "unit": "patient",
@@ -69,7 +68,7 @@ def train(folder: pathlib.Path, i: int, leaves: _Leaves, k: int) -> _Leaves:
     with jaxdp.Ledger(root / "ledger.sqlite") as ledger:
         if not ledger.report()["datasets"]:
             ledger.register("patients", adjacency="add_remove", unit="patient", **TARGET)
-        where: dict[str, Any] = {
+        where = {
             "account": ledger.account("patients"),
             "workdir": root / f"round-{k}",
         }
@@ -86,7 +85,7 @@ def sent(folder: pathlib.Path, k: int, silos: list[int]) -> list[_Leaves]:
     return [[file[name] for name in file.files] for file in files]
 
 
-def told(content: Any) -> list[bytes]:
+def told(content) -> list[bytes]:
     """Returns all bytes in an answer to the server."""
     records = content.config_records.values()
     values = [
@@ -98,9 +97,7 @@ def told(content: Any) -> list[bytes]:
     return [one for value in values for one in value if isinstance(one, bytes)] + arrays
 
 
-def simulated(
-    folder: pathlib.Path, *, max_weight: float | None, leaves: int | None = None
-) -> dict[str, Any]:
+def simulated(folder: pathlib.Path, *, max_weight: float | None, leaves: int | None = None) -> dict:
     """Returns the figures of one run. The silo `leaves` leaves in the second round."""
     optional("ray", "simulation of flwr")
     clients, servers = optional("flwr.client", "flower"), optional("flwr.server", "flower")
@@ -113,11 +110,11 @@ def simulated(
     _, test, model, params = setting()
     averages, found, weights = list[_Leaves](), list[bytes](), list[int]()
 
-    def client(context: Any) -> Any:
+    def client(context):
         i = int(context.node_config["partition-id"])
 
-        class Silo(clients.NumPyClient):  # type: ignore[name-defined, misc, unused-ignore]
-            def fit(self, parameters: Any, config: Any) -> Any:
+        class Silo(clients.NumPyClient):
+            def fit(self, parameters, config):
                 made = train(folder, i, parameters, config["round"])
                 if i == leaves and config["round"] == 2:
                     raise RuntimeError("this silo leaves")
@@ -129,8 +126,8 @@ def simulated(
     app = optional("flwr.clientapp", "flower").ClientApp(client, mods=mods)
     server = optional("flwr.serverapp", "flower").ServerApp()
 
-    class Average(servers.strategy.FedAvg):  # type: ignore[name-defined, misc, unused-ignore]
-        def aggregate_fit(self, *arguments: Any) -> Any:
+    class Average(servers.strategy.FedAvg):
+        def aggregate_fit(self, *arguments):
             average = super().aggregate_fit(*arguments)
             averages.append(common.parameters_to_ndarrays(average[0]))
             return average
@@ -145,11 +142,11 @@ def simulated(
         ),
     )
 
-    @server.main()  # type: ignore[untyped-decorator]
-    def main(grid: Any, context: Any) -> None:
+    @server.main()
+    def main(grid, context):
         real = grid.send_and_receive
 
-        def send_and_receive(*arguments: Any, **options: Any) -> list[Any]:
+        def send_and_receive(*arguments, **options):
             answers = list(real(*arguments, **options))
             # the workflow empties them
             for content in (answer.content for answer in answers if answer.has_content()):
@@ -162,7 +159,7 @@ def simulated(
 
         grid.send_and_receive = send_and_receive
         config = servers.ServerConfig(num_rounds=ROUNDS)
-        shares: dict[str, Any] = {
+        shares = {
             "num_shares": SILOS,
             "reconstruction_threshold": SILOS - 1,
             "timeout": 300.0,
@@ -213,7 +210,7 @@ def simulated(
     }
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     runs = []
     for options in RUNS:
         with tempfile.TemporaryDirectory() as name:

@@ -8,22 +8,18 @@ and 10 on the paper's grids, and training until the loss does not decrease.
 The second command keeps the rows of the finished workdir, and the third one writes the page. The
 workdir's attackers.png is docs/results/split_attackers.png."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
-from benchmarks.evidence_split import add_arguments, mean, measure, percent, score
+from benchmarks import pages
+from benchmarks.evidence_split import FLAGS, Lines, Rows, by_seed, mean, measure, score
 from configs.split import digits
-from jaxdp.report import format_table
 from launch import results
 
-__all__ = ["add_arguments", "measure", "tables"]
+__all__ = ["FLAGS", "measure", "tables"]
 
 CONFIG = digits.get_config("appendix")
 PATCHES = 16  # of an image of 8x8 pixels
-Lines = list[dict[str, Any]]
 
 
-def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]:
+def tables(found, paper) -> dict:
     """Returns the tables of the run, beside the paper's numbers."""
     rows = found["rows"]
     rows_of = {
@@ -31,13 +27,18 @@ def tables(found: Mapping[str, Any], paper: Mapping[str, Any]) -> dict[str, str]
         "digits: patches": _patch_rows(rows, paper["table 9, replaced of 196 patches"]),
         "digits: epochs": _epoch_rows(rows),
     }
-    copies = _copy_rows(rows, paper["table 10, copies"])
+    copies = []
+    for number, accuracy in paper["table 10, copies"].items():
+        swept = results.select(rows, part="copies", value=int(number))
+        line = {"copies": number, "paper": f"{accuracy:.2f}"}
+        if swept:
+            copies.append(line | {"digits": mean(swept), "draws": str(len(swept))})
     if len(copies) > 1:  # one number compares with nothing
         rows_of["digits: copies"] = copies
-    return {name: format_table(lines, style="markdown") for name, lines in rows_of.items()}
+    return {name: pages.padded(lines) for name, lines in rows_of.items()}
 
 
-def _attack_rows(rows: Sequence[Mapping[str, Any]]) -> Lines:
+def _attack_rows(rows: Rows) -> Lines:
     lines = []
     for upload in CONFIG.attack.uploads:
         (row,) = results.select(rows, part="attacks", upload=upload)
@@ -49,37 +50,27 @@ def _attack_rows(rows: Sequence[Mapping[str, Any]]) -> Lines:
     return lines
 
 
-def _patch_rows(rows: Sequence[Mapping[str, Any]], published: Mapping[str, float]) -> Lines:
+def _patch_rows(rows: Rows, published) -> Lines:
     swept = results.select(rows, part="patches")
-    none = {row["seed"]: row["accuracy"] for row in _near(swept, 0.0)}
+
+    def near(value):
+        """Returns the accuracies of a value, which the file rounds, by draw."""
+        return by_seed([row for row in swept if abs(row["value"] - value) < 1e-3])
+
+    none = near(0.0)
     lines = []
     for number, accuracy in published.items():
         share = int(number) / 196
-        runs = _near(swept, share)
-        gains = [row["accuracy"] - none[row["seed"]] for row in runs if row["seed"] in none]
+        runs = near(share)
+        gains = [runs[seed] - none[seed] for seed in runs if seed in none]
         line = {"patches of 196": number, "paper": f"{accuracy:.2f}"}
         line[f"patches of {PATCHES}"] = str(round(share * PATCHES))
-        line["digits"] = mean(runs)
-        lines.append(line | {"less no patch": percent(gains, "+") if share else None})
+        line["digits"] = pages.mean(runs.values())
+        lines.append(line | {"less no patch": pages.mean(gains, "+.1f") if share else None})
     return lines
 
 
-def _copy_rows(rows: Sequence[Mapping[str, Any]], published: Mapping[str, float]) -> Lines:
-    lines = []
-    for number, accuracy in published.items():
-        swept = results.select(rows, part="copies", value=int(number))
-        line = {"copies": number, "paper": f"{accuracy:.2f}"}
-        if swept:
-            lines.append(line | {"digits": mean(swept), "draws": str(len(swept))})
-    return lines
-
-
-def _near(rows: Sequence[Mapping[str, Any]], value: float) -> Sequence[Mapping[str, Any]]:
-    """Returns the rows of a value, which the file rounds."""
-    return [row for row in rows if abs(row["value"] - value) < 1e-3]
-
-
-def _epoch_rows(rows: Sequence[Mapping[str, Any]]) -> Lines:
+def _epoch_rows(rows: Rows) -> Lines:
     """Returns a line for each method that was trained by the rule, over the draws of the rule."""
     lines = []
     for method in CONFIG.methods:
@@ -93,6 +84,6 @@ def _epoch_rows(rows: Sequence[Mapping[str, Any]]) -> Lines:
     return lines
 
 
-def _epochs(rows: Sequence[Mapping[str, Any]]) -> str:
+def _epochs(rows: Rows) -> str:
     ends = sorted({row["epochs"] for row in rows})
     return " to ".join(map(str, ends))

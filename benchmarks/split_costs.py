@@ -4,11 +4,7 @@ images per class.
 python -m benchmarks run split_costs
 """
 
-import argparse
-from collections.abc import Mapping
-from typing import Any
-
-from benchmarks import timing
+from benchmarks import pages
 from jaxdp.models import Preprocessing, create
 from jaxdp.split.backbone import Backbone
 from launch.split_costs import cost
@@ -34,27 +30,25 @@ NAMES = {
 }
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """Returns the table of docs/results/split_adaptation.md."""
-    header = ["method", "paper: MB, minutes", "client's parameters, MB", "PFLOP"]
-    header += ["upload, MB", "download, MB"]
-    lines = []
+def tables(report) -> dict:
+    rows = []
     for method, row in report["methods"].items():
         paper = "{}, {}".format(*PAPER[method]) if method in PAPER else ""
-        lines.append(
-            [
-                NAMES[method],
-                paper,
-                f"{row['parameter_bytes'] / 1e6:,.0f}",
-                f"{row['total_flops'] / 1e15:.2g}",
-                f"{row['upload'] / 1e6:,.1f}",
-                f"{row['download'] / 1e6:,.1f}",
-            ]
-        )
-    return timing.page_table(header, lines)
+        sizes = {name: row[name] / 1e6 for name in ("parameter_bytes", "upload", "download")}
+        named = {"name": NAMES[method], "paper": paper, "peta": row["total_flops"] / 1e15}
+        rows.append(named | sizes)
+    columns = {
+        "method": "{name}",
+        "paper: MB, minutes": "{paper}",
+        "client's parameters, MB": "{parameter_bytes:,.0f}",
+        "PFLOP": "{peta:.2g}",
+        "upload, MB": "{upload:,.1f}",
+        "download, MB": "{download:,.1f}",
+    }
+    return {"costs": pages.plain(pages.lines(rows, columns))}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     model = create("vit_l16", num_classes=1000)
     preprocessing = Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3)
     backbone = Backbone(model, preprocessing, 16)
@@ -64,5 +58,6 @@ def measure(flags: argparse.Namespace) -> dict[str, Any]:
         epochs = 50 if method == "ot" else 100
         counted = cost(method, backbone, images=500, num_classes=100, epochs=epochs)
         methods[method] = {field: getattr(counted, field) for field in fields}
-    print(table({"methods": methods}))
-    return {"images": 500, "num_classes": 100, "methods": methods}
+    report = {"images": 500, "num_classes": 100, "methods": methods}
+    print(tables(report)["costs"])
+    return report

@@ -11,28 +11,26 @@ its label. The numbers n are public.
     prototypes  how many images of a class are nearest to each of 50 public cluster centres, with Gaussian noise
     votes       the client labels public images by noisy votes of disjoint teachers (Papernot et al. 2018, GNMax)
 
-The server predicts by the nearest class mean. `python -m benchmarks.evidence
-results/split_adaptation.md` writes the table and the picture of the page."""  # noqa: E501
+The server predicts by the nearest class mean."""  # noqa: E501
 
-import argparse
 import functools
 import itertools
 import math
 import pathlib
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks import finetune_methods, timing
+from benchmarks import finetune_methods, pages
 from jaxdp import split
 from jaxdp.models import Features
 from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.report import plot_curves
 from launch import results
 
+Array, Generator = np.ndarray, np.random.Generator
 CLASSES, DELTA, DRAWS = 10, 1e-5, 5
 EPSILONS = (1.0, 2.0, 4.0, 8.0, 32.0, math.inf)
 PER_CLASS = (10, 50, 200)
@@ -50,22 +48,22 @@ def multiplier(epsilon: float, sensitivity: float, count: int = 1) -> float:
     return sensitivity * calibrate_noise(make, epsilon=epsilon, delta=DELTA)
 
 
-def nearest(x: np.ndarray, points: np.ndarray) -> np.ndarray:
+def nearest(x: Array, points: Array) -> Array:
     """Returns the index of the nearest point [m, r] for each row of x [n, r]."""
     return (np.square(points).sum(1) - 2 * x @ points.T).argmin(1)
 
 
-def clipped(x: np.ndarray, norm: float) -> np.ndarray:
+def clipped(x: Array, norm: float) -> Array:
     return x * np.minimum(1, norm / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12))
 
 
-def class_means(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def class_means(x: Array, y: Array) -> Array:
     """Returns the mean of each class. A class without rows has a mean that is never nearest."""
     never_nearest = np.full((CLASSES, x.shape[1]), 1e6)
     return means_of(x, y, never_nearest)
 
 
-def means_of(x: np.ndarray, group: np.ndarray, otherwise: np.ndarray) -> np.ndarray:
+def means_of(x: Array, group: Array, otherwise: Array) -> Array:
     """Returns the mean of each group of rows, or its row of `otherwise` without rows."""
     means = []
     for number, empty in enumerate(otherwise):
@@ -77,7 +75,7 @@ def means_of(x: np.ndarray, group: np.ndarray, otherwise: np.ndarray) -> np.ndar
 class Server:
     """What is public: coordinates of public images, their clip norm and their cluster centres."""
 
-    def __init__(self, public: np.ndarray) -> None:
+    def __init__(self, public: Array):
         self.map = Features.from_public(public, dimensions=DIMENSIONS, whiten=0.5)
         self.public = self.map(public)
         self.clip = float(np.median(np.linalg.norm(self.public, axis=1)))
@@ -86,9 +84,9 @@ class Server:
             cluster = nearest(self.public, self.centres)
             self.centres = means_of(self.public, cluster, self.centres)
 
-    def images(
-        self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator
-    ) -> np.ndarray:
+    # A way maps features [n, r], labels [n], an epsilon and a generator to class means.
+
+    def images(self, x: Array, y: Array, epsilon: float, random: Generator) -> Array:
         release = split.PrivateRelease.calibrated(
             epsilon=epsilon, delta=DELTA, clip_norm=self.clip, num_classes=CLASSES
         )
@@ -99,26 +97,20 @@ class Server:
         sent = release.release(key, x[:, None], labels=y, projection=same)
         return class_means(np.asarray(sent.features), np.asarray(sent.labels))
 
-    def means(
-        self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator
-    ) -> np.ndarray:
+    def means(self, x: Array, y: Array, epsilon: float, random: Generator) -> Array:
         inside = clipped(x, self.clip)
         sums = np.stack([inside[y == c].sum(0) for c in range(CLASSES)])
         # A replaced image leaves one sum and joins another, or moves one by twice the clip norm.
         noise = multiplier(epsilon, 2 * self.clip) * random.normal(size=sums.shape)
         return (sums + noise) * CLASSES / len(y)
 
-    def prototypes(
-        self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator
-    ) -> np.ndarray:
+    def prototypes(self, x: Array, y: Array, epsilon: float, random: Generator) -> Array:
         counts = np.zeros((CLASSES, CENTRES))
         np.add.at(counts, (y, nearest(x, self.centres)), 1)
         noisy = counts + multiplier(epsilon, math.sqrt(2)) * random.normal(size=counts.shape)
         return noisy @ self.centres * CLASSES / len(y)
 
-    def votes(
-        self, x: np.ndarray, y: np.ndarray, epsilon: float, random: np.random.Generator
-    ) -> np.ndarray:
+    def votes(self, x: Array, y: Array, epsilon: float, random: Generator) -> Array:
         queries = self.public[random.choice(len(self.public), QUERIES, replace=False)]
         teachers = max(2, len(y) // (5 * CLASSES))  # about five images of a class each
         part = random.permutation(len(y)) % teachers
@@ -130,7 +122,7 @@ class Server:
         return class_means(queries, noisy.argmax(1))
 
 
-def run(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
+def run(arrays: Mapping[str, Array]) -> list[dict]:
     """Returns the accuracy of every way, epsilon, number of images per class and draw of them."""
     server = Server(arrays["public"])
     private = server.map(arrays["private"])
@@ -149,7 +141,7 @@ def run(arrays: Mapping[str, np.ndarray]) -> list[dict[str, Any]]:
     return rows
 
 
-def _few_shots(label: np.ndarray, count: int, random: np.random.Generator) -> np.ndarray:
+def _few_shots(label: Array, count: int, random: Generator) -> Array:
     """Returns the rows of `count` random images of each class."""
     rows = []
     for c in range(CLASSES):
@@ -157,29 +149,26 @@ def _few_shots(label: np.ndarray, count: int, random: np.random.Generator) -> np
     return np.concatenate(rows)
 
 
-def table(report: Mapping[str, Any]) -> str:
-    """Returns the table of docs/results/split_adaptation.md."""
-    names = ["no privacy" if e == math.inf else f"epsilon {e:g}" for e in EPSILONS]
+def tables(report) -> dict:
+    titles = {epsilon: f"epsilon {epsilon:g}" for epsilon in EPSILONS}
+    titles[math.inf] = "no privacy"
     lines = []
     for count, way in itertools.product(PER_CLASS, WAYS):
-        cells = [str(count), way]
-        for epsilon in EPSILONS:
+        line = {"images per class": str(count), "release": way}
+        for epsilon, title in titles.items():
             rows = results.select(report["rows"], way=way, per_class=count, epsilon=epsilon)
-            mean, _, error = results.moments(row["accuracy"] for row in rows)
-            cells.append(f"{100 * mean:.1f} ({100 * error:.1f})")
-        lines.append(cells)
-    return timing.page_table(["images per class", "release", *names], lines)
+            line[title] = pages.mean(row["accuracy"] for row in rows)
+        lines.append(line)
+    return {"private": pages.plain(lines)}
 
 
-def draw(found: Mapping[str, Any], path: pathlib.Path, count: int = 50) -> None:
+def draw(found: Mapping, path: pathlib.Path, count: int = 50):
     """Draws accuracy over epsilon for one number of images per class."""
     finite = [epsilon for epsilon in EPSILONS if epsilon < math.inf]
 
-    def mean(way: str, epsilon: float) -> float:
-        return results.moments(
-            row["accuracy"]
-            for row in results.select(found["rows"], way=way, per_class=count, epsilon=epsilon)
-        ).mean
+    def mean(way, epsilon):
+        rows = results.select(found["rows"], way=way, per_class=count, epsilon=epsilon)
+        return results.moments(row["accuracy"] for row in rows).mean
 
     plot_curves(
         path,
@@ -194,12 +183,13 @@ def draw(found: Mapping[str, Any], path: pathlib.Path, count: int = 50) -> None:
     )
 
 
-add_arguments = finetune_methods.add_arguments  # the features are the same
+FLAGS = finetune_methods.FLAGS  # the features are the same
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
+def measure(flags) -> dict:
     began = time.process_time()
     rows = run(finetune_methods.features(flags))
     seconds = round(time.process_time() - began)
-    print(table({"rows": rows}))
-    return {"cpu_seconds": seconds, "rows": rows}
+    report = {"cpu_seconds": seconds, "rows": rows}
+    print(tables(report)["private"])
+    return report

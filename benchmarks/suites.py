@@ -9,7 +9,6 @@ Every benchmark writes `benchmarks/results/<name>_<suite>.json`. `python -m benc
 results/speed.md` puts the table and the picture of the suite cpu into the page. Peers that are not
 installed have no rows."""
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -18,108 +17,86 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks import timing
+from benchmarks import pages, timing
+from benchmarks.registry import RESULTS
 from jaxdp.report import format_table
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
-# A row: the work, the step, its base, the ratio of their times, and milliseconds of the step where
-# they are known.
+# The work, the step, its base, the ratio of their times, and milliseconds of the step where they
+# are known.
+Line = tuple[str, str, str, float, float | None]
+COLUMNS = ("work", "step", "over", "ratio", "ms")
 Row = dict[str, Any]
 
 
-def _row(work: str, step: str, base: str, ratio: float, wall_ms: float | None = None) -> Row:
-    return {"work": work, "step": step, "over": base, "ratio": ratio, "ms": wall_ms}
-
-
-def _steps(report: Any) -> Iterator[Row]:
-    for case, rows in report["cases"].items():
-        for name in ("clipped", "private", "jax_privacy"):
-            if name in rows:
-                yield _row(case, name, "plain", rows[name]["over_plain"], rows[name]["wall_ms"])
-        for name in rows:
-            if name.startswith("Opacus"):
-                ratio = rows["private"]["wall_ms"] / rows[name]["wall_ms"]
-                yield _row(case, "private", name, ratio, rows["private"]["wall_ms"])
-
-
-def _clipping(report: Any) -> Iterator[Row]:
-    for case, rows in report["cases"].items():
-        for name in ("auto", "jax_privacy"):
-            if name in rows:
-                yield _row(
-                    case,
-                    f"{name}, gradient only",
-                    "plain",
-                    rows[name]["wall_ratio"],
-                    rows[name]["wall_ms"],
-                )
-
-
-def _training(report: Any) -> Iterator[Row]:
+def _of_cases(report) -> Iterator[tuple[str, str, Row]]:
+    """Yields the case, the name and the row of each step."""
     for case, rows in report["cases"].items():
         for name, row in rows.items():
-            if (
-                "fine-tuning" in case
-                and "over_dp_sgd" in row
-                and name not in ("plain", "DP-SGD", "torch plain")
-            ):
-                base = "Opacus DP-SGD" if name.startswith(("torch", "Opacus")) else "DP-SGD"
-                if name != base:
-                    yield _row(case, name, base, row["over_dp_sgd"], row["wall_ms"])
+            yield case, name, row
 
 
-def _adaptation(report: Any) -> Iterator[Row]:
-    for case, rows in report["cases"].items():
-        for name, row in rows.items():
-            if "over_plain" in row and "private" in name:
-                yield _row(case, name, "plain", row["over_plain"], row.get("wall_ms"))
+def _steps(report) -> Iterator[Line]:
+    for case, name, row in _of_cases(report):
+        if name in ("clipped", "private", "jax_privacy"):
+            yield case, name, "plain", row["over_plain"], row["wall_ms"]
+        if name.startswith("Opacus"):
+            private = report["cases"][case]["private"]["wall_ms"]
+            yield case, "private", name, private / row["wall_ms"], private
 
 
-def _recalibration(report: Any) -> Iterator[Row]:
+def _clipping(report) -> Iterator[Line]:
+    for case, name, row in _of_cases(report):
+        if name in ("auto", "jax_privacy"):
+            yield case, f"{name}, gradient only", "plain", row["wall_ratio"], row["wall_ms"]
+
+
+def _training(report) -> Iterator[Line]:
+    for case, name, row in _of_cases(report):
+        base = "Opacus DP-SGD" if name.startswith(("torch", "Opacus")) else "DP-SGD"
+        compared = "over_dp_sgd" in row and name not in ("plain", "torch plain", base)
+        if compared and "fine-tuning" in case:
+            yield case, name, base, row["over_dp_sgd"], row["wall_ms"]
+
+
+def _adaptation(report) -> Iterator[Line]:
+    for case, name, row in _of_cases(report):
+        if "over_plain" in row and "private" in name:
+            yield case, name, "plain", row["over_plain"], row.get("wall_ms")
+
+
+def _recalibration(report) -> Iterator[Line]:
     for row in report["methods"]:
-        yield _row(
-            "a trial", row["method"], "NumPy", 1 / row["ratio"], row["ours, us per trial"] / 1e3
-        )
+        milliseconds = row["ours, us per trial"] / 1e3
+        yield "a trial", row["method"], "NumPy", 1 / row["ratio"], milliseconds
 
 
-def _split(report: Any) -> Iterator[Row]:
-    seconds = report["search"]["wall_seconds"]["search_scales"]
-    yield _row(
-        "scales of a block",
-        "search_scales",
-        "a loop",
-        report["search"]["wall_ratio"],
-        1e3 * seconds,
-    )
+def _split(report) -> Iterator[Line]:
+    search = report["search"]
+    milliseconds = 1e3 * search["wall_seconds"]["search_scales"]
+    yield "scales of a block", "search_scales", "a loop", search["wall_ratio"], milliseconds
 
 
-def _prediction(report: Any) -> Iterator[Row]:
-    for case, rows in report["cases"].items():
-        row, step = rows["bounds"], f"certificates of {report['ks']} distances"
-        yield _row(case, step, "a run", row["wall_over_streamed"], row["wall_ms"])
+def _prediction(report) -> Iterator[Line]:
+    step = f"certificates of {report['ks']} distances"
+    for case, name, row in _of_cases(report):
+        if name == "bounds":
+            yield case, step, "a run", row["wall_over_streamed"], row["wall_ms"]
 
 
-def _ops(report: Any) -> Iterator[Row]:
+def _ops(report) -> Iterator[Line]:
     for operation, forms in report["operations"].items():
         times = {form["form"]: form["backward_cpu_ms"] for form in forms}
         ours = next((form for form in times if form.startswith("ours")), None)
         if ours is not None and "PyTorch" in times:
-            yield _row(
-                operation, f"{ours}, with gradients", "PyTorch", times[ours] / times["PyTorch"]
-            )
+            ratio = times[ours] / times["PyTorch"]
+            yield operation, f"{ours}, with gradients", "PyTorch", ratio, None
 
 
-def _noise(report: Any) -> Iterator[Row]:
-    ours = report["vector"]["chacha12"]
-    for name, row in report["vector"].items():
-        if name != "chacha12":
-            yield _row(
-                "a vector",
-                "ChaCha12 noise",
-                name,
-                ours["cpu_ns_per_value"] / row["cpu_ns_per_value"],
-            )
+def _noise(report) -> Iterator[Line]:
+    times = {name: row["cpu_ns_per_value"] for name, row in report["vector"].items()}
+    ours = times.pop("chacha12")
+    for name, theirs in times.items():
+        yield "a vector", "ChaCha12 noise", name, ours / theirs, None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +105,7 @@ class Job:
     report."""
 
     name: str
-    rows: Callable[[Any], Iterator[Row]]
+    rows: Callable
     flags: str = ""
 
     def path(self, suite: str) -> pathlib.Path:
@@ -153,39 +130,33 @@ SUITES = {
 }
 
 
-def reports(suite: str) -> list[Any]:
+def reports(suite: str) -> list:
     """Returns the report of each job of a suite, None for one that did not run."""
     paths = [job.path(suite) for job in SUITES[suite]]
     return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
 
-def rows_of(suite: str, reports: Iterable[Any]) -> list[Row]:
+def rows_of(suite: str, reports: Iterable) -> list[Row]:
     """Returns the rows of all reports of a suite."""
-    pairs = zip(SUITES[suite], reports, strict=True)
-    return [
-        {"benchmark": job.name, **row}
-        for job, report in pairs
-        if report is not None
-        for row in job.rows(report)
-    ]
+    rows = []
+    for job, report in zip(SUITES[suite], reports, strict=True):
+        for line in job.rows(report) if report is not None else ():
+            rows.append({"benchmark": job.name} | dict(zip(COLUMNS, line, strict=True)))
+    return rows
 
 
-def markdown(rows: list[Row]) -> str:
-    """Returns the rows as a table of a page."""
-    lines = []
-    for row in rows:
-        milliseconds = "" if row["ms"] is None else f"{row['ms']:.3g}"
-        names = [row["benchmark"], row["work"], row["step"], row["over"]]
-        lines.append([*names, f"{row['ratio']:.3g}", milliseconds])
-    header = ["benchmark", "work", "step", "over", "ratio of times", "ms"]
-    return timing.page_table(header, lines)
+def tables(*reports) -> dict:
+    columns = {name: f"{{{name}}}" for name in ("benchmark", "work", "step", "over")}
+    columns |= {"ratio of times": "{ratio:.3g}", "ms": "{ms:.3g}"}
+    return {"suite": pages.plain(pages.lines(rows_of("cpu", reports), columns))}
 
 
-def draw(rows: list[Row], path: pathlib.Path) -> None:
+def draw(*reports_and_path):
     """Draws the ratios of whole steps as bars."""
     from matplotlib.figure import Figure
 
-    steps = [row for row in rows if row["benchmark"] == "steps"]
+    *reports, path = reports_and_path
+    steps = [row for row in rows_of("cpu", reports) if row["benchmark"] == "steps"]
     works = list(dict.fromkeys(row["work"] for row in steps))
     figure = Figure(figsize=(8, 0.8 + 0.9 * len(works)), layout="constrained")
     axes = figure.subplots()
@@ -203,11 +174,8 @@ def draw(rows: list[Row], path: pathlib.Path) -> None:
             axes.text(width + 0.03, y, text, va="center", fontsize=8)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_yticks([place + 0.3 for place in range(len(works))], works)
-    axes.set(
-        xlim=(0, 4.5),
-        xlabel="ratio of times (bars end at 4)",
-        title="A whole private step on two CPU cores",
-    )
+    title = "A whole private step on two CPU cores"
+    axes.set(xlim=(0, 4.5), xlabel="ratio of times (bars end at 4)", title=title)
     axes.invert_yaxis()
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncol=4)
     figure.savefig(path, dpi=110)
@@ -224,13 +192,12 @@ def _bar(steps: list[Row], work: str, step: str, base: str) -> float | None:
     return next((row["ratio"] for row in rows if row["over"] == base), None)
 
 
-def main(given: Sequence[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+FLAGS = {"only": ("", "names of benchmarks, with commas"), "table": (False, "run nothing")}
+
+
+def main(given: Sequence[str]):
+    parser = timing.parser(__doc__, FLAGS)
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("--only", default="", help="names of benchmarks, with commas")
-    parser.add_argument("--table", action="store_true", help="run nothing")
     flags = parser.parse_args(given)
     jobs = {job.name: job for job in SUITES[flags.suite]}
     names = flags.only.split(",") if flags.only else list(jobs)

@@ -58,7 +58,7 @@ def rank_correlation(times: Sequence[float], estimates: Sequence[float]) -> floa
     return float(stats.spearmanr(times, estimates).statistic)
 
 
-def pairs(times: Mapping[str, Any], estimates: Mapping[str, Mapping[str, Row]]) -> list[Row]:
+def pairs(times: Mapping, estimates: Mapping[str, Mapping[str, Row]]) -> list[Row]:
     """Returns a row for each step that both have, with its time and its estimate of an example.
 
     Args:
@@ -72,7 +72,7 @@ def pairs(times: Mapping[str, Any], estimates: Mapping[str, Mapping[str, Row]]) 
         if case is None or case.name not in estimates:
             continue
         steps = estimates[case.name]
-        bases: Row = {}
+        bases = {}
         for step, names in STEPS.items():
             estimate = next(
                 (steps[other] for other in names if "total" in steps.get(other, {})), None

@@ -7,13 +7,9 @@ A linear model of the pixels is trained by DP-SGD with eight learning rates. All
 same private and test digits. The seed of run k of a strategy is the hash of both names, so that
 a repetition has the same numbers on the same version."""
 
-import argparse
 import functools
 import hashlib
-import json
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +17,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import timing
+from benchmarks import pages, timing
 from jaxdp import finetune
 from jaxdp.privacy import (
     ComposedDpEvent,
@@ -33,6 +29,7 @@ from jaxdp.privacy import (
     epsilon,
 )
 from jaxdp.release import stream
+from launch import results
 
 RATES = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 EPSILONS = (1.0, 2.0, 4.0)
@@ -42,21 +39,22 @@ SEARCHES = {
     "search, Poisson": finetune.RandomRuns(8.0, math.inf),
 }
 STRATEGIES = ("look", "pay for all", *SEARCHES, "one drawn rate")
+FLAGS = {"runs": (4, "of each strategy and epsilon")}
 PARAMS = {"w": jnp.zeros((64, 10))}
 
 
 @functools.cache
-def digits() -> tuple[Any, Any]:
+def digits() -> tuple:
     """Returns the private and the test digits."""
     _, private, test = jaxdp.data.bundled("digits").split((0.05, 0.65, 0.3), seed=0)
     return private, test
 
 
-def predict(params: Any, images: jax.Array) -> jax.Array:
+def predict(params, images: jax.Array) -> jax.Array:
     return images.reshape(len(images), -1) @ params["w"]
 
 
-def loss(params: Any, example: Any) -> jax.Array:
+def loss(params, example) -> jax.Array:
     logits = predict(params, example["image"][None])[0]
     return jaxdp.losses.softmax_cross_entropy(logits, example["label"])
 
@@ -78,19 +76,17 @@ def all_scored(noise: float) -> DpEvent:
     return SelfComposedDpEvent(scored(noise), len(RATES))
 
 
-EVENTS: dict[str, Any] = {
-    "look": training,  # what is claimed
-    "pay for all": all_scored,
-    "one drawn rate": training,
-}
-for _name, _runs in SEARCHES.items():
-    EVENTS[_name] = functools.partial(lambda runs, noise: runs.event(scored(noise)), _runs)
+def events() -> dict:
+    """Returns the event of each strategy as a function of the noise. "look" is what is claimed."""
+    search = lambda runs: lambda noise: runs.event(scored(noise))  # noqa: E731
+    searches = {name: search(runs) for name, runs in SEARCHES.items()}
+    return {"look": training, "pay for all": all_scored, "one drawn rate": training, **searches}
 
 
 @functools.cache
-def trainers(strategy: str, target: float) -> dict[str, Any]:
+def trainers(strategy: str, target: float) -> dict:
     """Returns a trainer for each rate, whose noise gives the strategy the target epsilon."""
-    noise = calibrate_noise(EVENTS[strategy], epsilon=target, delta=DELTA)
+    noise = calibrate_noise(events()[strategy], epsilon=target, delta=DELTA)
     trainer = finetune.dp_sgd(
         loss,
         optax.inject_hyperparams(optax.sgd)(learning_rate=1.0),
@@ -103,11 +99,11 @@ def trainers(strategy: str, target: float) -> dict[str, Any]:
     }
 
 
-def seed_of(*words: Any) -> bytes:
+def seed_of(*words) -> bytes:
     return hashlib.sha256(repr(words).encode()).digest()[:16]
 
 
-def trained(trainer: Any, seed: bytes) -> Any:
+def trained(trainer, seed: bytes):
     """Returns the parameters after all steps, which no ledger counts."""
     state = trainer.init(PARAMS)
     key = stream(seed, "gradient noise")
@@ -117,13 +113,13 @@ def trained(trainer: Any, seed: bytes) -> Any:
     return state.params
 
 
-def noisy_accuracy(params: Any, seed: bytes) -> float:
+def noisy_accuracy(params, seed: bytes) -> float:
     score = finetune.ChargedScore(predict=predict, source=digits()[0], noise_multiplier=SCORE_NOISE)
     return score.of(params, seed)
 
 
 @functools.cache
-def models_of(strategy: str, target: float, number: int) -> dict[str, Any]:
+def models_of(strategy: str, target: float, number: int) -> dict:
     """Returns a model of each rate."""
     models = {}
     for name, trainer in trainers(strategy, target).items():
@@ -131,7 +127,7 @@ def models_of(strategy: str, target: float, number: int) -> dict[str, Any]:
     return models
 
 
-def best_of_all(strategy: str, target: float, number: int) -> tuple[str, Any]:
+def best_of_all(strategy: str, target: float, number: int) -> tuple:
     """Returns the best rate by private accuracy, exact or noisy, and its model."""
     models = models_of(strategy, target, number)
     scores = {}
@@ -145,7 +141,7 @@ def best_of_all(strategy: str, target: float, number: int) -> tuple[str, Any]:
     return best, models[best]
 
 
-def searched(strategy: str, target: float, number: int) -> tuple[str, Any]:
+def searched(strategy: str, target: float, number: int) -> tuple:
     ledger = Ledger.in_memory()
     terms = {"epsilon": target, "delta": DELTA}
     ledger.register("digits", adjacency="add_remove", unit="example", **terms)
@@ -176,12 +172,8 @@ def repeated(strategy: str, target: float, number: int) -> tuple[str, float]:
     return name, finetune.accuracy(predict, params, test)
 
 
-def row_of(strategy: str, target: float, runs: int) -> dict[str, Any]:
-    rates, accuracies = [], []
-    for number in range(runs):
-        rate, accuracy = repeated(strategy, target, number)
-        rates.append(rate)
-        accuracies.append(accuracy)
+def row_of(runs: int, target: float, strategy: str) -> dict:
+    rates, accuracies = zip(*(repeated(strategy, target, k) for k in range(runs)), strict=True)
     some_trainer = next(iter(trainers(strategy, target).values()))
     noise = some_trainer.privatizer.event.noise_multiplier
     return {
@@ -196,39 +188,24 @@ def row_of(strategy: str, target: float, runs: int) -> dict[str, Any]:
     }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--runs", type=int, default=4, help="of each strategy and epsilon")
+def measure(flags) -> dict:
+    run = functools.partial(row_of, flags.runs)
+    return {"rows": timing.swept(run, EPSILONS, STRATEGIES), "runs": flags.runs}
 
 
-def measure(flags: argparse.Namespace) -> dict[str, Any]:
-    rows = []
-    for target in EPSILONS:
-        for strategy in STRATEGIES:
-            rows.append(row_of(strategy, target, flags.runs))
-            print(json.dumps(rows[-1]), flush=True)
-    return {"rows": rows, "runs": flags.runs}
+def tables(report) -> dict:
 
+    def noise(row):
+        return f"{row['noise_multiplier']:.2f}"
 
-def tables(report: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the tables of a report."""
-    by_strategy: dict[str, Sequence[Mapping[str, Any]]] = {}
-    for strategy in STRATEGIES:
-        by_strategy[strategy] = [row for row in report["rows"] if row["strategy"] == strategy]
-    accuracies = []
-    for strategy in STRATEGIES:
-        lines = map(timing.accuracy, by_strategy[strategy])
-        accuracies.append([strategy, *lines])
-    targets = [f"epsilon {target:g}" for target in EPSILONS]
-    costs = []
-    for row in by_strategy["look"]:
-        claim = f"{row['epsilon']:g}"
-        costs.append([claim, f"{row['all_trainings']:.2f}", "infinite"])
-    noises = []
-    for strategy in STRATEGIES:
-        multipliers = [f"{row['noise_multiplier']:.2f}" for row in by_strategy[strategy]]
-        noises.append([strategy, *multipliers])
+    rows = report["rows"]
+    costs = {
+        "claimed": "{epsilon:g}",
+        "its eight trainings": "{all_trainings:.2f}",
+        "with exact looks": "infinite",
+    }
     return {
-        "accuracies": timing.page_table(["strategy", *targets], accuracies),
-        "costs": timing.page_table(["claimed", "its eight trainings", "with exact looks"], costs),
-        "noise": timing.page_table(["strategy", *targets], noises),
+        "accuracies": pages.by_epsilon(rows, "strategy", "strategy", pages.accuracy),
+        "costs": pages.plain(pages.lines(results.select(rows, strategy="look"), costs)),
+        "noise": pages.by_epsilon(rows, "strategy", "strategy", noise),
     }

@@ -13,6 +13,7 @@ import inspect
 import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +28,7 @@ from jaxdp.data.order import shuffled
 from jaxdp.data.shifts import Shift
 from jaxdp.files import write_durably
 from jaxdp.models import Pretrained
-from jaxdp.privacy import GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
+from jaxdp.privacy import Account, GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
 from jaxdp.report import progress_bar
 from jaxdp.report.exactness import noise_of
 
@@ -412,6 +413,18 @@ def _check(config: Any) -> None:
             )
 
 
+def _account(cell: Cell, work: frame.Work) -> AbstractContextManager[Account]:
+    """Returns the account of a run."""
+    # Every run has its own data set. All runs together would cost much more, as the summary says.
+    label = f"{cell.method}, {cell.setting}"
+    dataset = f"{label}, stream {cell.seed}"
+    if cell.part != "runs":
+        dataset += f", {cell.part}"
+    images = lengths(work.config)[cell.part]
+    terms = _terms(work.config) | {"label": label, "records": images}
+    return frame.account(work.root / frame.LEDGER, dataset, **terms)
+
+
 def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
     config = work.config
     task = work.shared
@@ -425,14 +438,7 @@ def _run(cell: Cell, work: frame.Work) -> dict[str, Any]:
         return {"visits": 0, **_scores(served)}
     tuning = work.row(Cell("tuning", cell.method, cell.setting, 0))
     adapter = task.adapter(cell, tuning["chosen"])
-    # Every run has its own data set. All runs together would cost much more, as the summary says.
-    label = f"{cell.method}, {cell.setting}"
-    dataset = f"{label}, stream {cell.seed}"
-    if cell.part != "runs":
-        dataset += f", {cell.part}"
-    ledger = work.root / "ledger.sqlite"
-    terms = _terms(config) | {"label": label, "records": images}
-    with frame.account(ledger, dataset, **terms) as account:
+    with _account(cell, work) as account:
         event = getattr(adapter.method, "event", NonPrivateDpEvent())
         paid = tta.StreamAccount(account, event=event)
         scratch = work.folder(cell) / "scratch"
@@ -595,6 +601,7 @@ STUDY = frame.Study(
     name="adapt",
     life=".lifecycle.adapt",
     open=_Task,
+    account=_account,
     cells=_cells,
     run=_run,
     result=adapt_results.result_of,

@@ -12,10 +12,12 @@ import copy
 import functools
 import pathlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from jaxdp import finetune
 from jaxdp.models import save_params
+from jaxdp.privacy import Account
 from jaxdp.report import format_table, plot_curves
 
 from . import frame, models, plans, results, tasks, trainers
@@ -68,16 +70,23 @@ def _cells(config: Any) -> Iterator[Point]:
             yield Point(epsilon, run)
 
 
+def _account(cell: Point, work: frame.Work) -> AbstractContextManager[Account]:
+    """Returns the account of a point in the point's own ledger."""
+    task = work.shared.task
+    private = _private(work.config, cell.epsilon)
+    path = work.folder(cell) / frame.LEDGER
+    terms = task.terms(private)
+    return frame.account(path, task.private.name, label=private.method, **terms)
+
+
 def _run(cell: Point, work: frame.Work) -> Fields:
     config, task = work.config, work.shared.task
     trainer = work.shared.trainer(cell.epsilon)
     private = _private(config, cell.epsilon)
     folder = work.folder(cell)
-    path, scratch = folder / "ledger.sqlite", folder / "scratch"
+    scratch = folder / "scratch"
     start = models.fresh(task.network, config.init_seed)
-    terms = task.terms(private)
-    ledger = frame.account(path, task.private.name, label=private.method, **terms)
-    with ledger as account, frame.watching(config, folder) as writers:
+    with _account(cell, work) as account, frame.watching(config, folder) as writers:
         params, cost = trainers.fit(trainer, start, task.units, private, account, scratch, writers)
     save_params(folder / "params.safetensors", task.serving(params))
     accuracy = finetune.accuracy(task.network.apply_fn, params, task.test)
@@ -202,6 +211,7 @@ _REPORT = frame.Report(
 STUDY = frame.Study(
     name="curve",
     open=_open,
+    account=_account,
     cells=_cells,
     run=_run,
     result=_result,

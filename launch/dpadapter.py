@@ -15,6 +15,7 @@ import functools
 import itertools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,7 @@ from jaxdp.data import DataSpec, Examples
 from jaxdp.data.spec import open_parts
 from jaxdp.models import Pretrained, load_params, merge_pretrained
 from jaxdp.models.robustness import robust_accuracy
+from jaxdp.privacy import Account
 from jaxdp.report import plot_panels, plot_points
 
 from . import data, frame, models, plans, pretrain, results, trainers
@@ -188,6 +190,14 @@ def _tuned(cell: Cell, work: frame.Work) -> float | None:
     return best["learning_rate"]
 
 
+def _account(cell: Cell, work: frame.Work) -> AbstractContextManager[Account]:
+    """Returns the account of a cell in the cell's own ledger."""
+    private = work.shared.private(cell.method, cell.epsilon, cell.dataset, _tuned(cell, work))
+    terms = work.shared.terms(cell.dataset, private)
+    path = work.folder(cell) / frame.LEDGER
+    return frame.account(path, cell.dataset, label=cell.method, **terms)
+
+
 def _run(cell: Cell, work: frame.Work) -> Fields:
     bench, robust = work.shared, work.config.robust
     network, source, test = bench.task(cell.dataset)
@@ -199,9 +209,7 @@ def _run(cell: Cell, work: frame.Work) -> Fields:
         backbone, _ = bench.upstream(cell.upstream, cell.seed)
         start = merge_pretrained(start, backbone, exclude=("head",))
     folder = work.folder(cell)
-    terms = bench.terms(cell.dataset, private)
-    ledger = frame.account(folder / "ledger.sqlite", cell.dataset, label=cell.method, **terms)
-    with ledger as account, frame.watching(work.config, folder) as writers:
+    with _account(cell, work) as account, frame.watching(work.config, folder) as writers:
         scratch = folder / "scratch"
         params, cost = trainers.fit(trainer, start, source, private, account, scratch, writers)
     predict = network.apply_fn
@@ -530,6 +538,7 @@ _REPORT = frame.Report(title="private fine-tuning, compared", ledgers=("cells/**
 STUDY = frame.Study(
     name="table",
     open=_Bench,
+    account=_account,
     cells=_cells,
     run=_run,
     result=_result,

@@ -317,6 +317,7 @@ STUDY = frame.Study(
     life=".lifecycle.finetune",
     open=_open,
     private=lambda opened: [opened.task.private_set],
+    account=_account,
     cells=_cells,
     run=_run,
     result=_result,

@@ -31,7 +31,7 @@ from jaxdp.data.selection import everything
 from jaxdp.data.tables import read_table
 from jaxdp.files import Limits, pack, read_npz, shown, unpack, write_durably, write_json
 from jaxdp.privacy import Ledger
-from jaxdp.release import alone
+from jaxdp.release import alone, notes, settle
 
 from . import frame, links, plans, recalibrate
 from .settings import check_numbers
@@ -250,6 +250,9 @@ class Hospital(contextlib.AbstractContextManager["Hospital"]):
             account = frame.own_account(ledger, _name(mine), **terms)
             self._party = dataclasses.replace(party, account=account)
             self._party.check_adjacency(config.adjacency)
+            # The calibrator of a finished run asks nothing that would settle it.
+            for folder in frame.noted(root):
+                settle(notes(folder), lambda name: account)
             self._workdir = root
             self._opened = opened.pop_all()
 

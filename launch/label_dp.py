@@ -15,6 +15,7 @@ The part `labels` of a config has
 import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -138,12 +139,17 @@ def _released(work: frame.Work, start: Params, account: Account) -> labels.Noisy
     )
 
 
+def _account(cell: Model, work: frame.Work) -> AbstractContextManager[Account]:
+    """Returns the account of the labels."""
+    task = work.shared
+    return work.account(task.private.name, label="labels", **task.terms(work.config.private))
+
+
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     task = work.shared
     private = work.config.private
     start = _start(work)
-    terms = task.terms(private)
-    with work.account(task.private.name, label="labels", **terms) as account:
+    with _account(cell, work) as account:
         noisy = _released(work, start, account)
         epsilon = account.epsilon(delta=private.delta)
     params = _on_labels(work, start, noisy, "training on noisy labels")
@@ -203,6 +209,7 @@ STUDY = frame.Study(
     name="label_dp",
     open=_open,
     private=lambda task: [task.private_set],
+    account=_account,
     cells=_cells,
     run=_run,
     result=_result,

@@ -11,6 +11,7 @@ import importlib.resources
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jaxdp.files import optional, understood
 from jaxdp.finetune.scores import Score
 from jaxdp.models import LanguageModel, Pretrained, generate, merge_lora, save_params
 from jaxdp.models.registry import MODELS
+from jaxdp.privacy import Account
 from jaxdp.report import format_table
 
 from . import data, frame, models, plans, results, trainers, tune
@@ -296,6 +298,13 @@ def bits(network: Pretrained, params: Params, source: Examples, *, batch_size: i
     return float(losses / max(count, 1) / math.log(2))
 
 
+def _account(cell: Model, work: frame.Work) -> AbstractContextManager[Account]:
+    """Returns the account of the private texts."""
+    opened = work.shared
+    terms = opened.terms(work.config.private)
+    return work.account(opened.private.name, label="private", **terms)
+
+
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     config = work.config
     opened = work.shared
@@ -305,9 +314,7 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
         params = _without_privacy(config, opened, start)
         return {"bits": judge(params), "samples": _samples(config, opened, params)}
     folder = work.folder(cell)
-    terms = opened.terms(config.private)
-    ledger = work.account(opened.private.name, label="private", **terms)
-    with ledger as account, frame.watching(config, folder) as writers:
+    with _account(cell, work) as account, frame.watching(config, folder) as writers:
         state = finetune.fit(
             opened.trainer,
             start,
@@ -501,6 +508,7 @@ STUDY = frame.Study(
     name="lm",
     open=_open,
     private=_private_sets,
+    account=_account,
     cells=_cells,
     run=_run,
     result=_result,

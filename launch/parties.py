@@ -294,6 +294,8 @@ def run_client(
         frame.check_same_config("split client", config, root)
         frame.chosen(choice, config, root)  # raises before the server is asked for anything
         client = _Client(config, root, choice, queries, limits, till, bound)
+        if till.notes():  # The server of a finished run asks nothing that would settle it.
+            client.accounts()
         serve(client.answer, until=lambda: client.result is not None)
         assert client.result is not None
         print(_statement(client.result))
@@ -387,8 +389,7 @@ class _Client:
         named_test = {f"test_{name}": array for name, array in test.items()}
         client_images.check_same(few | named_test, root / "images.json")
         missing = self._missing()
-        images, queries = self._accounts(len(few["image"]), len(test["image"]))
-        self.till.settle([images] if queries is None else [images, queries])
+        images, queries = self.accounts()
         if missing:
             secret = self.till.stream("frontend")
             frontend = shipment.frontend
@@ -424,8 +425,17 @@ class _Client:
             )
         return missing
 
+    def accounts(self) -> tuple[Account, Account | None]:
+        """Returns the accounts of the images and of the queries, None if there are none.
+
+        They are charged for what the workdir notes.
+        """
+        few, test = self._images
+        images, queries = self._accounts(len(few["image"]), len(test["image"]))
+        self.till.settle([images] if queries is None else [images, queries])
+        return images, queries
+
     def _accounts(self, images: int, queries: int) -> tuple[Account, Account | None]:
-        """Returns the accounts of the images and of the queries, None if there are none."""
         config = self.config
         common = _common_terms(config) | frame.people(config, "client")
         unproven: Fields = common | {"allow_unproven": True}

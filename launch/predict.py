@@ -91,7 +91,7 @@ def _run(cell: Cell, work: frame.Work) -> Fields:
         teacher, _, _ = bench.single
         accuracy = bench.model.accuracy(teacher.params, bench.test)
         return {"per_query": [], "student": [], "expected": accuracy}
-    with _references(work) as account:
+    with _account(cell, work) as account:
         if cell.teacher == DP_SGD:
             return _dp_sgd(cell, work, account)
         return _answers(cell, work, account)
@@ -103,11 +103,16 @@ def _own_terms(work: frame.Work) -> Fields:
     return _terms(work.config) | {"records": len(train)}
 
 
-def _references(work: frame.Work) -> AbstractContextManager[Account]:
-    """Returns the account of models and answers that serve comparison only."""
-    path = work.root / _REFERENCES
-    name = work.shared.task.train.name
-    return frame.account(path, name, **_own_terms(work))
+def _account(cell: Cell, work: frame.Work) -> AbstractContextManager[Account]:
+    """Returns the account of a cell. Models and answers that serve comparison only have their own
+    ledger.
+    """
+    plan, name = work.shared.plan, work.shared.task.train.name
+    terms = _own_terms(work)
+    if cell != RELEASED:
+        return frame.account(work.root / _REFERENCES, name, **terms)
+    budget = {"epsilon": plan.epsilon, "delta": plan.delta}
+    return work.account(name, label="answers", **terms, **budget)
 
 
 def _terms(config: Any) -> Fields:
@@ -138,8 +143,7 @@ def _release(work: frame.Work) -> Fields:
         )
         return {"rows": rows, "answers": answers}
 
-    terms = _own_terms(work) | {"epsilon": plan.epsilon, "delta": plan.delta}
-    with work.account(task.train.name, label="answers", **terms) as account:
+    with _account(RELEASED, work) as account:
         released = work.arrays("answers.npz", ask)
         spent = account.epsilon(delta=plan.delta)
     answers = released["answers"]
@@ -383,7 +387,7 @@ def _result(rows: Rows, work: frame.Work) -> Fields:
         "released": scores,
     }
     if references:
-        with _references(work) as account:
+        with _account(EXACT, work) as account:
             spent = account.epsilon(delta=delta)
         result |= {"rows": references, "references_epsilon": spent}
     return result
@@ -587,6 +591,7 @@ STUDY = frame.Study(
     life=".lifecycle.predict",
     open=Bench,
     private=_private,
+    account=_account,
     cells=_cells,
     run=_run,
     result=_result,

@@ -369,7 +369,7 @@ def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
     trainer, batches = task.trainer, task.batches
     start = models.fresh(task.network, config.seed)
     state = trainer.init(start)
-    perturbation = "perturbation_batch", batches.perturbation_batch_size, _ascents(batches)
+    perturbation = "perturbation_batch", batches.perturbation_batch_size, batches.ascents
     update = "update_batch", batches.update_batch_size, batches.steps
     programs = []
     for name, rows, calls in (perturbation, update):
@@ -379,15 +379,6 @@ def plan(config: Any, opened: Callable[[], _Task]) -> Iterator[plans.Item]:
         arguments = (state.params, state.perturbation, None, images, np.int32(0))
         programs.append((gradient, arguments, calls * microbatches))
     yield plans.Item(f"pre-training by {config.method.name}", programs=lambda memory: programs)
-
-
-def _ascents(batches: pretrain.Batches) -> int:
-    """Returns the number of gradients at perturbation batches."""
-    count = 0
-    for step in range(batches.steps):
-        perturbation, _ = batches.batches(step)
-        count += perturbation is not None
-    return count
 
 
 _SOURCE_SHAPE = {"name": str, "fingerprint": str, "examples": int}

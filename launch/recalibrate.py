@@ -12,6 +12,7 @@ Besides the files of all studies, the workdir holds `logits` of the test images 
 of the reliability diagrams (ledger.sqlite).
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -28,7 +29,7 @@ from jaxdp.data import CORRUPTIONS, HELD_OUT_CORRUPTIONS, Examples, read_column
 from jaxdp.data import open as open_spec
 from jaxdp.data.shifts import CLEAN, Shift
 from jaxdp.models import Pretrained
-from jaxdp.privacy import Ledger, SelfComposedDpEvent
+from jaxdp.privacy import Account, Ledger, SelfComposedDpEvent
 from jaxdp.recalibration import Records
 from jaxdp.recalibration.methods import TemperatureSearch
 from jaxdp.release import stream
@@ -390,8 +391,9 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     every = methods(config)
     scratch = work.folder(cell) / "scratch"
     recalibrations = {"before": recalibration.none()}
-    with Ledger(work.root / "ledger.sqlite") as ledger:
-        parties = _parties(work, records, np.split(rows, centre.sources), ledger)
+    with Ledger(work.root / frame.LEDGER) as ledger:
+        owned = np.split(rows, centre.sources)
+        parties = _parties(records, owned, _accounts(work, ledger))
         for name in config.figures.reliability_methods:
             recalibrations[name] = recalibration.recalibrate(
                 every[name],
@@ -413,25 +415,41 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     return {"diagrams": diagrams, "temperatures": temperatures}
 
 
-def _parties(
-    work: frame.Work, records: Records, owned: Sequence[np.ndarray], ledger: Ledger
-) -> list[recalibration.Party]:
-    """Returns sources with some rows of the records each, and an account of their own."""
-    logits = np.asarray(records.logits)
-    labels = np.asarray(records.labels)
+def _accounts(work: frame.Work, ledger: Ledger) -> list[Account]:
+    """Returns the accounts of the sources at the centre."""
+    centre = _centre(work.config)
     unit = work.shared.specs["test"].unit
-    parties = []
-    for number, rows in enumerate(owned):
+    accounts = []
+    for number in range(centre.sources):
         name = f"source {number}"
         ledger.register(
             name,
             adjacency=work.config.sweep.adjacency,
             unit=unit,
-            records=len(rows),
+            records=centre.samples,
             delta=0.0,
         )
-        party = recalibration.Party(logits[rows], labels[rows], account=ledger.account(name))
-        parties.append(party)
+        accounts.append(ledger.account(name))
+    return accounts
+
+
+@contextlib.contextmanager
+def _account(cell: Any, work: frame.Work) -> Iterator[Account]:
+    """Yields the account of the first source. Those of the others are in its ledger."""
+    with Ledger(work.root / frame.LEDGER) as ledger:
+        first, *_ = _accounts(work, ledger)
+        yield first
+
+
+def _parties(
+    records: Records, owned: Sequence[np.ndarray], accounts: Sequence[Account]
+) -> list[recalibration.Party]:
+    """Returns sources with some rows of the records each, and an account of their own."""
+    logits = np.asarray(records.logits)
+    labels = np.asarray(records.labels)
+    parties = []
+    for rows, account in zip(owned, accounts, strict=True):
+        parties.append(recalibration.Party(logits[rows], labels[rows], account=account))
     return parties
 
 
@@ -537,6 +555,7 @@ STUDY = frame.Study(
     name="recalibrate",
     life=".lifecycle.recalibrate",
     open=Bench,
+    account=_account,
     cells=_cells,
     run=_run,
     result=_result,

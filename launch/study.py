@@ -3,12 +3,14 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxdp.report.exactness import noise_of
 
 if TYPE_CHECKING:
     from jaxdp.data import Source
+    from jaxdp.privacy import Account
 
     from . import plans
     from .frame import Work
@@ -115,6 +117,9 @@ class Study(Program):
       grows: `grows(config)` returns the part of the config to which a workdir is bound. A finished
           study with this function takes more cells.
       plan: `plan(config, opened)` returns what a dry run tells. `opened()` is what `open` returns.
+      account: `account(cell, work)` opens the account that pays for a cell, as a context manager.
+          Its ledger is charged for what the cell has noted and the ledger lacks. Without it, the
+          study has no notes, or `rows` settles them.
       rows: `rows(work, cells)` returns a row for each cell, for a study whose cells build on each
           other. By default each cell is run on its own.
     """
@@ -130,4 +135,5 @@ class Study(Program):
     benchmark: str = ""
     grows: Callable[[Any], Any] | None = None
     plan: Callable[[Any, Callable[[], Any]], Iterable["plans.Item"]] = lambda config, opened: ()
+    account: Callable[[Any, "Work"], AbstractContextManager["Account"]] | None = None
     rows: Callable[["Work", Sequence[Any]], Lines] | None = None

@@ -29,6 +29,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jaxdp
@@ -37,6 +38,7 @@ from jaxdp.data import Groups, Owners, PoissonSampler
 from jaxdp.finetune.scores import Score
 from jaxdp.models import save_params
 from jaxdp.privacy import (
+    Account,
     ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
@@ -363,11 +365,17 @@ def _cells(config: Any) -> Iterator[Model]:
     yield Model("private")
 
 
+def _account(cell: Model, work: frame.Work) -> AbstractContextManager[Account]:
+    """Returns the account of the search."""
+    subject = work.shared.subject
+    terms = subject.terms(work.config.private)
+    return work.account(subject.private_set.name, label="search", **terms)
+
+
 def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     config, private, subject = work.config, work.config.private, work.shared.subject
     start = subject.start(work)
-    terms = subject.terms(private)
-    with work.account(subject.private_set.name, label="search", **terms) as account:
+    with _account(cell, work) as account:
         best = jaxdp.tune(
             work.shared.trainers,
             account,
@@ -484,6 +492,7 @@ def study(subject_of: Callable[[Any, pathlib.Path], Subject]) -> frame.Study:
         name="tune",
         open=functools.partial(_open, subject_of),
         private=lambda opened: [opened.subject.private_set],
+        account=_account,
         cells=_cells,
         run=_run,
         result=_result,

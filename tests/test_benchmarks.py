@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks import __main__ as runner
 from benchmarks import device, evidence, hospitals, suites, timing
-from benchmarks.registry import BENCHMARKS, COMMANDS, Benchmark
+from benchmarks.registry import BENCHMARKS, COMMANDS, RESULTS, ROOT, Benchmark
 
 # The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of
 # them.
@@ -39,9 +39,7 @@ def gates():
     dropped = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     command = [sys.executable, "-c", GATES, json.dumps([[], ["vmap"]])]
-    result = subprocess.run(
-        command, env=environment, cwd=suites.ROOT, capture_output=True, text=True
-    )
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     *printed, ended = result.stdout.splitlines()
     return printed, json.loads(ended)
@@ -124,8 +122,8 @@ def test_the_cases_of_a_device_are_those_of_its_page():
 @pytest.mark.slow
 def test_fifty_hospitals_exchange_what_the_page_states(tmp_path):
     """Without Flower's engine, which needs Ray."""
-    page = (suites.ROOT / "docs" / "design" / "network.md").read_text()
-    stated = json.loads((suites.RESULTS / "hospitals.json").read_text())
+    page = (ROOT / "docs" / "design" / "network.md").read_text()
+    stated = json.loads((RESULTS / "hospitals.json").read_text())
     hospitals.write_records(tmp_path, 50)
     with contextlib.ExitStack() as opened:
         found = hospitals.calibrate(hospitals.InProcess(tmp_path, 50, opened), tmp_path)
@@ -146,17 +144,17 @@ def test_fifty_hospitals_exchange_what_the_page_states(tmp_path):
 
 def named_commands():
     """The benchmarks that pages, configs and docstrings run, with the flags on the same line."""
-    files = [*suites.ROOT.glob("docs/**/*.md"), *suites.ROOT.glob("configs/**/*.py")]
-    files += suites.ROOT.glob("benchmarks/*.py")
+    files = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("configs/**/*.py")]
+    files += ROOT.glob("benchmarks/*.py")
     for path in files:
         for line in re.findall(r"python -m benchmarks (run [^`|\n]*)", path.read_text()):
-            yield path.relative_to(suites.ROOT).as_posix(), line
+            yield path.relative_to(ROOT).as_posix(), line
 
 
 def test_the_table_has_every_benchmark_and_each_has_one_form(capsys):
     runner.main([])
     listed = capsys.readouterr().out
-    scripts = {path.stem for path in suites.ROOT.glob("benchmarks/bench_*.py")}
+    scripts = {path.stem for path in ROOT.glob("benchmarks/bench_*.py")}
     modules = {benchmark.module for benchmark in BENCHMARKS.values()}
     assert scripts <= modules
     assert all(BENCHMARKS[script.removeprefix("bench_")].module == script for script in scripts)
@@ -212,7 +210,7 @@ def test_a_benchmark_runs_by_its_name_and_an_unknown_one_is_refused(tmp_path, ca
 
 def commands():
     """Returns the commands of this folder's programs in the documentation, each once."""
-    pages = [suites.ROOT / "README.md", *sorted((suites.ROOT / "docs").rglob("*.md"))]
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     text = "\n".join(page.read_text().replace("\\\n", " ") for page in pages)
     return sorted(set(re.findall(r"python -m (benchmarks(?:\.evidence| run) [^`\n#]*)", text)))
 

@@ -8,12 +8,10 @@ number of one or two digits may be found by chance, more often in a large file. 
 PROSE are small, and a page with a large file has a table of what it states."""
 
 import functools
-import json
 import re
 
 import pytest
 
-from benchmarks import bench_intervals
 from benchmarks.evidence import DOCS, EVIDENCE, place, read
 from configs.split import cifar100, digits
 from launch import split
@@ -153,7 +151,7 @@ def test_a_number_is_compared_at_the_digits_that_are_shown():
 
 
 def test_all_bounds_of_programs_are_sound():
-    programs = json.loads(bench_intervals.RESULTS.read_text())["programs"]
+    programs = read(("intervals.json",))[0]["programs"]
     assert len(programs) >= 40
     assert all(
         one.get("sound", "refused" in one) for found in programs.values() for one in found.values()

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks import evidence_tta
+from benchmarks.registry import RESULTS
 from jaxdp.models import create
 from launch import adapt_settings
 
-FOUND = json.loads(evidence_tta.RESULTS.read_text())
+FOUND = json.loads((RESULTS / "evidence_tta.json").read_text())
 
 
 @pytest.mark.parametrize("study", [name for name in FOUND if name in evidence_tta.STUDIES])

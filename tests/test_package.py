@@ -241,18 +241,6 @@ def test_no_launcher_is_in_an_import_circle():
     assert circle(graph | {"launch.run_report": {"launch.frame"}}) is not None
 
 
-@pytest.mark.parametrize("stage", sorted(STAGES))
-def test_every_stage_names_its_methods_and_says_what_a_use_will_cost(stage):
-    """Pre-training is public: it costs nothing."""
-    package = getattr(jaxdp, stage)
-    assert {"METHODS"} <= set(package.__all__) and package.METHODS
-    assert all(
-        isinstance(name, str) and callable(getattr(row, "answer", row))
-        for name, row in package.METHODS.items()
-    )
-    assert ("event" in package.__all__) == (stage != "pretrain")
-
-
 def test_one_name_means_one_thing():
     defined: dict[str, list[str]] = {
         name: [] for name in ("Source", "Party", "Method", "Task", "private")

@@ -9,6 +9,8 @@ it. All pairs of images are tried without noise. The pair whose updates are fart
 canary and its neighbour.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
@@ -97,7 +99,8 @@ def audit_stream(
     def ends(image: Any, purpose: str, count: int) -> np.ndarray:
         """Returns the adapted parameters after `count` updates, float64 [count, P]."""
         keys = runs.keys(purpose, count)
-        updates = jax.vmap(lambda key: _updated(adapter, batch, image, key))
+        images, mask = _first(batch, image)
+        updates = jax.vmap(functools.partial(_after, adapter, batch, images, mask))
         params = []
         for start in range(0, count, size):
             # Calls of one size compile the update once, so the last one repeats some runs.
@@ -106,16 +109,23 @@ def audit_stream(
             params.append(np.asarray(updated, np.float64))
         return np.concatenate(params)[:count]
 
-    def same_noise(image: Any) -> Exact:
+    def same_noise(places: Sequence[Any]) -> list[Exact]:
         # All results have the same noise, so their differences have none.
-        (result,) = ends(image, "choice", 1)
-        return Exact(image, result)
+        key = runs.keys("choice", 1)
+        at_once = jax.vmap(functools.partial(_after, adapter, batch))
+        found = []
+        for start in range(0, len(places), size):
+            some = places[start : start + size]
+            firsts = [_first(batch, image) for image in some]
+            images, masks = map(np.stack, zip(*firsts, strict=True))
+            results = at_once(images, masks, key[np.zeros(len(some), int)])
+            found += map(Exact, some, np.asarray(results, np.float64))
+        return found
 
     def distance(one: Exact, other: Exact) -> float:
         return float(np.linalg.norm(one.result - other.result))
 
-    results = [same_noise(image) for image in candidates]
-    empty = same_noise(None)  # padding
+    *results, empty = same_noise([*candidates, None])  # None is padding
     canary, neighbour = runs.farthest(results, [empty], distance)
     direction = canary.result - neighbour.result
     if updates > 1:
@@ -134,23 +144,29 @@ def audit_stream(
     return runs.judge(scores, canary.data, neighbour.data)
 
 
-def _updated(
-    adapter: Adapter,
-    batch: np.ndarray,
-    image: Any,
-    key: jax.Array,
-) -> jax.Array:
-    """Returns the adapted parameters [P] after one update from the source model.
-
-    The image takes the place of the first image of the update's first batch. None leaves that place
-    empty. For a period of correlated noise the parameters after all its updates follow each other.
-    """
+def _first(batch: np.ndarray, image: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the batch with an image in the first place, and its mask. None leaves it empty."""
     images = batch.copy()
     mask = np.ones(len(batch), bool)
     if image is None:
         mask[0] = False
     else:
         images[0] = image
+    return images, mask
+
+
+def _after(
+    adapter: Adapter,
+    batch: np.ndarray,
+    images: Any,
+    mask: Any,
+    key: jax.Array,
+) -> jax.Array:
+    """Returns the adapted parameters [P] after one update from the source model.
+
+    The images and their mask are the update's first batch. For a period of correlated noise the
+    parameters after all its updates follow each other.
+    """
     state = adapter.init(key)
     for _ in range(adapter.accumulate):
         state, _ = adapter.step(state, jnp.asarray(images), mask=jnp.asarray(mask))

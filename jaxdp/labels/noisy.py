@@ -26,7 +26,7 @@ import numpy as np
 
 from jaxdp.data import Groups, Owners, Source, check_source, read_column
 from jaxdp.privacy import Account, LabelDpEvent
-from jaxdp.release import Payment, Release, Till, stream
+from jaxdp.release import Release, Till, stream
 from jaxdp.transforms.responses import Response, numbers, with_prior
 
 _PUBLIC_COLUMNS = ("image", "features")
@@ -160,8 +160,7 @@ def release_labels(
     public = public_columns(source, num_classes, columns)
     response = with_prior(prior, num_classes=public.num_classes, epsilon=epsilon)
     event = LabelDpEvent(float(epsilon))
-    charges = [(account, event)]
-    return released(public, response, account, charges, workdir=workdir, seed=seed)
+    return released(public, response, account, event, workdir=workdir, seed=seed)
 
 
 def public_columns(source: Source, num_classes: int, columns: Sequence[str]) -> PublicColumns:
@@ -193,12 +192,13 @@ def released(
     public: PublicColumns,
     response: Response,
     account: Account,
-    charges: Sequence[tuple[Account, LabelDpEvent]] | Payment,
+    event: LabelDpEvent,
     *,
+    partition: str | None = None,
     workdir: str | os.PathLike[str] | None,
     seed: bytes | None,
 ) -> NoisyLabels:
-    """Pays for labels and draws them."""
+    """Pays for labels and draws them. `partition` is the part of the records that pays."""
     check_account(account)
     rows = len(response.order)
     if rows not in (1, len(public)):
@@ -215,7 +215,13 @@ def released(
     def facts() -> list[Any]:
         return [public.whole.fingerprint, public.num_classes, *response]
 
-    what = Release(label="labels", charges=charges, facts=facts, compute=compute)
+    what = Release(
+        label="labels",
+        charges=[(account, event)],
+        facts=facts,
+        compute=compute,
+        partition=partition,
+    )
     with Till(workdir, seed=seed) as till:
         labels = till.once(what)["labels"]
     fields = {field.name: getattr(public, field.name) for field in dataclasses.fields(public)}

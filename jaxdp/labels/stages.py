@@ -3,11 +3,10 @@
 It is LP-MST of Ghazi et al. 2021, arXiv:2102.06062, Algorithm 4. Two stages are LP-2ST.
 """
 
-import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,26 +21,8 @@ from jaxdp.labels.noisy import (
     public_columns,
     released,
 )
-from jaxdp.privacy import Account, DpEvent, LabelDpEvent
-from jaxdp.release import Payment
+from jaxdp.privacy import Account, LabelDpEvent
 from jaxdp.transforms.responses import Response, with_prior
-
-
-@dataclasses.dataclass(frozen=True)
-class _PartPayment:
-    """The payment for the labels of one part of a fixed division."""
-
-    account: Account
-    event: DpEvent
-    partition: str
-
-    @contextlib.contextmanager
-    def reserve(self, *, label: str, token: str) -> Iterator[Sequence[tuple[Account, DpEvent]]]:
-        """Charges the part, and yields the charge."""
-        spend = self.account.spend(self.event, label=label, partition=self.partition, token=token)
-        with spend:
-            yield [(self.account, self.event)]
-
 
 Prior = Callable[[NoisyLabels, PublicColumns], Any]
 
@@ -109,10 +90,12 @@ def release_labels_in_stages(
         else:
             beliefs = prior(part) if callable(prior) else prior
         response = with_prior(beliefs, num_classes=public.num_classes, epsilon=epsilon)
+        event = LabelDpEvent(float(epsilon))
         partition = f"{division}part {stage + 1}"
-        payment: Payment = _PartPayment(account, LabelDpEvent(float(epsilon)), partition)
         folder = None if workdir is None else pathlib.Path(workdir) / f"part_{stage + 1}"
-        noisy = released(part, response, account, payment, workdir=folder, seed=seed)
+        noisy = released(
+            part, response, account, event, partition=partition, workdir=folder, seed=seed
+        )
         so_far = noisy if so_far is None else _joined(so_far, noisy, public, order)
     assert so_far is not None
     return _in_order(so_far, public, order)

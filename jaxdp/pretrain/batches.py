@@ -61,6 +61,11 @@ class Batches:
         trainer.microbatches("the perturbation batch", self.perturbation_batch_size)
         trainer.microbatches("the update batch", self.update_batch_size)
 
+    @property
+    def ascents(self) -> int:
+        """The number of steps with a perturbation batch."""
+        return len(range(self.warmup_steps, self.steps, self.ascent_every))
+
     def batches(self, step: int) -> tuple[np.ndarray | None, np.ndarray]:
         """Returns the indices of B1, or None without an ascent, and of B2."""
         updating = self._sampler("update", self.update_batch_size).batch(step)

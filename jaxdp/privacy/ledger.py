@@ -292,7 +292,12 @@ class Ledger(LedgerReader):
         return Reservation(self, spend)
 
     def spend_all(
-        self, requests: Requests, *, label: str = "", token: str | None = None
+        self,
+        requests: Requests,
+        *,
+        partition: str | None = None,
+        label: str = "",
+        token: str | None = None,
     ) -> Reservation[tuple[Spend, ...]]:
         """Charges an event to each of several datasets or to none.
 
@@ -301,7 +306,7 @@ class Ledger(LedgerReader):
         Args:
             requests: Pairs of a registered dataset, or an account of this ledger, and an event. A
                 dataset that is named twice pays twice.
-            label: As in `spend`.
+            partition, label: As in `spend`, the part of each dataset.
             token: As in `spend`, one for all. Each dataset may then be named only once.
 
         Returns:
@@ -318,7 +323,7 @@ class Ledger(LedgerReader):
             raise ValueError(
                 f"with a token each dataset pays once, but requests names {sorted(names)}."
             )
-        return Reservation(self, self._reserve(charges, None, token))
+        return Reservation(self, self._reserve(charges, partition, token))
 
     def hold(
         self, requests: Requests, *, key: str | None = None, label: str = "", seconds: float = DAY

@@ -102,6 +102,16 @@ class LedgerReader:
         with self._transaction("DEFERRED") as db:
             return paid_for(db, dataset_of(db, name), token) is not None
 
+    def labels_of(self, token: str) -> list[str]:
+        """Returns the labels of the spends with this token in all accounts, sorted.
+
+        One release has one token, and an account may have been renamed.
+        """
+        check_text("token", token)
+        with self._transaction("DEFERRED") as db:
+            rows = db.execute("SELECT label FROM spends WHERE token = ? ORDER BY label", (token,))
+            return [row["label"] for row in rows]
+
     # --- Epsilon ---------------------------------------------------------------------------------
 
     def epsilon(

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -49,13 +49,10 @@ def deltas_of(dataset: Dataset, counts: Counts, epsilons: np.ndarray, least: flo
     Deltas far below `least` may be loose.
     """
     if dataset.accounting != "renyi_filter":
-        return deltas_of_counts(
-            counts,
-            epsilons,
-            least=least,
-            adjacency=dataset.adjacency,
-            method=dataset.method,
-        )
+        terms = (least, dataset.adjacency, dataset.method)
+        if len(counts) > _LARGEST_CACHED:
+            return _deltas(counts, epsilons, *terms)
+        return _remembered_deltas(frozenset(counts.items()), tuple(epsilons.tolist()), *terms)
     spent = renyi_spent(dataset, counts)
     if spent == 0:
         return np.zeros(len(epsilons))
@@ -91,6 +88,32 @@ def remembered_epsilon(
 ) -> float:
     """Returns `epsilon_of_counts` of hashable counts, from its cache if possible."""
     return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
+
+
+def _deltas(
+    counts: Mapping[DpEvent, int],
+    epsilons: np.ndarray,
+    least: float,
+    adjacency: Adjacency,
+    method: Method,
+) -> np.ndarray:
+    """Returns `deltas_of_counts`."""
+    return deltas_of_counts(counts, epsilons, least=least, adjacency=adjacency, method=method)
+
+
+# A report draws the curves of all data sets again after each stage, which spends from a few.
+@functools.lru_cache(maxsize=256)
+def _remembered_deltas(
+    counts: frozenset[tuple[DpEvent, int]],
+    epsilons: tuple[float, ...],
+    least: float,
+    adjacency: Adjacency,
+    method: Method,
+) -> np.ndarray:
+    """Returns `deltas_of_counts` of hashable arguments, from its cache if possible."""
+    deltas = _deltas(dict(counts), np.array(epsilons), least, adjacency, method)
+    deltas.flags.writeable = False
+    return deltas
 
 
 def total_epsilon(accounts: Sequence[tuple[Dataset, list[Counts]]], delta: float) -> float:

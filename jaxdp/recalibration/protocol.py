@@ -35,7 +35,7 @@ from jaxdp.data.labels import check_labelled, judge
 from jaxdp.data.storage import immutable
 from jaxdp.privacy import Account, DpEvent, NonPrivateDpEvent, PureDpEvent
 from jaxdp.privacy.accounting import LABELS, RELATIONS, Adjacency
-from jaxdp.release import Release, Till, program, stream
+from jaxdp.release import Release, Till, digest, marked, program, stream
 from jaxdp.transforms import noise
 
 # Answers are exact integers in units of a step, a power of two between these. So no rounding of
@@ -279,6 +279,9 @@ class Party:
         source then protects owners with all of their records: an owner adds the mean of what its
         records add, under the same noise. None protects single records. Inside, it is kept as int32
         [n].
+      unit: What one record is, or one owner with `group`, in the words of the ledger. It is
+        compared with the account's. None compares nothing: a unit of the account must then have one
+        record, or be an owner of `group`.
 
     The arrays are copied. A later change of the given ones does not reach the source.
     """
@@ -287,6 +290,7 @@ class Party:
     labels: np.ndarray = dataclasses.field(repr=False)
     account: Account | None = None
     group: Any = dataclasses.field(default=None, repr=False)
+    unit: str | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.account, Account | None):
@@ -294,6 +298,12 @@ class Party:
                 f"account must be ledger.account(name) or None, got {type(self.account).__name__}."
             )
         name = "a source" if self.account is None else repr(self.account.name)
+        registered = None if self.account is None else self.account.unit
+        if self.unit is not None and registered not in (None, self.unit):
+            raise ValueError(
+                f"unit of {name} must be that of its account, {registered!r}, got {self.unit!r}. "
+                f"Give unit={registered!r} if a record is one, or group= if it has several records."
+            )
         logits = np.asarray(self.logits)
         labels = np.asarray(self.labels)
         if labels.size == 0:
@@ -353,9 +363,15 @@ class Party:
             crash is not charged again. It repeats its earlier answers and goes on. None keeps
             nothing, and an interrupted conversation is paid again.
 
+        A workdir may be copied, and its secret with it. So every round leaves a mark in the ledger,
+        an event without cost whose label has a hash of the question. A copy answers a round with
+        the same bits to the same question, and to no other one. A copy whose ledger has none of
+        these marks is not seen.
+
         Raises:
           ValueError: As `noise_scale`. Also if the account has another adjacency, or the workdir is
-            in use or keeps another conversation. Nothing is spent.
+            in use or keeps another conversation, or a copy of it was asked another question.
+            Nothing is spent.
           BudgetExceeded: Nothing is spent, nothing is answered.
         """
         answerer = self._answerer(method, epsilon, adjacency)
@@ -375,7 +391,10 @@ class Party:
             key = None
             if len(rounds) < 2 * method.rounds:  # a question and an answer for each
                 key = till.release(what)
-            return Conversation(answerer, key, till, till.keeper(what), rounds)
+            conversation = Conversation(answerer, key, till, till.keeper(what), rounds)
+            if key is not None and workdir is not None and self.account is not None:
+                conversation.mark_rounds(self.account, till.token(what))
+            return conversation
         except BaseException:
             till.close(failed=True)
             raise
@@ -505,6 +524,7 @@ class Conversation:
         self._keep = keep
         self._rounds = dict(rounds)  # "question k" and "answer k" of each round k
         self._lock = threading.RLock()
+        self._mark: Callable[[int, np.ndarray], None] = lambda k, question: None
         if self.answered == answerer.method.rounds:
             self.close()
 
@@ -512,6 +532,32 @@ class Conversation:
     def answered(self) -> int:
         """The number of answered rounds, which is also the index of the next round."""
         return len(self._rounds) // 2
+
+    def mark_rounds(self, account: Account, token: str) -> None:
+        """Marks the answered rounds and each later one in the ledger of an account.
+
+        Args:
+          account: The account that pays.
+          token: The token of the release, which all copies of the workdir share.
+
+        Raises:
+          ValueError: A copy of the workdir was asked another question in one of the rounds.
+        """
+
+        def mark(k: int, question: np.ndarray) -> None:
+            refusal = (
+                f"round {k} was asked at another temperature than {question} before, here or in a "
+                "copy of this workdir. A round is answered once. Nothing is spent. Repeat that "
+                "question, or begin and pay for another conversation in a new workdir."
+            )
+            words = {"label": f"{type(self._answerer.method).__name__}, round {k}"}
+            attempt = digest(question.tobytes().hex())
+            with marked(account, digest([token, k]), attempt=attempt, refusal=refusal, **words):
+                pass
+
+        self._mark = mark
+        for k in range(self.answered):
+            mark(k, self._rounds[f"question {k}"])
 
     def answer(self, temperature: Any, *, round: int | None = None) -> np.ndarray:
         """Returns the noisy sum of one round, float32 [s], at a temperature.
@@ -524,8 +570,8 @@ class Conversation:
         Raises:
           RuntimeError: All paid rounds are answered, the conversation is closed, or another process
               began it.
-          ValueError: The round was answered at another temperature, or an earlier round is not
-              answered.
+          ValueError: The round was answered at another temperature, here or by a copy of the
+              workdir, or an earlier round is not answered.
         """
         # Before JAX and the lock, either of which would hang in a forked process.
         self._till.check_process()
@@ -547,6 +593,7 @@ class Conversation:
                 raise RuntimeError(
                     "the conversation was closed. Begin it again with the same workdir to go on."
                 )
+            self._mark(k, question)  # before anything of the answer is known
             answer = self._answerer.answer(k, question, self._key)
             rounds = {**self._rounds, f"question {k}": question, f"answer {k}": answer}
             self._keep(rounds)  # before the answer is returned

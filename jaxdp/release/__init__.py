@@ -9,7 +9,7 @@ from jaxdp.release.claims import claim
 from jaxdp.release.hosts import HostFailed, Hosts
 from jaxdp.release.identity import digest, program
 from jaxdp.release.kept_arrays import load_arrays
-from jaxdp.release.marks import Mark, mark_again
+from jaxdp.release.marks import Mark, mark_again, marked
 from jaxdp.release.secrets import derive, new_seed, stream
 from jaxdp.release.till import Payment, Release, Till
 from jaxdp.release.workdir import OwnProcess, alone, locked
@@ -31,6 +31,7 @@ __all__ = [
     "load_arrays",
     "locked",
     "mark_again",
+    "marked",
     "new_seed",
     "notes",
     "program",

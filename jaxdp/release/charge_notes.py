@@ -19,7 +19,8 @@ FILE = "charges.jsonl"
 def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the notes of a workdir, a row for each paid release.
 
-    A row has "token" and "charges", which are (account, event) pairs.
+    A row has "token" and "charges", which are (account, event) pairs. "partition" is the part of
+    the data set that paid, if it was one.
     """
     path = workdir / FILE
     rows = read_metrics(path) if path.exists() else []
@@ -30,11 +31,17 @@ def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
     return rows
 
 
-def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Account | None]) -> None:
+def settle(
+    rows: Sequence[Mapping[str, Any]],
+    account_of: Callable[[str], Account | None],
+    *,
+    partition: str | None = None,
+) -> None:
     """Charges accounts for rows of `notes` that they lack.
 
     A last row that was only reserved is committed. `account_of` returns the account for a noted
-    name, with "" for a charge of the first release. None omits the charge.
+    name, with "" for a charge of the first release. None omits the charge. `partition` is the part
+    that paid for rows of earlier versions, which noted none.
 
     Raises:
       BudgetExceeded: An account has no room.
@@ -51,9 +58,9 @@ def settle(rows: Sequence[Mapping[str, Any]], account_of: Callable[[str], Accoun
             account = account_of(name)
             if account is None or (account.paid(row["token"]) and not is_last):
                 continue
-            with account.spend(
-                from_json(event), label="charged again on resuming", token=row["token"]
-            ):
+            part = row.get("partition", partition)
+            words = {"label": "charged again on resuming", "token": row["token"]}
+            with account.spend(from_json(event), partition=part, **words):
                 pass
 
 

@@ -1,4 +1,8 @@
-"""Marks in a ledger, which say that a state goes on once although its workdir may be copied."""
+"""Marks in a ledger, which say that a state goes on once although its workdir may be copied.
+
+A mark is an event without cost. Its token says what happens once, and its label says how. Who
+finds the mark of another attempt stops, or pays again.
+"""
 
 import contextlib
 import dataclasses
@@ -9,6 +13,55 @@ from jaxdp.privacy import Account, DpEvent, NoOpDpEvent
 from jaxdp.release.identity import digest
 
 Rows = Sequence[Mapping[str, Any]]
+
+# What a label ends with, before the name of the attempt.
+_ATTEMPT = ", attempt "
+_NAME = 16  # characters of an attempt in a label, 64 bits
+
+
+# --- A mark --------------------------------------------------------------------------------------
+
+
+def is_marked(account: Account, token: str, *, by_others_than: str | None = None) -> bool:
+    """Returns whether the account's ledger has a mark, or one of other attempts than the given.
+
+    It looks in all accounts of the ledger. A copy of a workdir may pay from another account, and
+    an account may be renamed. Another ledger cannot be seen.
+    """
+    attempts = {label.rpartition(_ATTEMPT)[2] for label in account.ledger.labels_of(token)}
+    if by_others_than is not None:
+        attempts.discard(by_others_than[:_NAME])
+    return bool(attempts)
+
+
+@contextlib.contextmanager
+def marked(
+    account: Account, token: str, *, label: str, attempt: str, refusal: str
+) -> Iterator[None]:
+    """Makes a mark: an event without cost, under a token that all copies of a workdir share.
+
+    Args:
+      account: The account that the mark is in.
+      token: What happens once.
+      label: The label of the mark, without the attempt.
+      attempt: How it happens: a hash, equal for equal bits.
+      refusal: The message of the error.
+
+    Raises:
+      ValueError: Another attempt has made the mark.
+    """
+    if is_marked(account, token, by_others_than=attempt):
+        raise ValueError(refusal)
+    label = f"{label}{_ATTEMPT}{attempt[:_NAME]}"
+    reservation = account.spend(NoOpDpEvent(), label=label, token=token)
+    # Another process may have been quicker. A replay that is not entered leaves its mark as it is.
+    if is_marked(account, token, by_others_than=attempt):
+        raise ValueError(refusal)
+    with reservation:
+        yield
+
+
+# --- The marks of training -----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,24 +114,14 @@ class Mark:
     def is_begun(self) -> bool:
         """Returns whether this workdir or another one has begun the chunk."""
         # The notes of a copied workdir may lack the attempt. The ledger has its mark.
-        return bool(self._attempts) or self.account.paid(self.token)
+        return bool(self._attempts) or is_marked(self.account, self.token)
 
     def is_foreign(self, attempt: str) -> bool:
         """Returns whether the chunk was begun by attempts with other tokens only."""
         attempts = self._attempts
         if attempts and attempt not in attempts:
             return True
-        return self.account.paid(self.token) and not self._is_of(attempt)
-
-    def _is_of(self, attempt: str) -> bool:
-        """Returns whether the mark in the ledger is that of an attempt.
-
-        It reads the whole history, which happens only for a chunk that was begun before.
-        """
-        history = self.account.ledger.history(self.account.name)
-        (label,) = [row["label"] for row in history if row["token"] == self.token]
-        is_of: bool = label.endswith(_of_attempt(attempt))
-        return is_of
+        return is_marked(self.account, self.token, by_others_than=attempt)
 
     @contextlib.contextmanager
     def reserve(self, *, label: str, token: str) -> Iterator[list[tuple[Account, DpEvent]]]:
@@ -87,21 +130,12 @@ class Mark:
         Raises:
           ValueError: Another process made it since `is_begun`.
         """
-        words = {"label": label + _of_attempt(token), "token": self.token}
-        reservation = self.account.spend(NoOpDpEvent(), **words)
-        # A replay that is not entered leaves the mark of the other attempt as it is.
-        if reservation.charged.replay and not self._is_of(token):
-            raise ValueError(
-                f"workdir holds a run whose step {self.first} another process began just now, in a "
-                "copy of this workdir. Nothing is spent. Go on in one of them."
-            )
-        with reservation:
+        refusal = (
+            f"workdir holds a run whose step {self.first} another process began just now, in a "
+            "copy of this workdir. Nothing is spent. Go on in one of them."
+        )
+        with marked(self.account, self.token, label=label, attempt=token, refusal=refusal):
             yield []
-
-
-def _of_attempt(token: str) -> str:
-    """Returns the end of the label of a mark."""
-    return f", attempt {token[:16]}"
 
 
 def mark_again(rows: Rows, account: Account) -> None:
@@ -110,7 +144,7 @@ def mark_again(rows: Rows, account: Account) -> None:
         if not row.get("first_step") or row["charges"]:
             continue
         mark = Mark(account, rows[:place], row["first_step"])
-        if mark.is_lost or account.paid(mark.token):
+        if mark.is_lost or is_marked(account, mark.token):
             continue
         label = f"training, steps from {mark.first}, marked again on resuming"
         with mark.reserve(label=label, token=row["token"]):

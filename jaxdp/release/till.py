@@ -52,7 +52,11 @@ Requests = Sequence[tuple[Account, DpEvent]]
 
 
 class Payment(Protocol):
-    """Charges that are known only at the reservation, such as for a stream of visits."""
+    """Charges that are known only at the reservation, such as for a stream of visits.
+
+    The till cannot settle them. Whoever makes a Payment calls `Till.settle` before the first
+    release of a workdir that is resumed.
+    """
 
     def reserve(self, *, label: str, token: str) -> contextlib.AbstractContextManager[Requests]:
         """Reserves everything or nothing.
@@ -68,7 +72,7 @@ class Release(Generic[T]):
     Attributes:
       label: A label for people who read the ledger. Never put data in it.
       charges: (account, event) pairs of one ledger, with each account once, or a `Payment`. Empty
-          for public data.
+          for public data. A release that the till keeps (`Till.once`) needs pairs.
       compute: A function `compute(secret) -> value` of 16 secret bytes. Nothing else may touch
           private data. The value depends on the secret, `facts` and `programs` only.
       facts: A function `facts() -> pytree` of arrays, numbers and text that determine the value. It
@@ -86,6 +90,8 @@ class Release(Generic[T]):
       once_in: The name of a count, if the charge depends on what was counted before. The token of
           the payment then includes the name. So a repetition of the release is free in the count
           that paid for it, and is charged in any other count.
+      partition: The part of a fixed division that `compute` reads, as in `jaxdp.Ledger.spend`. None
+          is the whole data set. A `Payment` names its own.
     """
 
     label: str
@@ -97,6 +103,7 @@ class Release(Generic[T]):
     note: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     deterministic: bool = dataclasses.field(default_factory=identity.deterministic)
     once_in: str = ""
+    partition: str | None = None
 
     @functools.cached_property
     def texts(self) -> tuple[str, ...]:
@@ -274,6 +281,8 @@ class Till:
         Kept arrays are not computed or paid again.
 
         Raises:
+          TypeError: The charges are a `Payment`, and there is a workdir. Another ledger could not
+              be charged for what the workdir keeps.
           ValueError: The workdir keeps another release: of other data, settings or programs.
           BudgetExceeded: The accounts are of another ledger, which has no room for the kept
               release.
@@ -295,15 +304,21 @@ class Till:
         Raises the errors of `once`.
         """
         self.check_process()
-        if self.workdir is None or not self._arrays_path.exists():
+        if self.workdir is None:
+            return None
+        if not isinstance(what.charges, Sequence):
+            raise TypeError(
+                "charges must be (account, event) pairs for a release that a workdir keeps, got "
+                f"{type(what.charges).__name__}. Use Till.release for a Payment."
+            )
+        if not self._arrays_path.exists():
             return None
         if not kept_arrays.is_of(self._arrays_path, what.digest):
             raise ValueError(
                 f"{self.workdir} keeps another release: of other data, settings or programs. Its "
                 f"values are in {kept_arrays.FILE}. Use a new workdir for a new release."
             )
-        if isinstance(what.charges, Sequence):
-            self.settle([account for account, _ in what.charges])
+        self.settle([account for account, _ in what.charges], partition=what.partition)
         return kept_arrays.load_arrays(self._arrays_path)
 
     def keeper(self, what: Release[Any]) -> Callable[[dict[str, Any]], None]:
@@ -324,11 +339,12 @@ class Till:
         self.check_process()
         return [] if self.workdir is None else notes(self.workdir)
 
-    def settle(self, accounts: Sequence[Account]) -> None:
+    def settle(self, accounts: Sequence[Account], *, partition: str | None = None) -> None:
         """Charges the accounts for noted charges that their ledger lacks.
 
         Another ledger, or one restored from an older copy, is charged in full. The same holds for a
-        single account under a name that the workdir does not know.
+        single account under a name that the workdir does not know. `partition` is the part that
+        paid for notes of earlier versions, which name none.
 
         Raises:
           BudgetExceeded: A ledger has no room for the noted charges.
@@ -347,7 +363,11 @@ class Till:
         # Charges under other names belong to a renamed data set, or to another account of the same
         # run. The first single account takes them where none of the names is its own.
         renamed = only if not self._settled and noted_names.isdisjoint(unsettled) else None
-        settle(rows, lambda name: unsettled.get(name, renamed if name else only))
+        settle(
+            rows,
+            lambda name: unsettled.get(name, renamed if name else only),
+            partition=partition,
+        )
         self._settled |= set(unsettled)
 
     # --- Inside ----------------------------------------------------------------------------------
@@ -373,7 +393,7 @@ class Till:
         """
         # A ledger that has lost noted charges gets them back before it grants more.
         if isinstance(what.charges, Sequence):
-            self.settle([account for account, _ in what.charges])
+            self.settle([account for account, _ in what.charges], partition=what.partition)
         paid_token = token
         if what.once_in:
             paid_token = hmac.digest(what.once_in.encode(), token.encode(), "sha256").hex()
@@ -390,6 +410,8 @@ class Till:
                 "token": paid_token,
                 "charges": [[account.name, to_json(event)] for account, event in charges],
             }
+            if what.partition is not None:
+                note["partition"] = what.partition
             if charges:
                 account, _ = charges[0]
                 note["head"] = dataclasses.astuple(account.ledger.head)
@@ -432,6 +454,8 @@ def _reserved(what: Release[Any], token: str) -> Iterator[Requests]:
     with contextlib.ExitStack() as reservations:
         # One ledger, or none for public data.
         for ledger in ledgers:
-            reservation = ledger.spend_all(what.charges, label=what.label, token=token)
+            reservation = ledger.spend_all(
+                what.charges, partition=what.partition, label=what.label, token=token
+            )
             reservations.enter_context(reservation)
         yield what.charges

@@ -123,7 +123,8 @@ class StreamAccount:
 
     Raises:
         ValueError: The data set is registered with "add_remove", the event or the unit is another
-            one, or this ledger holds no charge for `visits`.
+            one, or this ledger holds no charge for `visits`. Or "sample" is charged to a data set
+            that is registered with unit="photograph".
 
     Formal guarantees:
         Every release t is a sum over a batch plus Gaussian noise of standard deviation sigma *
@@ -165,6 +166,12 @@ class StreamAccount:
     ):
         check_adjacency(account.adjacency, f"adjacency of dataset {account.name!r}")
         check_name("unit", unit, Unit)
+        if unit == "sample" and account.unit == "photograph":
+            raise ValueError(
+                f"unit must be 'photograph', got 'sample', because dataset {account.name!r} is "
+                "registered with unit='photograph', and a photograph has several samples in a "
+                "stream of several domains. Register a data set with unit='sample' to protect them."
+            )
         self.event = _one_release(event)
         self.unit = unit
         self.ledger = account.ledger

@@ -7,6 +7,7 @@ A `Study` defines its cells, how one is run, and its tables and figures. `run` d
     cells/<a>/<b>/row.json the row of the finished cell (a, b)
     cells/<a>/<b>/code.json the code that made it; an edited method is noticed
     cells/<a>/<b>/...      files of the cell's run; `scratch` is deleted once the row is written
+    cells/<a>/<b>/charges.jsonl what was charged for the cell
     rows.jsonl             all rows, one per line
     tables.md, tables.tex  the tables
     result.json            the result of the finished study
@@ -22,12 +23,14 @@ With `--devices` the processes of `jax.distributed` compute each cell together
     ledgers   which ledger counts    code      which code made a cell
     launcher  the flags of a launcher    accounts  the accounts of the ledgers
     program   errors become sentences    fields    checks of single fields of a config
+    charges   noted charges that a ledger lacks
     events    lines of JSON for --log_json
     guide     --help, and what to say about the config of another launcher
 """
 
 from ..study import PrivateSet, Program, Report, Row, Study
 from .accounts import account, own_account
+from .charges import noted
 from .fields import check_watch, known, people, some, watching
 from .launcher import main
 from .ledgers import DEFAULT, Choice, asked, chosen, of_workdir, settled
@@ -60,6 +63,7 @@ __all__ = [
     "keep_compiled",
     "known",
     "main",
+    "noted",
     "of_workdir",
     "own_account",
     "people",

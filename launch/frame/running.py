@@ -33,7 +33,7 @@ from jaxdp.report import check_figures, progress_bar
 from .. import plans, results, run_report
 from ..settings import check_numbers
 from ..study import Row, Study, nothing
-from . import code, fields, ledgers
+from . import charges, code, fields, ledgers
 from .accounts import account
 from .workdir import bind, cell_folder, check_same_config, file_name, run_of
 
@@ -112,6 +112,8 @@ class Work:
             if not self.hosts.first(begin):
                 with self._told(cell):
                     row = cell._asdict() | self._run(cell, folder)
+                    # Before the row, because a cell with a row is not looked at again.
+                    self.hosts.first(lambda: charges.keep(folder))
                     self.hosts.first(lambda: write_json(path, row))
             return self.hosts.first(end)
 
@@ -219,7 +221,8 @@ def run(
         release, or the data is not declared a public benchmark. Or another ledger counts the
         same records. Or the code of finished cells was edited. Nothing is written.
       FileNotFoundError: Data or a checkpoint is missing. The message says how to get it.
-      BudgetExceeded: A ledger has no room for what a cell would spend.
+      BudgetExceeded: A ledger has no room for what a cell would spend. Or it has no room for what
+          the workdir notes and it lacks, as a restored copy does.
     """
     if dry_run:
         root = None if workdir is None else pathlib.Path(workdir)
@@ -251,20 +254,32 @@ def compute(
 ) -> Any:
     """Returns the result of a study, as `run` does, without its summary.
 
+    A ledger that lacks noted charges of the workdir is charged first, also where all is finished.
     Without `stale` the code of finished cells is not compared.
     """
     hosts = hosts or Hosts()
     bound = hosts.together(lambda: _checked(study, config, root, choice, stale or ""))
     hosts.agree(lambda: {"config": config.to_json()})
     # Before data is read. The ledger is a file of process 0.
-    hosts.first(lambda: os.fspath(ledgers.chosen(choice, config, root) or ""))
+    named = hosts.first(lambda: os.fspath(ledgers.chosen(choice, config, root) or ""))
     cells = distinct(study.cells(config))
     if stale is not None:
         hosts.first(lambda: _settle(study, config, root, cells, stale))
-    result = hosts.first(lambda: _finished(study, root))
+
+    def finished() -> Any:
+        result = _finished(study, root)
+        if result is not None and stale == "keep":
+            _note(root, code.of(study, config, cells))
+        return result
+
+    def is_paid() -> bool:
+        ledger = pathlib.Path(named) if named else None
+        return study.account is None or not charges.lacking(root, ledger)
+
+    # To charge a ledger takes the terms of the study, which follow from its data.
+    owes = not hosts.first(is_paid)
+    result = None if owes else hosts.first(finished)
     if result is not None:
-        if stale == "keep":
-            hosts.first(lambda: _note(root, code.of(study, config, cells)))
         return result
     hosts.together(lambda: check_extras(study))  # before anything is computed or paid
     shared = hosts.together(lambda: study.open(config, root))
@@ -273,6 +288,11 @@ def compute(
     work = Work(study, config, root, shared, hosts, ledger, cells)
     with contextlib.ExitStack() as opened:
         hosts.first(lambda: opened.enter_context(bind(study.name, bound, root, ledger)))
+        if owes:
+            hosts.first(lambda: charges.settle_cells(work))
+            result = hosts.first(finished)
+            if result is not None:
+                return result
         rows = (study.rows or _rows)(work, cells)
         return hosts.first(lambda: work.publish(rows))
 

@@ -24,6 +24,7 @@ from jaxdp.privacy import Account, Ledger
 from jaxdp.release import notes
 from jaxdp.release import settle as settle_notes
 
+from .. import frame
 from .stage import Done
 
 
@@ -77,9 +78,10 @@ def settle(root: pathlib.Path, ledger: Ledger, private: str) -> None:
     Raises:
       BudgetExceeded: The charges were made to another ledger, and this one has no room for them.
     """
-    for path in sorted(root.glob("cells/*/*/charges.jsonl")):
-        label = path.parent.parent.name
-        settle_notes(notes(path.parent), functools.partial(_account, ledger, private, label))
+    cells = root / "cells"
+    for folder in frame.noted(cells):
+        label = folder.relative_to(cells).parts[0]
+        settle_notes(notes(folder), functools.partial(_account, ledger, private, label))
 
 
 def _account(ledger: Ledger, private: str, label: str, name: str) -> Account:

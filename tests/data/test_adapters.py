@@ -1,27 +1,203 @@
-"""Sources from files and from other libraries: what is read, when, and what is refused."""
+"""Sources from arrays, files and other libraries: what all of them do, what is read, when, and what
+is refused."""
 
 import csv
 import sys
 import tracemalloc
 
+import jax
 import numpy as np
 import PIL.Image
 import pytest
 
 from jaxdp.data import (
+    Examples,
+    Source,
+    by_group,
+    by_owners,
     check_source,
     from_arrays,
+    from_csv,
     from_folder,
     from_grain,
     from_hf,
     from_npz,
+    from_texts,
     from_torch,
+    read_column,
+    take,
 )
 from jaxdp.files import Limits
+from tests.data import adapters
 
 RNG = np.random.default_rng(0)
 TOKENS = RNG.integers(0, 100, (10, 5)).astype(np.int32)
 LABEL = np.arange(10) % 2
+
+
+# --- What is the same for every adapter ---------------------------------------------------------
+
+N = 6
+PATIENTS = ["7", "007", " 7", "a;b", "b", "a"]
+
+
+def given(is_edited=False):
+    """Returns columns of several dtypes, the first record edited or not."""
+    columns = {
+        "tokens": np.arange(3 * N, dtype=np.uint16).reshape(N, 3),
+        "mask": np.arange(3 * N).reshape(N, 3) > 4,
+        "scan": np.linspace(0, 1, 8 * N).reshape(N, 2, 2, 2).astype(np.float16),
+        "label": np.arange(N, dtype=np.int32) % 2,
+    }
+    if is_edited:
+        columns["tokens"][0, -1] += 1
+    return columns
+
+
+def of_a_folder(folder, is_edited=False):
+    """A folder of images with a table, and what its examples are."""
+    pixels = np.arange(20 * N, dtype=np.uint8).reshape(N, 4, 5)
+    pixels[0, -1, -1] += is_edited
+    for k, image in enumerate(pixels):
+        PIL.Image.fromarray(image).save(folder / f"{k}.png")
+    rows = [f"{k}.png,{40 + k},{k / 2},{patient}" for k, patient in enumerate(PATIENTS)]
+    (folder / "labels.csv").write_text("\n".join(["path,age,weight,patient", *rows]))
+    ages = np.arange(40, 40 + N, dtype=np.int32)
+    weights = np.arange(N, dtype=np.float32) / 2
+    columns = {"image": np.float32(pixels[..., None]) / np.float32(255), "age": ages}
+    return from_folder(folder, texts=("patient",)), {**columns, "weight": weights}
+
+
+def of_a_table(folder, is_edited=False):
+    ages = np.arange(40, 40 + N, dtype=np.float32)
+    ages[0] += is_edited
+    rows = [f"{age},{k % 2},{PATIENTS[k]}" for k, age in enumerate(ages)]
+    (folder / "x.csv").write_text("\n".join(["age,y,patient", *rows]))
+    source = from_csv(folder / "x.csv", label="y", num_classes=2, group="patient")
+    return source, {"features": ages[:, None], "label": np.arange(N, dtype=np.int32) % 2}
+
+
+def of_texts(folder, is_edited=False):
+    words = ["abc", "d", "", "ef", "g", "hijk"]
+    if is_edited:
+        words[0] = "abd"
+    tokens = np.full((N, 6), -1, np.int32)
+    for row, word in zip(tokens, words, strict=True):
+        row[: len(word) + 2] = [0, *word.encode(), 0]
+    return from_texts(words, length=6), {"tokens": tokens}
+
+
+SOURCES = {
+    **{
+        name: lambda folder, is_edited=False, adapter=adapter: (
+            adapter(folder, given(is_edited), {"patient": PATIENTS}),
+            given(is_edited),
+        )
+        for name, adapter in adapters.ADAPTERS.items()
+    },
+    "folder": of_a_folder,
+    "table": of_a_table,
+    "texts": of_texts,
+}
+every_source = pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
+# What `Examples` has besides the three members of a source.
+OF_THIS_LIBRARY = {name: make for name, make in SOURCES.items() if name != "own"}
+every_source_of_this_library = pytest.mark.parametrize(
+    "make", OF_THIS_LIBRARY.values(), ids=OF_THIS_LIBRARY
+)
+
+
+def assert_rows(batch, columns, rows):
+    """Checks that a batch has these rows of all columns, with their dtypes."""
+    assert batch.keys() == columns.keys()
+    for name, column in columns.items():
+        assert type(batch[name]) is np.ndarray and batch[name].dtype == column.dtype, name
+        np.testing.assert_array_equal(batch[name], column[rows], name)
+
+
+@every_source
+def test_examples_are_the_records_at_their_positions(tmp_path, make):
+    source, columns = make(tmp_path)
+    assert isinstance(source, Source) and len(source) == N
+    structure = check_source(source, *columns)
+    for name, column in columns.items():
+        assert structure[name] == jax.ShapeDtypeStruct(column.shape[1:], column.dtype)
+    # In any order, with repetitions, none at all, and a second time.
+    for rows in ([4, 0, 4], list(range(N)), [], [4, 0, 4]):
+        assert_rows(source.gather(np.array(rows, np.int64)), columns, np.array(rows, np.int64))
+
+
+@every_source
+def test_parts_and_columns_have_the_same_records(tmp_path, make):
+    source, columns = make(tmp_path)
+    part = take(source, np.array([5, 2, 0]))
+    assert len(part) == 3 and check_source(part) == check_source(source)
+    assert_rows(part.gather(np.array([2, 1])), columns, [0, 2])
+    assert_rows(take(part, np.array([1])).gather(np.array([0])), columns, [2])
+    # Pixels are read as they are stored.
+    for name, column in columns.items():
+        if name == "image":
+            continue
+        np.testing.assert_array_equal(read_column(source, name), column)
+        np.testing.assert_array_equal(read_column(part, name), column[[5, 2, 0]])
+    with pytest.raises(ValueError, match="no column 'target'"):
+        read_column(source, "target")
+    with pytest.raises(ValueError, match="source has no column 'target'"):
+        check_source(source, "target")
+
+
+@every_source
+def test_the_fingerprint_names_the_records_in_their_order(tmp_path, make):
+    (tmp_path / "again").mkdir()
+    source, _ = make(tmp_path)
+    first = source.fingerprint
+    source.gather(np.arange(N))
+    assert source.fingerprint == first == make(tmp_path / "again")[0].fingerprint
+    parts = [take(source, np.array(rows)) for rows in ([0, 1], [1, 0], [0, 1, 2])]
+    assert len({first, *(part.fingerprint for part in parts)}) == 4
+    if not isinstance(source, Examples):
+        return
+    assert len(first) == 64 and source.take(np.arange(N)).fingerprint == first
+    if not source.declared:
+        assert make(tmp_path / "again", is_edited=True)[0].fingerprint != first
+
+
+@every_source_of_this_library
+def test_examples_are_indexed_taken_loaded_and_split(tmp_path, make):
+    source, columns = make(tmp_path)
+    one, loaded = source[3], source.take([5, 3]).load()
+    for name, column in columns.items():
+        np.testing.assert_array_equal(one[name], column[3])
+    assert len(list(source)) == N and len(source.take([])) == 0
+    assert_rows(loaded.gather([0, 1]), columns, [5, 3])
+    assert loaded.fingerprint == source.take([5, 3]).load().fingerprint
+    halves = source.split([0.5, 0.5], seed=1)
+    assert sorted(np.concatenate([half.positions for half in halves])) == list(range(N))
+    for index in (-1, N, np.array([0, N]), np.array([-1])):
+        with pytest.raises(IndexError, match=r"indices must be in \[0, 6\) for source '"):
+            source[index]
+    for index in (0.5, np.ones(N, bool), np.zeros((2, 2), int)):
+        with pytest.raises(TypeError, match="indices must be"):
+            source[index]
+
+
+@every_source_of_this_library
+def test_owners_are_told_apart_by_their_texts(tmp_path, make):
+    source, columns = make(tmp_path)
+    if "patient" not in source.text_names:
+        assert make is of_texts
+        return
+    people = by_group(source, "patient", max_records=2)
+    assert people.rows.tolist() == [[0, 2], [1, -1], [3, -1], [4, -1], [5, -1]]
+    batch = people.gather(np.array([0, 1]))
+    assert_rows(jax.tree.map(lambda x: x[0], batch.records), columns, [0, 2])
+    assert batch.present.tolist() == [[True, True], [True, False]]
+    shared = by_owners(source, "patient", max_records=1)
+    assert shared.owners == 4 and max(shared.records_of) == 1
+    cells = [cell.strip() for cell in read_column(source, "patient")]
+    assert cells == [patient.strip() for patient in PATIENTS]
+    people = by_group(source.load(), "patient", max_records=2)
+    assert people.rows[0].tolist() == [0, 2]
 
 
 # --- Files of NumPy -----------------------------------------------------------------------------
@@ -34,7 +210,6 @@ def test_npz(tmp_path):
     )
     assert (source.name, source.num_classes) == ("reviews", 2)
     np.testing.assert_array_equal(source.gather([3])["tokens"], TOKENS[[3]])
-    assert from_npz(tmp_path / "reviews.npz").gather([0])["ids"].dtype == np.int32
     with pytest.raises(ValueError, match=r"has no array z\. It has ids, y"):
         from_npz(tmp_path / "reviews.npz", columns={"z": "z"})
 

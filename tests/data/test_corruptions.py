@@ -89,23 +89,23 @@ def test_names_are_the_published_ones_in_order():
 @each_scale
 @each_corruption
 def test_pixels_depend_on_position_and_seed_alone(name, scale):
-    source = photographs(SIDES[scale], 4)
+    source = photographs(SIDES[scale], 3)
     everything = pixels(corrupt(source, name, seed=7, scale=scale))
-    assert everything.shape == (4, SIDES[scale], SIDES[scale], 3)
+    assert everything.shape == (3, SIDES[scale], SIDES[scale], 3)
 
     np.random.seed(1)
     before = np.random.get_state()
     again = corrupt(source, name, seed=7, scale=scale)
-    np.testing.assert_array_equal(pixels(again.take([3, 1])), everything[[3, 1]])
+    np.testing.assert_array_equal(pixels(again.take([2, 1])), everything[[2, 1]])
     np.testing.assert_array_equal(
-        pixels(corrupt(source.take([2, 3]), name, seed=7, scale=scale)), everything[2:]
+        pixels(corrupt(source.take([1, 2]), name, seed=7, scale=scale)), everything[1:]
     )
     for kept, expected in zip(np.random.get_state(), before, strict=True):
         np.testing.assert_array_equal(kept, expected)
 
     # Only a random corruption depends on the seed and on where the same photograph stands.
-    other_seed = pixels(corrupt(source, name, seed=8, scale=scale))
-    assert np.array_equal(other_seed, everything) == (name not in RANDOM)
+    other_seed = pixels(corrupt(source.take([0]), name, seed=8, scale=scale))
+    assert np.array_equal(other_seed, everything[:1]) == (name not in RANDOM)
     twice = from_arrays(image=source.arrays["image"][[0, 0]], label=np.zeros(2, int), num_classes=2)
     first, second = pixels(corrupt(twice, name, seed=7, scale=scale))
     np.testing.assert_array_equal(first, everything[0])

@@ -19,6 +19,7 @@ from jaxdp.privacy import Ledger
 from jaxdp.recalibration import Party
 from jaxdp.release import Release, Till, stream
 from jaxdp.split import noisy_upload
+from tests.data import adapters
 
 N = 6
 SEED = bytes(16)
@@ -91,15 +92,14 @@ def a_dict_inside(tmp_path):
 
 
 def mapped(tmp_path, **options):
-    np.save(tmp_path / "x.npy", values())
+    columns = adapters.mapped_columns(tmp_path, {"x": values()})
     writer = np.load(tmp_path / "x.npy", mmap_mode="r+")
 
     def edit():
         writer[0] = 9.0
         writer.flush()
 
-    x = np.load(tmp_path / "x.npy", mmap_mode="r")
-    return data.Examples({"x": x}, **options), edit
+    return data.Examples(columns, **options), edit
 
 
 def declared(tmp_path):
@@ -116,8 +116,8 @@ def folder(tmp_path):
 
 
 def npz(tmp_path):
-    np.savez(tmp_path / "x.npz", x=values())
-    return data.from_npz(tmp_path / "x.npz"), lambda: np.savez(tmp_path / "x.npz", x=values(9.0))
+    source = adapters.npz(tmp_path, {"x": values()})
+    return source, lambda: adapters.npz(tmp_path, {"x": values(9.0)})
 
 
 def table(tmp_path):
@@ -126,51 +126,20 @@ def table(tmp_path):
     return data.from_csv(path), lambda: path.write_text("a,b\n9,9\n" + (N - 1) * "1,2\n")
 
 
-def records(tmp_path):
-    listed = [{"x": row} for row in values()]
-    return data.from_grain(listed), lambda: listed[0]["x"].fill(9.0)
+def of_columns(adapter):
+    """Returns a function that makes a source which reads an array of the caller."""
+
+    def make(tmp_path):
+        x = values()
+        return adapter(tmp_path, {"x": x}), functools.partial(x.__setitem__, 0, 9.0)
+
+    make.__name__ = adapter.__name__  # the name of its tests
+    return make
 
 
-class Pairs:
-    """A map-style data set of another library, which reads a file."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, row):
-        return {"x": np.load(self.path)[row]}
-
-
-def torch(tmp_path):
-    np.save(tmp_path / "x.npy", values())
-    return data.from_torch(Pairs(tmp_path / "x.npy")), lambda: np.save(
-        tmp_path / "x.npy", values(9.0)
-    )
-
-
-class Column:
-    """A column of another library, such as HDF5."""
-
-    dtype, shape = np.dtype(np.float32), (N, 4)
-
-    def __init__(self):
-        self.x = values()
-
-    def __len__(self):
-        return N
-
-    def __getitem__(self, rows):
-        return self.x[rows]
-
-
-def column(tmp_path):
-    made = Column()
-    return data.Examples({"x": made}), functools.partial(made.x.__setitem__, 0, 9.0)
-
-
+records, torch, column = map(
+    of_columns, (adapters.records, adapters.torch, adapters.columns_of_a_library)
+)
 IN_MEMORY = (
     in_memory,
     features,
@@ -236,7 +205,9 @@ AGAIN = {
     mapped: lambda source, path: data.Examples({"x": np.load(path / "x.npy", mmap_mode="r")}),
     folder: lambda source, path: data.from_folder(path),
     records: lambda source, path: data.from_grain(source.arrays.records),
-    torch: lambda source, path: data.from_torch(Pairs(path / "x.npy")),
+    torch: lambda source, path: data.from_torch(
+        source.arrays.records, prepare=source.arrays.prepare
+    ),
     column: lambda source, path: data.Examples({"x": source.arrays["x"].column}),
 }
 

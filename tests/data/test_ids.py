@@ -11,6 +11,7 @@ import pytest
 from jaxdp import data, recalibration, tta
 from jaxdp.data import identifiers
 from jaxdp.privacy import GaussianDpEvent, Ledger
+from tests.data import adapters
 from tests.data.real_files import NO_COLUMNS, NO_PEOPLE, PEOPLE, TEXTS
 
 COUNT = len(TEXTS)
@@ -87,32 +88,19 @@ def folder(tmp_path, **options):
     return data.from_folder(tmp_path, texts=("patient",), **options)
 
 
-def arrays(tmp_path):
-    return data.from_arrays(features=NUMBERS, patient=2 * TEXTS)
+def of_columns(adapter):
+    """Returns a function that makes a source of a folder, as `folder` does."""
+    columns = {"features": NUMBERS}
+    return lambda tmp_path: adapter(tmp_path, columns, {"patient": 2 * TEXTS})
 
 
-def as_bytes(tmp_path):
-    return data.from_arrays(features=NUMBERS, patient=[text.encode() for text in 2 * TEXTS])
+WITH_TEXTS = [
+    adapters.texts_as_bytes,
+    *(x for x in adapters.ADAPTERS.values() if x != adapters.own),
+]
 
 
-def npz(tmp_path):
-    np.savez(tmp_path / "scans.npz", features=NUMBERS, patient=np.array(2 * TEXTS))
-    return data.from_npz(tmp_path / "scans.npz")
-
-
-def grain(tmp_path):
-    records = [{"x": np.float32(k), "patient": text} for k, text in enumerate(2 * TEXTS)]
-    return data.from_grain(records, texts=("patient",))
-
-
-def torch(tmp_path):
-    records = [(np.float32(k), text) for k, text in enumerate(2 * TEXTS)]
-    return data.from_torch(
-        records, prepare=lambda pair: {"x": pair[0], "patient": pair[1]}, texts=("patient",)
-    )
-
-
-@pytest.mark.parametrize("make", [folder, arrays, as_bytes, npz, grain, torch])
+@pytest.mark.parametrize("make", [folder, *map(of_columns, WITH_TEXTS)])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_every_adapter_keeps_people_apart(tmp_path, make, loaded):
     """Broken twin: the first release read the column as numbers, or left it out."""

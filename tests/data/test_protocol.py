@@ -15,8 +15,6 @@ from jaxdp.data import (
     bundled,
     check_source,
     from_arrays,
-    read_column,
-    take,
 )
 from jaxdp.privacy import Ledger
 
@@ -166,20 +164,6 @@ def test_a_source_of_a_user_is_trained_on_and_judged():
         finetune.accuracy(logits, perfect, Own(), batch_size=4) == pytest.approx(right)
         and right > 0.5
     )
-
-
-def test_parts_and_columns_of_any_source():
-    part = take(Own(), np.array([4, 1]))
-    np.testing.assert_array_equal(part.gather(np.array([1]))["tokens"], [[3, 4, 5]])
-    assert (
-        len(part) == 2
-        and len({part.fingerprint, take(Own(), np.array([1, 4])).fingerprint, "version 1"}) == 3
-    )
-    check_source(part)
-    np.testing.assert_array_equal(read_column(Own(), "label"), LABEL)
-    np.testing.assert_array_equal(read_column(bundled("blobs").take([5, 2]), "label"), [1, 2])
-    with pytest.raises(ValueError, match="no column 'target'"):
-        read_column(Own(), "target")
 
 
 def test_columns_keep_their_dtype():

@@ -10,17 +10,15 @@ import PIL.Image
 import pytest
 
 from jaxdp.data import (
-    Examples,
     check_batch,
     check_source,
     from_arrays,
     from_csv,
     from_folder,
-    from_grain,
     from_npz,
-    from_torch,
     resize_images,
 )
+from tests.data.adapters import arrays, examples, mapped, npz, own, records, torch
 from tests.data.real_files import (
     FLOATS,
     GREY_16,
@@ -34,51 +32,6 @@ from tests.data.real_files import (
 )
 
 # --- Numbers -------------------------------------------------------------------------------------
-
-
-def arrays(tmp_path, column):
-    return from_arrays(time=column)
-
-
-def examples(tmp_path, column):
-    return Examples({"time": column})
-
-
-def npz(tmp_path, column):
-    np.savez(tmp_path / "x.npz", time=column)
-    return from_npz(tmp_path / "x.npz")
-
-
-def mapped(tmp_path, column):
-    np.save(tmp_path / "x.npy", column)
-    return from_arrays(time=np.load(tmp_path / "x.npy", mmap_mode="r"))
-
-
-def records(tmp_path, column):
-    return from_grain([{"time": value} for value in column])
-
-
-def torch(tmp_path, column):
-    return from_torch(column, prepare=lambda value: {"time": value})
-
-
-class Own:
-    """A source of a user."""
-
-    fingerprint = "version 1"
-
-    def __init__(self, column):
-        self.column = column
-
-    def __len__(self):
-        return len(self.column)
-
-    def gather(self, indices):
-        return {"time": self.column[indices]}
-
-
-def own(tmp_path, column):
-    return Own(column)
 
 
 MAKERS = [arrays, examples, npz, mapped, records, torch, own]
@@ -95,7 +48,7 @@ def test_numbers_that_a_device_would_change_are_refused(tmp_path, make, column, 
     elif column.dtype.hasobject and make is mapped:
         pytest.skip("no object can be mapped")
     with pytest.raises(error) as caught:
-        check_source(make(tmp_path, column))
+        check_source(make(tmp_path, {"time": column}))
     text = str(caught.value)
     assert "time" in text or make is npz
     assert (message in text or "dtype" in text) and not any(
@@ -110,14 +63,14 @@ def test_digits_that_float32_loses_are_said_by_name(tmp_path, make, column):
         UserWarning,
         match=r"time.* is float64, and float32 loses its last digits\. Subtract a public",
     ):
-        check_source(make(tmp_path, column))
+        check_source(make(tmp_path, {"time": column}))
 
 
 @pytest.mark.filterwarnings("ignore:.*hold NaN or an infinity")
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("column", KEPT, ids=lambda column: str(column.dtype))
 def test_numbers_that_a_device_has_reach_it(tmp_path, make, column):
-    source = make(tmp_path, column)
+    source = make(tmp_path, {"time": column})
     check_source(source)
     read = check_batch(source.gather(np.arange(2)))["time"]
     assert read.dtype == column.dtype.newbyteorder("=") and read.dtype.isnative
@@ -321,8 +274,8 @@ def test_the_mask_of_an_array_is_never_lost(tmp_path, make):
     ages = np.ma.masked_array([40.0, 999.0], mask=[False, True])
     assert np.asarray(ages)[1] == 999
     with pytest.raises(TypeError, match=r"masked array, whose mask would be lost.*filled\(0\)"):
-        check_source(make(tmp_path, ages))
-    check_source(make(tmp_path, ages.filled(0)))
+        check_source(make(tmp_path, {"age": ages}))
+    check_source(make(tmp_path, {"age": ages.filled(0)}))
 
 
 def test_sixteen_bits_survive_preparation_and_resizing(tmp_path):

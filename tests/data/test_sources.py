@@ -27,40 +27,12 @@ def test_images_are_stored_as_uint8_and_gathered_as_floats():
     assert source.gather(np.arange(12))["image"].max() <= 1
 
 
-def test_indexing_gives_one_example_or_a_batch():
-    source = pixels()
-    example = source[5]
-    assert example["image"].shape == (4, 5, 3) and example["label"].shape == ()
-    np.testing.assert_array_equal(example["image"], source[np.array([5])]["image"][0])
-    assert len(list(source)) == len(source) == 12
-
-
-def test_an_empty_batch_is_legal():
-    batch = pixels().gather(np.zeros(0, np.int64))
-    assert batch["image"].shape == (0, 4, 5, 3) and batch["label"].shape == (0,)
-    assert len(pixels().take([])) == 0
-
-
-@pytest.mark.parametrize("index", [-1, 12, np.array([0, 12]), np.array([-1])])
-def test_indices_outside_the_source_are_refused(index):
-    with pytest.raises(IndexError, match=r"indices must be in \[0, 12\) for source 'pixels'"):
-        pixels()[index]
-
-
-@pytest.mark.parametrize("index", [0.5, np.ones(12, bool), np.zeros((2, 2), int)])
-def test_indices_that_are_not_integer_vectors_are_refused(index):
-    with pytest.raises(TypeError, match="indices must be"):
-        pixels()[index]
-
-
 def test_take_composes_and_copies_nothing():
     source = pixels()
     part = source.take([9, 4, 7]).take([2, 0], name="part")
     assert part.name == "part" and len(part) == 2 and part.num_classes == 3
     assert all(part.arrays[key] is column for key, column in source.arrays.items())
     np.testing.assert_array_equal(part.gather([0, 1])["image"], source.gather([7, 9])["image"])
-    with pytest.raises(IndexError):
-        part.gather([2])
 
 
 def test_splits_are_disjoint_and_depend_on_positions_alone():

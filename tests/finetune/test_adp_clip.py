@@ -103,34 +103,6 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one(count_noise):
     assert max(norms) > 1 - 1e-5  # and nothing is wasted
 
 
-def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
-    query = trainer_of(data.PoissonSampler(N, 0.2), count_noise=0.5).query
-    sums, rng, moved = jax.jit(query.sums), np.random.default_rng(0), []
-    for number, example in enumerate(AWKWARD):
-        batch = np.concatenate([rng.normal(size=(PHYSICAL - 1, FEATURES)), [example]]).astype(
-            np.float32
-        )
-        for clip_norm in (0.1, 3.0):
-            mask = np.append(rng.random(PHYSICAL - 1) < 0.6, True)
-            neighbour = np.append(mask[:-1], False)
-            one, other = (
-                flat(sums(params_of(), jnp.float32(clip_norm), {"features": batch}, m, None).total)
-                for m in (mask, neighbour)
-            )
-            moved.append(np.linalg.norm(one - other))
-            assert moved[-1] <= 1 + 1e-5, number
-    assert max(moved) > 0.999
-
-
-def test_masked_rows_and_empty_batches_do_not_move_the_count():
-    trainer = trainer_of(data.PoissonSampler(N, 0.2), count_noise=0.5)
-    batch = {"features": np.stack(AWKWARD[:PHYSICAL]).astype(np.float32)}
-    out = trainer.query.sums(params_of(), jnp.float32(1.5), batch, np.zeros(PHYSICAL, bool), None)
-    assert not flat(out).any()
-    assert not flat(trainer.zeros(params_of())).any()
-    assert jax.tree.map(jnp.shape, out.total) == jax.tree.map(jnp.shape, trainer.zeros(params_of()))
-
-
 PARTS = {"head": 1.5, "tail": 0.25}
 
 

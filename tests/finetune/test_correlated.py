@@ -55,10 +55,10 @@ def shared_trainer():
     return trainer_of()
 
 
-def fit(trainer, ledger, **arguments):
+def fit(trainer, ledger, name="blobs", **arguments):
     arguments = {"source": BLOBS, "steps": STEPS, "checkpoint_every": 2, **arguments}
     source = arguments.pop("source")
-    account = ledger.account("blobs")
+    account = ledger.account(name)
     return finetune.fit(trainer, PARAMS, source, account=account, progress=False, **arguments)
 
 
@@ -69,8 +69,8 @@ def ledger_of(epsilon=None):
     return ledger
 
 
-def charged(ledger):
-    return composition(ledger.events("blobs").get(None, dp_event.NoOpDpEvent()))
+def charged(ledger, name="blobs"):
+    return composition(ledger.events(name).get(None, dp_event.NoOpDpEvent()))
 
 
 # --- Events -------------------------------------------------------------------------------------
@@ -234,6 +234,16 @@ def test_a_copy_of_a_workdir_that_went_on_pays_for_a_whole_run(tmp_path):
         "training, steps 2..3",
         "training, steps 4..5",
     ]
+
+
+@pytest.mark.slow
+def test_a_copy_is_noticed_under_another_account(tmp_path):
+    ledger, own, other = stopped_and_copied(tmp_path)
+    fit(shared_trainer(), ledger, workdir=own)
+    ledger.register("renamed", adjacency="add_remove", unit="example", delta=1e-6)
+    fit(shared_trainer(), ledger, workdir=other, name="renamed")
+    # One for the steps that it has taken, under the new name, and one for those after them.
+    assert charged(ledger, "renamed") == {WHOLE: 2}
 
 
 @pytest.mark.slow

@@ -241,25 +241,6 @@ def test_one_example_contributes_at_most_a_vector_of_norm_one_whatever_the_basis
     assert max(norms["orthonormal"]) > 0.999  # and nothing is wasted
 
 
-@pytest.mark.slow
-def test_adding_or_removing_an_example_moves_the_release_by_at_most_one():
-    query = trainer_of(clip_norm=0.9, residual_clip_norm=0.2).query
-    sums, basis, moved = jax.jit(query.sums), refreshed(plain()), []
-    for example in AWKWARD:
-        batch = np.concatenate([features_of(PHYSICAL - 1, 7), [example]]).astype(np.float32)
-        with_it, without = np.ones(PHYSICAL, bool), np.arange(PHYSICAL) < PHYSICAL - 1
-        one, other = (
-            flat(sums(params_of(), basis, {"features": batch}, m, None).total)
-            for m in (with_it, without)
-        )
-        moved.append(np.linalg.norm(one - other))
-    assert max(moved) <= 1 + 1e-5
-    assert max(moved) > 0.999
-    nobody = sums(params_of(), basis, {"features": batch}, np.zeros(PHYSICAL, bool), None).total
-    assert not flat(nobody).any()
-    assert jax.tree.map(jnp.shape, nobody) == jax.tree.map(jnp.shape, query.zeros(params_of()))
-
-
 # --- Steps --------------------------------------------------------------------------------------
 
 
@@ -479,13 +460,8 @@ def test_known_costs(size, batch, steps, sigma, rdp, pld):
         assert epsilon(event, delta=1e-5) == pytest.approx(pld, abs=0.006)
 
 
-CHANGES = [
-    {"anchors": anchors_of(seed=6)},
-    {"basis_every": 3},
-    {"power_iterations": 2},
-    {"groups": 1},
-    {"residual_share": 0.4},
-]
+# The anchors are facts of a release. All settings are in its program.
+CHANGES = [{"anchors": anchors_of(seed=6)}, {"basis_every": 3}, {"residual_share": 0.4}]
 
 
 @pytest.mark.slow
@@ -516,7 +492,7 @@ def test_what_is_changed_after_a_crash_pays_again(tmp_path, monkeypatch):
                 progress=False,
             )
         charged.append(sum(composition(ledger.events("data")[None]).values()))
-    assert charged == [3, 3, 6, 9, 12, 15, 18]
+    assert charged == [3, 3, 6, 9, 12]
 
 
 # --- What cannot be -----------------------------------------------------------------------------

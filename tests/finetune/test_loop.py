@@ -6,7 +6,6 @@ import functools
 import importlib.metadata
 import itertools
 import json
-import os
 import resource
 import stat
 import typing
@@ -200,22 +199,14 @@ def crashing(monkeypatch, at):
     monkeypatch.setattr(finetune.PrivateTrainer, "step", wrapped)
 
 
-def other_data(source):
-    image = source.arrays["image"].copy()
-    image[17, 0, 0, 0] = 0.5
-    return data.from_arrays(image=image, label=source.arrays["label"], num_classes=10).take(
-        np.arange(150)
-    )
-
-
 def forget_seed(folder):
     (folder / "secret_seed").unlink()
 
 
 # What is changed, and after how many steps the run crashed. Chunks are of three steps.
+# tests/test_stages.py has other data and other first parameters.
 CHANGES = {
     "nothing": (5, {}, None),
-    "one pixel of one example": (5, {"source": other_data}, None),
     "the order of the examples": (
         5,
         {"source": lambda source: source.take(np.arange(150)[::-1])},
@@ -223,7 +214,6 @@ CHANGES = {
     ),
     "clip norm": (5, {"clip_norm": 0.500001}, None),
     "seed": (5, {"seed": bytes(16)}, forget_seed),
-    "first parameters": (2, {"start": 1}, None),
 }
 
 
@@ -291,8 +281,8 @@ def test_a_constant_in_the_loss_is_part_of_the_program():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("change", ["environment", "cores", "sampling package", "nothing"])
-def test_what_changes_the_arithmetic_after_a_crash_draws_fresh_noise(tmp_path, monkeypatch, change):
+@pytest.mark.parametrize("change", ["sampling package", "nothing"])
+def test_another_sampling_package_after_a_crash_draws_fresh_noise(tmp_path, monkeypatch, change):
     trainer, ledger = shared_trainer(), blobs_ledger(delta=1e-5)
 
     def crash(params):
@@ -300,14 +290,7 @@ def test_what_changes_the_arithmetic_after_a_crash_draws_fresh_noise(tmp_path, m
 
     with pytest.raises(Crash):
         fit(trainer, ledger, workdir=tmp_path, steps=2, evaluate=crash)
-    if change == "environment":
-        monkeypatch.setenv(
-            "XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true"
-        )
-    elif change == "cores":
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores + 1), raising=False)
-    elif change == "sampling package":
+    if change == "sampling package":
         version = importlib.metadata.version
         monkeypatch.setattr(importlib.metadata, "version", lambda name: f"{version(name)}.1")
     fit(trainer, ledger, workdir=tmp_path, steps=2)
@@ -410,38 +393,6 @@ def test_an_interrupted_chunk_needs_no_room(tmp_path):
             fit(trainer, ledger, workdir=tmp_path, evaluate=evaluate)
     assert int(fit(trainer, ledger, workdir=tmp_path).step) == 4
     assert composition(ledger.events("blobs")[None]).popitem()[1] == 4
-
-
-@pytest.mark.slow
-def test_a_loss_that_calls_back_to_python_is_charged_again_after_a_crash(tmp_path):
-    """What the callback returns is in no hash, so the chunk could come out differently under the
-    same noise."""
-    scale = np.float32(1.0)
-
-    def loss(params, example):
-        factor = jax.pure_callback(
-            lambda: scale, jax.ShapeDtypeStruct((), jnp.float32), vmap_method="sequential"
-        )
-        return factor * ((example["features"] @ params["w"] - example["label"]) ** 2).sum()
-
-    sampler = data.PoissonSampler(60, 0.2)
-    settings = {
-        "sampler": sampler,
-        "clip_norm": 1.0,
-        "noise_multiplier": 1.0,
-        "physical_batch_size": 8,
-    }
-    trainer = finetune.dp_sgd(loss, optax.sgd(0.01), engine="vmap", **settings)
-    ledger = blobs_ledger(delta=1e-5)
-
-    def crash(params):
-        raise Crash
-
-    with pytest.raises(Crash):
-        fit(trainer, ledger, workdir=tmp_path, evaluate=crash)
-    scale = np.float32(2.0)
-    fit(trainer, ledger, workdir=tmp_path)
-    assert composition(ledger.events("blobs")[None]).popitem()[1] == 6
 
 
 class Counted:

@@ -100,6 +100,10 @@ def arrays(state):
     return [np.asarray(x) for x in jax.tree.leaves(state._replace(noise=None, key=None))]
 
 
+def flat(tree):
+    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
+
+
 def assert_same(one, other):
     for a, b in zip(arrays(one), arrays(other), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -204,6 +208,40 @@ def test_steps_compile_once_transfer_nothing_by_accident_and_keep_shapes_and_dty
         assert np.isfinite(list(jax.device_get(metrics).values())).all()
     assert dict(traces) == after_first
     assert int(state.step) == int(state.noise.step) == 5
+
+
+AWKWARD = np.stack(
+    [
+        np.zeros(FEATURES),
+        np.full(FEATURES, np.nan),
+        np.array([np.inf, 0, 0, 0, 0]),
+        np.array([1, 1, 1, 1, -np.inf]),
+        *(10.0**k * np.array([1.0, -2, 3, 0, 1e-3]) for k in (-42, -20, -8, -3, 0, 3, 8, 17, 30)),
+    ]
+).astype(np.float32)
+
+
+@pytest.mark.slow
+@every_method
+def test_an_example_moves_the_sum_by_at_most_the_sensitivity(name):
+    """Alone and beside others, whatever its size. One that is not finite moves at most a count."""
+    trainer, features = compiled(name), source_of().arrays["features"].copy()
+    features[: len(AWKWARD)] = AWKWARD
+    source, state = source_of(features=features), trainer.refreshed(keyed(trainer))
+    most = trainer.query.sensitivity("add_remove") * (1 + 1e-5)
+    others = np.arange(len(AWKWARD), len(AWKWARD) + PHYSICAL - 1)
+    rest, lengths = trainer.sums(state, source, others), []
+    for row, example in enumerate(AWKWARD):
+        alone = trainer.sums(state, source, np.array([row]))
+        beside = trainer.sums(state, source, np.append(others, row))
+        moved = jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, beside, rest)
+        lengths.append([float(np.linalg.norm(flat(tree))) for tree in (alone, moved)])
+        assert max(lengths[-1]) <= most, example
+        if not np.isfinite(example).all():
+            counted = alone._replace(below=0) if hasattr(alone, "below") else alone
+            assert not flat(counted).any(), example
+    assert np.max(lengths) > 0.9 * most
+    assert not flat(trainer.sums(state, source, np.zeros(0, np.int64))).any()
 
 
 @pytest.mark.slow

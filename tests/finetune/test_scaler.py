@@ -8,8 +8,7 @@ import pytest
 
 from jaxdp import data, finetune
 from jaxdp.finetune import scaler as stage
-from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, epsilon
-from jaxdp.privacy.events import composition
+from jaxdp.privacy import GaussianDpEvent, Ledger, epsilon
 
 SEED = bytes(range(16))
 RANGES = {"age": (0, 120), "bmi": (10, 60)}
@@ -136,56 +135,6 @@ def test_noise_has_the_right_scale_and_wrong_scales_are_rejected():
     assert accepted(drawn)
     assert not accepted(0.7 * drawn)
     assert not accepted(1.3 * drawn)
-
-
-def test_a_release_is_charged_before_the_rows_are_read_and_paid_once(rows, tmp_path, monkeypatch):
-    pays = account(epsilon=1.0, delta=1e-5)
-    spent = []
-
-    def watched(source, measured, whole=stage.column_sums):
-        spent.append(composition(pays.ledger.events("t")[None]))
-        return whole(source, measured)
-
-    monkeypatch.setattr(stage, "column_sums", watched)
-    options = {"account": pays, "workdir": tmp_path / "scaler", "seed": None}
-    drawn = [scaler_of(rows, 8.0, **options) for _ in range(2)]
-    assert drawn[0] == drawn[1] and spent == [{GaussianDpEvent(8.0): 1}]
-    assert pays.epsilon(delta=1e-5) == pytest.approx(epsilon(GaussianDpEvent(8.0), delta=1e-5))
-    with pytest.raises(BudgetExceeded):
-        scaler_of(rows, 0.5, account=pays)
-    assert len(spent) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"ranges": {"agee": (0, 1)}}, r"ranges must name features .* got 'agee'\. It has age"),
-        ({"ranges": {"age": (1, 1)}}, r"ranges must have low < high for 'age'"),
-        ({"ranges": {}}, "ranges must name a column"),
-        ({"noise_multiplier": 0.0}, "noise_multiplier must be positive and finite, got 0.0"),
-        ({"noise_multiplier": 1e40}, "noise_multiplier=1e\\+40 times the clip norm"),
-    ],
-)
-def test_arguments_are_checked_before_anything_is_spent(rows, options, message):
-    pays = account(epsilon=1.0, delta=1e-5)
-    with pytest.raises(ValueError, match=message):
-        scaler_of(rows, **({"account": pays} | options))
-    assert not pays.ledger.events("t")
-
-
-def test_the_unit_of_the_ledger_is_that_of_the_source(rows):
-    """An account of rows does not pay for owners, and one of patients not for rows by mistake."""
-    owners = data.by_group(rows, "patient", max_records=2)
-    patients = account(delta=1e-5, unit="patient")
-    assert scaler_of(owners, account=patients, unit="patient").mean != scaler_of(rows).mean
-    for source, options in (
-        (owners, {}),
-        (owners, {"unit": "patient"}),
-        (rows, {"account": patients}),
-        (owners, {"account": patients}),
-    ):
-        with pytest.raises(ValueError, match="unit must be that of account 't'"):
-            scaler_of(source, **options)
 
 
 @pytest.mark.slow

@@ -133,19 +133,6 @@ def fitted(optimizer, **options):
         return ledger.epsilon("data"), str(error.value)
 
 
-@pytest.mark.parametrize("optimizer", [optax.lbfgs(), optax.polyak_sgd()], ids=["lbfgs", "polyak"])
-def test_an_optimizer_that_needs_the_loss_is_refused_before_anything_is_spent(optimizer):
-    spent, message = fitted(optimizer)
-    assert spent == 0.0
-    assert "optimizer must work with the noisy gradient alone" in message and "'value'" in message
-
-
-def test_a_ledger_is_no_account():
-    with Ledger.in_memory() as ledger:
-        spent, message = fitted(optax.sgd(0.1), account=ledger)
-    assert spent == 0.0 and "got Ledger. Use ledger.account(name)" in message
-
-
 @pytest.mark.parametrize("result", ["good", {"accuracy": "good"}, {"accuracy": [0.5, 0.6]}])
 def test_an_evaluation_without_numbers_is_named_before_paid_steps_could_be_lost(result, tmp_path):
     """A workdir keeps the steps, so its evaluation comes after them."""

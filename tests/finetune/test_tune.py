@@ -626,28 +626,29 @@ def test_a_procedure_that_returns_another_structure_is_named(account, returned):
 # --- Other releases -----------------------------------------------------------------------------
 
 
-def recalibrated(method):
-    """Returns a candidate that recalibrates one hospital by a method."""
+def recalibrated(name):
+    """Returns a candidate that recalibrates one hospital by a method, in a search of two rounds."""
+    method = getattr(recalibration, name)
     random = np.random.default_rng(0)
     logits = 4 * random.normal(size=(40, 3)).astype(np.float32)
     labels = logits.argmax(1)
 
     def run(account, seed):
         hospital = recalibration.Party(logits, labels, account=account)
-        found = method([hospital], epsilon=0.5, key=jaxdp.release.stream(seed, "noise"))
+        key = jaxdp.release.stream(seed, "noise")
+        found = method([hospital], epsilon=0.5, key=key, iterations=2)
         return {"temperature": np.float32(found.temperature)}
 
-    return finetune.Procedure(event=PURE, run=run, facts=[logits, labels, method.__name__])
+    return finetune.Procedure(event=PURE, run=run, facts=[logits, labels, name])
 
 
 @pytest.mark.slow
 def test_a_recalibration_is_a_candidate_that_pays_once(account, monkeypatch, five_runs, tmp_path):
-    methods = (recalibration.acc_t, recalibration.nll_t)
     start = {"temperature": np.float32(1.0)}
     score = PublicScore(lambda params: -abs(float(params["temperature"]) - 2.0), facts=["near 2"])
     tune = functools.partial(
         jaxdp.tune,
-        {method.__name__: recalibrated(method) for method in methods},
+        {name: recalibrated(name) for name in ("acc_t", "nll_t")},
         account,
         start,
         None,

@@ -1,6 +1,7 @@
 """Noisy labels: paid once, equal again after a crash, and nothing else of the labels gets out."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from scipy.stats import binomtest
 
 import jaxdp
 from jaxdp import privacy
-from jaxdp.data import by_group, from_arrays
+from jaxdp.data import from_arrays
 from jaxdp.labels import (
     METHODS,
     event,
@@ -18,8 +19,7 @@ from jaxdp.labels import (
     release_labels_in_stages,
 )
 from jaxdp.labels.histogram import noisy_counts
-from jaxdp.privacy import LabelDpEvent, Ledger
-from jaxdp.release import Till
+from jaxdp.privacy import BudgetExceeded, LabelDpEvent, Ledger
 
 _SEED = bytes(range(16))
 _COUNT = 600
@@ -58,32 +58,6 @@ def test_labels_are_noisy_by_the_epsilon_that_is_paid(account):
     np.testing.assert_array_equal(batch["label"], noisy.labels[[5, 2]])
     assert set(batch) == {"features", "label"} and batch["label"].dtype == np.int32
     assert len(noisy) == _COUNT and noisy.num_classes == 3
-
-
-def test_labels_are_paid_once_and_equal_again_after_a_crash(account, tmp_path, monkeypatch):
-    def call(**options):
-        return release_labels(_records(), account=account, workdir=tmp_path, **options).labels
-
-    keeper = Till.keeper
-
-    def crash(self, what):
-        def keep(arrays):
-            crash.labels = arrays["labels"]
-            raise OSError("the disk is full")
-
-        return keep
-
-    monkeypatch.setattr(Till, "keeper", crash)
-    with pytest.raises(OSError, match="full"):
-        call(epsilon=1.0)
-    monkeypatch.setattr(Till, "keeper", keeper)
-    for _ in range(2):  # resumed, then kept
-        np.testing.assert_array_equal(call(epsilon=1.0), crash.labels)
-    assert account.epsilon(delta=0.0) == pytest.approx(1.0)
-    with pytest.raises(ValueError, match="another release"):
-        call(epsilon=2.0)
-    with pytest.raises(jaxdp.BudgetExceeded):
-        release_labels(_records(), account=account, epsilon=3.5)
 
 
 def test_what_a_release_will_cost_is_what_it_charges(account):
@@ -178,46 +152,42 @@ def test_stages_cost_one_epsilon_and_make_more_labels_right(account, tmp_path):
             staged(workdir=None, **other)
 
 
+@pytest.mark.parametrize("with_parts", [True, False])
+def test_another_ledger_pays_for_the_parts_that_a_workdir_keeps(account, tmp_path, with_parts):
+    def staged(ledger):
+        words = {"account": ledger.account("survey"), "epsilon": 1.0, "workdir": tmp_path}
+        return release_labels_in_stages(_records(), _beliefs, **words)
+
+    def registered(epsilon):
+        ledger = Ledger.in_memory()
+        terms = {"unit": "respondent", "epsilon": epsilon, "delta": 0.0}
+        ledger.register("survey", adjacency="replace_label", **terms)
+        return ledger
+
+    kept = staged(account.ledger)
+    if not with_parts:  # Earlier versions did not note the part.
+        for path in tmp_path.rglob("charges.jsonl"):
+            row = json.loads(path.read_text())
+            del row["partition"]
+            path.write_text(f"{json.dumps(row)}\n")
+    np.testing.assert_array_equal(staged(account.ledger).labels, kept.labels)
+    assert len(account.ledger.report()["datasets"][0]["spends"]) == 2
+    other = registered(epsilon=1.0)
+    np.testing.assert_array_equal(staged(other).labels, kept.labels)
+    assert other.events("survey") == account.ledger.events("survey")
+    assert other.epsilon("survey", delta=0.0) == pytest.approx(1.0)
+    small = registered(epsilon=0.5)
+    with pytest.raises(BudgetExceeded):
+        staged(small)
+    assert small.epsilon("survey", delta=0.0) == 0
+
+
 def test_the_model_of_a_stage_sees_no_true_label(account):
     def read_labels(noisy, records):
         return np.eye(3)[records.gather(np.arange(len(records)))["label"]]
 
     with pytest.raises(KeyError, match="label"):
         release_labels_in_stages(_records(), read_labels, account=account, epsilon=1.0)
-
-
-@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one", "zero_out"])
-def test_an_account_for_examples_is_refused(adjacency):
-    ledger = Ledger.in_memory()
-    ledger.register("scans", adjacency=adjacency, unit="example")
-    account = ledger.account("scans")
-    for release in (release_labels, release_label_prior):
-        with pytest.raises(ValueError, match=r"whole examples.*labels only"):
-            release(_records(), account=account, epsilon=1.0)
-    assert not ledger.events("scans").get(None)
-
-
-def test_what_cannot_work_is_refused_before_anything_is_spent(account):
-    records = _records()
-    groups = by_group(records, np.arange(_COUNT) // 2, max_records=2)
-    wrong = [
-        (records, {"epsilon": 0.0}, "epsilon"),
-        (records, {"num_classes": 1}, "num_classes"),
-        (records, {"prior": np.full((5, 3), 1 / 3)}, "row for each record"),
-        (records, {"columns": ["age"]}, "columns"),
-        (records, {"columns": ["label"]}, "columns"),
-        (groups, {}, "one record of each owner"),
-        (from_arrays(features=np.zeros((2, 1)), label=np.zeros(2)), {}, "dtype"),
-    ]
-    for source, options, words in wrong:
-        with pytest.raises((TypeError, ValueError), match=words):
-            release_labels(source, account=account, **{"epsilon": 1.0} | options)
-    # Its noise is larger than what can be drawn. The least epsilon that passes is 2 / 2^18.
-    with pytest.raises(ValueError, match=r"epsilon must be at least 7\.62"):
-        release_label_prior(records, account=account, epsilon=np.nextafter(2 / 2**18, 0))
-    with pytest.raises(ValueError, match="stages"):
-        release_labels_in_stages(records, _beliefs, account=account, epsilon=1.0, stages=1)
-    assert account.epsilon(delta=0.0) == 0
 
 
 def test_a_corrected_loss_is_least_at_the_true_distribution():

@@ -19,8 +19,11 @@ import numpy as np
 import pytest
 from absl import flags
 from absl.testing import flagsaver
+from jax_privacy.matrix_factorization import buffered_toeplitz
 
+from jaxdp.finetune import strategies
 from jaxdp.models.checkpoints import blank_inputs
+from jaxdp.transforms.noise import correlated
 from launch import catalogue, command, models, plans, report, trainers
 from launch.frame import program as frame_program
 from tests.launch import program
@@ -77,11 +80,13 @@ def module_of(line):
     return words[2] if words[0] == "python" else f"launch.{words[1]}"
 
 
-# The noise of AdpAlloc is calibrated for one kind of step after the other, which takes seconds.
-# So are those of two buffers and of many bands.
+# The noise of AdpAlloc is calibrated for one kind of step after the other, and that of many bands
+# is optimised, which takes seconds.
+ONE_BAND = "--config.private.noise.bands=1"
 FASTER = {
     "configs/dpadapter_table1.py:digits": "--config.private.epochs=1",
-    "configs/finetune/correlated.py": "--config.private.noise.bands=1",
+    "configs/finetune/correlated.py": ONE_BAND,
+    "configs/finetune/correlated.py:cyclic_poisson": ONE_BAND,
 }
 COMMANDS = documented()
 LAUNCHERS = sorted({module_of(line) for line in COMMANDS})
@@ -118,6 +123,13 @@ def zeros(network, seed):
 def few_draws(*terms):
     """Balls in bins whose account is simulated by few draws, which is faster."""
     return dataclasses.replace(trainers._balls_in_bins(*terms), draws=2**12)
+
+
+def one_buffer(pattern, buffers):
+    """The noise of a buffered Toeplitz matrix that nobody has optimised."""
+    with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
+        matrix = buffered_toeplitz.BufferedToeplitz.build([0.9], [0.1])
+        return correlated(matrix, **pattern)
 
 
 def not_parsed(parser, words):
@@ -159,6 +171,7 @@ def mistake(line):
             # The plan is built. What it would compile and time is another test's.
             patched.enter_context(replace(models, "fresh", zeros))
             patched.enter_context(mock.patch.dict(trainers._PATTERNS, balls_in_bins=few_draws))
+            patched.enter_context(mock.patch.dict(strategies.STRATEGIES, blt=one_buffer))
             patched.enter_context(replace(plans, "_here", lambda item: plans._Estimate()))
             patched.enter_context(replace(plans, "_elsewhere", lambda *_: plans._Estimate()))
             config = rest[rest.index("--config") + 1]

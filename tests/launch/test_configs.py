@@ -15,6 +15,7 @@ from launch import catalogue, models
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = 10  # where the data would say it
+SIZES: dict[str, int] = {}  # by the `model` part, since many configs have the same network
 
 
 def documented() -> list[str]:
@@ -38,10 +39,13 @@ def shapes(model: ConfigDict) -> int:
         model.checkpoint = ""  # the file is not there, and it does not decide the shapes
         if model.preprocessing == ConfigDict():  # the file would say it
             model.preprocessing = {"size": 224, "mean": (0.5,) * 3, "std": (0.5,) * 3}
-    made = models.network(model, model.get("num_classes", 0) or CLASSES)
-    inputs = blank_inputs(made.preprocessing)
-    params = jax.eval_shape(made.model.init, jax.random.key(0), inputs)
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
+    key = model.to_json(sort_keys=True)
+    if key not in SIZES:
+        made = models.network(model, model.get("num_classes", 0) or CLASSES)
+        inputs = blank_inputs(made.preprocessing)
+        params = jax.eval_shape(made.model.init, jax.random.key(0), inputs)
+        SIZES[key] = sum(leaf.size for leaf in jax.tree.leaves(params))
+    return SIZES[key]
 
 
 def test_the_documented_variants_are_found():

@@ -11,6 +11,7 @@ from jaxdp.files import write_json
 from jaxdp.privacy import GaussianDpEvent, Ledger
 from jaxdp.report import verification
 from launch.lifecycle import cache, document
+from tests.launch.forgery import forgeries, put
 
 FORGED = "<script>alert(1)</script>"
 BOTH = {"before": 0.5, "after": 0.25}
@@ -94,20 +95,6 @@ def root(tmp_path):
     return tmp_path
 
 
-def leaves(value, path=()):
-    """Yields the (path, value) pairs of all values in nested lists and dicts."""
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [found for key, inner in items for found in leaves(inner, (*path, key))]
-    return [(path, value)]
-
-
-def put(value, path, new):
-    for key in path[:-1]:
-        value = value[key]
-    value[path[-1]] = new
-
-
 @pytest.mark.slow
 def test_nothing_that_is_forged_becomes_markup(root):
     """Forges every value of every file. A string is shown as text, and refused if a number is
@@ -118,11 +105,7 @@ def test_nothing_that_is_forged_becomes_markup(root):
     rows = sorted(root.glob("cells/*/*/row.json"))
     places = [root / "config.json", root / "result.json", root / "ledger.json", *rows]
     for path in places:
-        text = path.read_text()
-        for where, value in leaves(json.loads(text)):
-            found = json.loads(text)
-            put(found, where, FORGED)
-            path.write_text(json.dumps(found))
+        for where, value in forgeries(path, FORGED):
             try:
                 document.write(root)
             except (ValueError, FileNotFoundError) as error:
@@ -136,7 +119,6 @@ def test_nothing_that_is_forged_becomes_markup(root):
                 assert "<script" not in page.read_text(), (path, where)
                 # One forged value stands in each section, and the name of a data set in each table.
                 assert page.read_text().count("&lt;script") < 40
-        path.write_text(text)
     assert refused > 40 and shown > 10
     assert "<script" not in document.write(root).read_text()
 

@@ -14,7 +14,7 @@ from launch.representation_attacks import attack
 MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=3, num_heads=2, mlp_width=32)
 BACKBONE = Backbone(MODEL, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
 TRAINING = {"prefix_tokens": 1, "batch_size": 20}
-COPIES, STEPS = 9, 150
+COPIES, STEPS = 9, 75
 
 
 @pytest.fixture(scope="module")

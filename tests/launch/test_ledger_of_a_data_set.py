@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,14 @@ from configs.recalibration import hospitals as hospital_configs
 from configs.tta import digits as tta_digits
 from jaxdp.data import DataSpec
 from jaxdp.privacy import BudgetExceeded, Ledger, PrivacyWarning, PureDpEvent
-from launch import adapt, data, finetune, frame, hospitals, run_report
+from jaxdp.privacy.events import to_json
+from jaxdp.privacy.store import accept
+from jaxdp.release import Release, Till, mark_again
+from jaxdp.report import MetricsWriter
+from launch import adapt, data, finetune, frame, hospitals, predict, recalibrate, run_report
+from launch.frame.charges import lacking
 from launch.lifecycle import life
+from tests.launch import tiny
 
 CONFIGS = pathlib.Path(digits_dpsgd.__file__).parent
 RECORDS = 96
@@ -100,6 +107,52 @@ def queries(files, *epsilons, **fields):
     return ConfigDict({"data": own_data(files, **fields), "epsilons": epsilons or (0.6,)})
 
 
+class Place(NamedTuple):
+    """A release whose note lies in a folder."""
+
+    folder: str
+
+
+def account_of(cell, work):
+    terms = {**data.terms(work.config.data), "records": RECORDS, "epsilon": BUDGET, "delta": 0.0}
+    (records,) = work.study.private(work.shared)
+    return work.account(records.name, label=cell.folder, **terms)
+
+
+def release(cell, work):
+    own = work.folder(cell)
+    folders = {"own": own, "deleted": own / "scratch" / "1", "shared": work.root / "shared"}
+    what = {"label": "release", "facts": lambda: [cell.folder], "compute": lambda secret: None}
+    with account_of(cell, work) as account, Till(folders[cell.folder]) as till:
+        till.release(Release(charges=[(account, PureDpEvent(0.3))], **what))
+        assert (own / "code.json").exists()
+    return {"answer": 1}
+
+
+RELEASES = dataclasses.replace(
+    QUERIES,
+    name="releases",
+    cells=lambda config: map(Place, ("own", "deleted", "shared")),
+    account=account_of,
+    run=release,
+)
+
+
+def restore(copy, path):
+    """Puts an older copy in place of a ledger, as docs/howto/run_it_for_a_team.md says."""
+    for end in ("-wal", "-shm"):
+        pathlib.Path(f"{path}{end}").unlink(missing_ok=True)
+    for end in ("", ".head"):
+        shutil.copy(f"{copy}{end}", f"{path}{end}")
+    accept(path)
+
+
+def charges(path):
+    with Ledger(path, read_only=True) as ledger:
+        rows = ledger.history()
+    return sorted((row["dataset"], str(row["token"]), str(row["event"])) for row in rows)
+
+
 def spends(path):
     with Ledger(path, read_only=True) as ledger:
         return len(ledger.history())
@@ -124,6 +177,120 @@ def test_ledgers_of_workdirs_do_not_see_each_other(files, home, monkeypatch):
         frame.run(QUERIES, queries(files), files / workdir)
         assert spends(files / workdir / "ledger.sqlite") == 1
     assert not home.exists()
+
+
+@pytest.mark.parametrize("is_finished", [True, False])
+@pytest.mark.parametrize("is_registered", [True, False])
+def test_a_restored_ledger_is_charged_for_cells_that_are_done(
+    files, capsys, is_registered, is_finished
+):
+    path, workdir = files / "patients.sqlite", files / "a"
+    choice = frame.Choice(path)
+    if is_registered:
+        frame.run(QUERIES, queries(files, 0.05), files / "earlier", choice=choice)
+    Ledger(path).backup(files / "backup.sqlite")
+    result = frame.run(RELEASES, queries(files), workdir, choice=choice)
+    before = charges(path)
+    assert len(before) == 3 + is_registered and not list(workdir.rglob("scratch"))
+    restore(files / "backup.sqlite", path)
+    assert charges(path) != before
+    if not is_finished:
+        (workdir / "result.json").unlink()
+    assert frame.run(RELEASES, queries(files), workdir) == result
+    assert charges(path) == before
+    assert capsys.readouterr().out.count("has been charged for what") == 3
+    # The twin: nothing is lacking now, so nothing is read or written.
+    kept = {file: file.read_bytes() for file in files.rglob("*") if file.is_file()}
+    assert frame.run(dataclasses.replace(RELEASES, open=None), queries(files), workdir) == result
+    assert "There is nothing to do" in capsys.readouterr().out
+    assert kept == {file: file.read_bytes() for file in files.rglob("*") if file.is_file()}
+
+
+def test_a_restored_ledger_without_room_ends_a_finished_run(files):
+    path, workdir = files / "patients.sqlite", files / "a"
+    choice = frame.Choice(path)
+    Ledger(path).backup(files / "backup.sqlite")
+    frame.run(RELEASES, queries(files), workdir, choice=choice)
+    restore(files / "backup.sqlite", path)
+    frame.run(QUERIES, queries(files, 0.9), files / "other", choice=choice)
+    kept = {file: file.read_bytes() for file in workdir.rglob("*") if file.is_file()}
+    with pytest.raises(BudgetExceeded) as error:
+        frame.run(RELEASES, queries(files), workdir)
+    assert "lacks and has no room for" in error.value.__notes__[-1]
+    assert spends(path) == 1
+    assert kept == {file: file.read_bytes() for file in workdir.rglob("*") if file.is_file()}
+
+
+def test_cells_that_were_set_aside_are_charged_too(files):
+    """What a cell released stays released when the cell is computed again."""
+    path, workdir = files / "patients.sqlite", files / "a"
+    Ledger(path).backup(files / "backup.sqlite")
+    study = dataclasses.replace(RELEASES, cells=lambda config: [Place("own")])
+    frame.run(study, queries(files), workdir, choice=frame.Choice(path))
+    (workdir / "cells" / "own" / "code.json").unlink()  # as of an earlier version
+    frame.run(study, queries(files), workdir, stale="redo_all")
+    assert spends(path) == 2 and (workdir / "stale").exists()
+    before = charges(path)
+    restore(files / "backup.sqlite", path)
+    frame.run(study, queries(files), workdir)
+    assert charges(path) == before
+
+
+def test_a_mark_that_a_ledger_lacks_is_missed(tmp_path):
+    """A finished run marks its chunks again, so that no copy of it goes on for free."""
+    event = PureDpEvent(0.1)
+    rows = [
+        {"token": "first", "charges": [["data", to_json(event)]], "first_step": 0, "next_step": 2},
+        {"token": "second", "charges": [], "first_step": 2, "next_step": 4},
+    ]
+    with MetricsWriter(tmp_path / "cells" / "private" / "charges.jsonl") as writer:
+        for row in rows:
+            writer.write(0, **row)
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        assert lacking(tmp_path, path) == [tmp_path / "cells" / "private"]
+        ledger.register("data", adjacency="add_remove", unit="example")
+        with ledger.spend("data", event, token="first"):
+            pass
+        assert lacking(tmp_path, path) == [tmp_path / "cells" / "private"]
+        mark_again(rows, ledger.account("data"))
+    assert lacking(tmp_path, path) == []
+
+
+def _finetune():
+    fields = {"pretrain__steps": 1, "private__steps": 2, "private__checkpoint_every": 1}
+    return tiny.finetune(references=True, no_privacy__steps=1, **fields)
+
+
+def _adapt():
+    return tiny.adapt(protocol__seeds=1, data__corruptions=("contrast",), train__steps=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("study", "config", "ledgers"),
+    [
+        (finetune.STUDY, _finetune, ("ledger.sqlite", "references/ledger.sqlite")),
+        (predict.STUDY, tiny.predict, ("ledger.sqlite", "references/ledger.sqlite")),
+        (adapt.STUDY, _adapt, ("ledger.sqlite",)),
+        (recalibrate.STUDY, tiny.recalibrate, ("ledger.sqlite",)),
+    ],
+)
+def test_a_study_settles_its_ledgers(study, config, ledgers, tmp_path):
+    """Each is charged for what it lacks, and not for what another one has."""
+    root = tmp_path / "run"
+    paths = [root / name for name in ledgers]
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Ledger(path).backup(path.with_suffix(".copy"))
+    study = tiny.undrawn(study)
+    result = frame.run(study, config(), root)
+    before = [charges(path) for path in paths]
+    assert all(before)
+    for path in paths:
+        restore(path.with_suffix(".copy"), path)
+        assert frame.run(study, config(), root) == json.loads(json.dumps(result))
+        assert [charges(path) for path in paths] == before
 
 
 PEOPLE = {"owner": "Cardiology", "contact": "data@clinic.example"}

@@ -13,6 +13,7 @@ from jaxdp.files import write_json
 from jaxdp.privacy import GaussianDpEvent, Ledger, unproven
 from jaxdp.report import guess_rate, intervals, round_down, verdicts
 from launch import document, report, studies
+from tests.launch.forgery import forgeries
 
 FORGED = """"'><script>alert(1)</script>"""
 CURVE = [[2, 0.5], [4, 0.75]]
@@ -273,14 +274,6 @@ def test_tables_and_charts_have_their_numbers(tmp_path):
     }
 
 
-def leaves(value, path=()):
-    """Yields the (path, value) pairs of all values in nested lists and dicts."""
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [found for key, inner in items for found in leaves(inner, (*path, key))]
-    return [(path, value)]
-
-
 @pytest.mark.parametrize(
     "study",
     [
@@ -297,13 +290,7 @@ def test_nothing_that_is_forged_becomes_markup(tmp_path, study):
         (root / name).unlink()
     shown = refused = 0
     for path in sorted(root.glob("*.json")):
-        text = path.read_text()
-        for where, value in leaves(json.loads(text)):
-            found = inner = json.loads(text)
-            for key in where[:-1]:
-                inner = inner[key]
-            inner[where[-1]] = FORGED
-            path.write_text(json.dumps(found))
+        for where, value in forgeries(path, FORGED):
             try:
                 page = report.write(root).read_text()
             except ValueError as error:
@@ -312,7 +299,6 @@ def test_nothing_that_is_forged_becomes_markup(tmp_path, study):
             else:
                 shown += not isinstance(value, int | float)
                 assert "<script" not in page and "'><" not in page, (path, where)
-        path.write_text(text)
     assert shown > 10 and refused > 10
 
 

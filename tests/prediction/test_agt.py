@@ -7,9 +7,7 @@ compared."""
 import collections
 import dataclasses
 import functools
-import importlib.util
 import itertools
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -28,19 +26,8 @@ from jaxdp.prediction import (
     training_programs,
 )
 from tests.compilations import compilations
-
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(
-        name, pathlib.Path(__file__).with_name(f"{name}.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-published, retraining = _load("reference_agt"), _load("retraining")
-
+from tests.prediction import reference_agt as published
+from tests.prediction import retraining
 
 # --- problems -----------------------------------------------------------------------------------
 
@@ -211,14 +198,15 @@ class Case:
         )
 
 
+# Layers do not depend on the threat and the optimizer, so two cases have a hidden one.
 CASES = {
     "full": Case(
         "ce", (3, 5, 3), "add_remove", 24, 3, 0.2, 0.5, momentum=0.5, dampening=0.3, l1=0.02
     ),
-    "batches": Case("bce", (3, 6, 1), "add_remove", 8, 2, 0.2, 0.3, momentum=0.5, nesterov=True),
+    "batches": Case("bce", (3, 1), "add_remove", 8, 2, 0.2, 0.3, momentum=0.5, nesterov=True),
     "replace": Case(
         "mse",
-        (3, 6, 1),
+        (3, 1),
         "replace_one",
         24,
         3,
@@ -591,10 +579,10 @@ def saturated(rng, n, wide=1000):
 def test_neighbours_by_a_saturated_record(n, batch_size, options):
     """A record that moves the sum by as much as any can: the boxes must have room for all of it."""
     case = Case("bce", (1000, 1), "add_remove", batch_size, 1, 20.0, 0.01, n=n, ks=3, **options)
-    for seed in range(4):
+    for seed in range(2):
         params, x, y, extreme, label = saturated(np.random.default_rng(seed), n)
         without = case.bounds(params, x, y, None)
-        place = seed * n // 4
+        place = seed * n // 2
         more = case.bounds(
             params, np.insert(x, place, extreme, axis=0), np.insert(y, place, label), None
         )

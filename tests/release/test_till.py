@@ -1,6 +1,8 @@
 """The till: nothing is computed before it is paid, nothing is paid twice, no noise falls on two
 values."""
 
+import contextlib
+import dataclasses
 import signal
 import stat
 import types
@@ -470,6 +472,40 @@ def test_a_ledger_without_room_for_what_was_released_refuses(tmp_path):
     small = new_ledger(epsilon=0.1, delta=0.0)
     with pytest.raises(BudgetExceeded), Till(tmp_path) as till:
         till.release(release_of(small))
+
+
+def test_a_ledger_that_lacks_a_payment_for_a_part_is_charged_for_the_part(tmp_path):
+    first, second = new_ledger(), new_ledger()
+    with Till(tmp_path) as till:
+        for data, part in enumerate(("a", "b")):
+            till.release(release_of(first, data=data, partition=part))
+    with Till(tmp_path) as till:
+        till.settle([second.account("data")])
+    assert set(second.events("data")) == {"a", "b"}
+    assert second.events("data") == first.events("data")
+
+
+def test_a_payment_pays_for_no_release_that_a_workdir_keeps(tmp_path):
+    """What a Payment reserved cannot be charged to another ledger."""
+
+    class Later:
+        @contextlib.contextmanager
+        def reserve(self, *, label, token):
+            with account.spend(PureDpEvent(0.5), label=label, token=token):
+                yield [(account, PureDpEvent(0.5))]
+
+    account = new_ledger().account("data")
+    what = dataclasses.replace(
+        release_of(account.ledger), charges=Later(), compute=lambda secret: {"answer": np.ones(1)}
+    )
+    with Till(tmp_path) as till, pytest.raises(TypeError, match=r"pairs.*got Later"):
+        till.once(what)
+    assert charged(account.ledger) == 0
+    with Till(tmp_path) as till:
+        till.release(what)
+    with Till() as till:
+        till.once(what)
+    assert charged(account.ledger) == 2
 
 
 def test_notes_of_the_first_release_are_read(tmp_path):

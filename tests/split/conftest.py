@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import importlib.util
 import logging
-import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +14,7 @@ from jaxdp.data import bundled
 from jaxdp.models import Preprocessing, ViT
 from jaxdp.split.backbone import Backbone
 from jaxdp.split.quantization import QuantizedFrontend, Scales, quantize_frontend
-
-_spec = importlib.util.spec_from_file_location(
-    "reference_vit", pathlib.Path(__file__).with_name("reference_vit.py")
-)
-_reference = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(_reference)
+from tests.split import reference_vit as _reference
 
 _quantize_frontend = jax.jit(quantize_frontend, static_argnames="bits")
 

@@ -22,14 +22,11 @@ import scipy.optimize
 import scipy.stats
 
 from jaxdp import privacy
-from jaxdp.privacy import BudgetExceeded, GaussianDpEvent, Ledger, PureDpEvent
+from jaxdp.privacy import GaussianDpEvent, Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from jaxdp.release import Release, identity
 from jaxdp.split import noisy_upload
 from jaxdp.split.noisy_upload import (
     PrivateRelease,
-    Projection,
-    Released,
     clip_representation,
     label_noise_matrix,
     lift,
@@ -549,49 +546,6 @@ def charges(ledger):
 
 
 @pytest.mark.slow
-def test_a_release_is_paid_once_and_refused_when_the_budget_is_gone(projection, monkeypatch):
-    with registered() as ledger:
-        first = call(ledger, projection)
-        cost = privacy.epsilon(config().event, delta=1e-5, adjacency="replace_one")
-        assert ledger.epsilon("scans") == cost > 2.0  # twice does not fit
-        drawn = []
-        monkeypatch.setattr(
-            noisy_upload, "Release", lambda **fields: Release(**{**fields, "compute": drawn.append})
-        )
-        with pytest.raises(BudgetExceeded):
-            call(ledger, projection)
-        assert ledger.epsilon("scans") == cost and not drawn
-    assert np.isfinite(first.features).all() and first.labels.shape == (20,)
-
-
-@pytest.mark.slow
-def test_noise_comes_from_the_system_unless_a_seed_is_given(projection):
-    def features(ledger, **changes):
-        return np.asarray(call(ledger, projection, **changes).features)
-
-    with registered(epsilon=None) as one, registered(epsilon=None) as two:
-        assert (features(one) != features(two)).all()
-        seeded = features(one, seed=SEED)
-        np.testing.assert_array_equal(features(two, seed=SEED), seeded)
-        other = images(20, projection)[0].copy()
-        other[3] += 1e-3
-        changed = features(two, seed=SEED, representations=other)
-        assert (changed != seeded).all()  # other data, other noise
-
-
-def test_with_a_seed_a_release_is_paid_once(projection):
-    with registered() as ledger:
-        first = call(ledger, projection, seed=SEED)
-        cost = ledger.epsilon("scans")
-        again = call(ledger, projection, seed=SEED)
-        assert ledger.epsilon("scans") == cost
-        np.testing.assert_array_equal(first.features, again.features)
-        np.testing.assert_array_equal(first.labels, again.labels)
-        with pytest.raises(BudgetExceeded):
-            call(ledger, projection, seed=SEED[::-1])
-
-
-@pytest.mark.slow
 def test_the_order_of_the_images_is_not_released(projection):
     x, y = images(20, projection)
     order = np.argsort(y, kind="stable")
@@ -622,102 +576,6 @@ def test_the_order_of_the_images_is_not_released(projection):
     assert len(set(places)) > 8  # of 20 places in 30 draws, about 15.7
 
 
-WIDE = np.zeros((20, 1, 1), "f4")
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "match"),
-    [
-        (
-            {"representations": np.zeros((20, 12), "f4")},
-            ValueError,
-            r"representations must be \[n, T, D\] with n >= 1",
-        ),
-        (
-            {"representations": np.zeros((0, 3, 4), "f4")},
-            ValueError,
-            r"n >= 1 images, got shape \(0, 3, 4\)",
-        ),
-        (
-            {"representations": np.zeros((20, 3, 4), "i1")},
-            TypeError,
-            "floating point, got int8. Dequantise them first",
-        ),
-        (
-            {"representations": np.zeros((20, 4, 3), "f4")},
-            ValueError,
-            r"does not fit representations \(20, 4, 3\)",
-        ),
-        (
-            {"labels": np.zeros(19, int)},
-            ValueError,
-            r"labels must be \[n\] for the 20 images, got shape \(19,\)",
-        ),
-        ({"labels": np.full(20, 4)}, ValueError, r"labels must be in \[0, 4\)"),
-        ({"labels": np.zeros(20)}, TypeError, "labels must be integers"),
-        (
-            {"projection": Projection(np.zeros((3, 4)), np.zeros((11, 2)))},
-            ValueError,
-            r"directions \(11, 2\) does not",
-        ),
-        (
-            {"projection": Projection(np.zeros((3, 4)), np.zeros((12, 0)))},
-            ValueError,
-            r"directions \(12, 0\) does not",
-        ),
-        (
-            {"projection": Projection(np.zeros((3, 4)), np.full((12, 2), np.nan))},
-            ValueError,
-            "NaN or infinite entries",
-        ),
-        (
-            {
-                "projection": Projection(np.zeros((1, 1)), np.zeros((1, 2**20 + 1), "i1")),
-                "representations": WIDE,
-            },
-            ValueError,
-            "at most 1048576 directions, got 1048577",
-        ),
-        (
-            {"projection": Projection(np.zeros((3, 4)), np.zeros((12, 2), "c8"))},
-            TypeError,
-            "complex",
-        ),
-        ({"seed": b"short"}, ValueError, "seed must be 16 bytes, got 5"),
-        ({"seed": 3}, TypeError, "seed must be 16 bytes, got int"),
-    ],
-)
-def test_nothing_is_spent_on_what_cannot_be_released(projection, changes, error, match):
-    with registered() as ledger:
-        with pytest.raises(error, match=match):
-            call(ledger, projection, **changes)
-        assert ledger.events("scans") == {}
-
-
-@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out"])
-def test_another_adjacency_is_refused(projection, adjacency):
-    with registered(adjacency=adjacency) as ledger:
-        with pytest.raises(
-            ValueError,
-            match=rf"registered with '{adjacency}'.*"
-            "Register the dataset with adjacency='replace_one'",
-        ):
-            call(ledger, projection)
-        assert ledger.epsilon("scans") == 0
-
-
-def test_a_second_release_with_other_settings_does_not_recompile(projection, nothing_compiles):
-    x, y = images(20, projection)
-    config().release(KEY, x, labels=y, projection=projection)
-    with registered(epsilon=None) as ledger:
-        call(ledger, projection)
-        with nothing_compiles():
-            call(ledger, projection, release=config(clip_norm=7.0), seed=SEED)
-            config(clip_norm=7.0, noise_multiplier=0.1).release(
-                KEY, x + 1, labels=y, projection=projection
-            )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "order"), [("gaussian", 2), ("laplace", 1)])
 def test_no_released_row_is_longer_than_the_clip_norm_before_noise(projection, mechanism, order):
@@ -736,79 +594,9 @@ def test_no_released_row_is_longer_than_the_clip_norm_before_noise(projection, m
 # --- After a crash ------------------------------------------------------------------------------
 
 
-class Crash(Exception):
-    pass
-
-
-def crash(ledger, fitted, workdir, monkeypatch, **changes):
-    """Pays and computes, then dies before the values are kept. Returns the values."""
-    lost = []
-
-    def dying(**fields):
-        def compute(secret):
-            lost.append(Released(**fields["compute"](secret)))
-            raise Crash
-
-        return Release(**{**fields, "compute": compute})
-
-    with monkeypatch.context() as patch:
-        patch.setattr(noisy_upload, "Release", dying)
-        with pytest.raises(Crash):
-            call(ledger, fitted, workdir=workdir, **changes)
-    return lost[0]
-
-
 def assert_same(one, other):
     for mine, theirs in zip(one, other, strict=True):
         np.testing.assert_array_equal(mine, theirs)
-
-
-def test_what_was_paid_for_and_lost_is_made_again_as_it_was(projection, tmp_path, monkeypatch):
-    with registered() as ledger:  # with room for one release
-        lost = crash(ledger, projection, tmp_path, monkeypatch)
-        assert (tmp_path / "secret_seed").stat().st_mode & 0o777 == 0o600
-        for _ in range(2):  # made again, then kept
-            released = call(ledger, projection, workdir=tmp_path)
-            assert_same(released, lost)
-            assert (
-                isinstance(released.features, jax.Array) and released.features.dtype == jnp.float32
-            )
-            assert released.labels.dtype == np.int32 and not (tmp_path / "secret_seed").exists()
-        assert charges(ledger) == 1
-        with pytest.raises(ValueError, match="keeps another release"):
-            call(ledger, projection, workdir=tmp_path, release=config(clip_norm=1.0))
-        assert charges(ledger) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", ["representations", "labels", "projection", "clip_norm", "label_epsilon", "flags"]
-)
-def test_what_is_different_after_a_crash_has_fresh_noise_and_is_paid_again(
-    projection, tmp_path, monkeypatch, change
-):
-    x, y = images(20, projection)
-    changes = {
-        "representations": {
-            "representations": np.where(np.arange(20)[:, None, None] == 7, x + 1e-6, x)
-        },
-        "labels": {"labels": np.where(np.arange(20) == 7, (y + 1) % 4, y)},
-        "projection": {
-            "projection": projection._replace(directions=projection.directions.at[0, 0].add(1e-6))
-        },
-        "clip_norm": {"release": config(clip_norm=np.nextafter(2.0, 3.0))},
-        "label_epsilon": {"release": config(label_epsilon=0.6)},
-    }.get(change, {})
-    with registered(epsilon=None) as ledger:
-        lost = crash(ledger, projection, tmp_path, monkeypatch)
-        if change == "flags":
-            elsewhere = {**identity.environment(), "flags": {}}
-            monkeypatch.setattr(identity, "environment", lambda: elsewhere)
-        released = call(ledger, projection, workdir=tmp_path, **changes)
-        spent = ledger.report()["datasets"][0]["spends"]
-        assert sum(row["spends"] for row in spent) == 2
-    difference = np.sort(np.asarray(released.features), 0) - np.sort(np.asarray(lost.features), 0)
-    assert (np.abs(difference) > 1e-3).mean() > 0.9  # in whatever order
 
 
 KILLED = """

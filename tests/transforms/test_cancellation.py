@@ -184,12 +184,12 @@ def excess(
     weight, loss, inputs = rule(length)
     c = pattern(length, np.random.default_rng(seed)) * 2**10
     kinds = kind if np.issubdtype(inputs.dtype, np.floating) else jnp.int32
-    batch = jnp.asarray(inputs, kinds)[None], jnp.asarray(c, kind)[None]
+    batch = inputs.astype(kinds)[None], c.astype(kind)[None]
 
     def clipped(clip_norm: Any) -> Any:
         engine: Any = "vmap" if method == "vmap" else "auto"
         f = jaxdp.clipped_grad(loss, clip_norm=clip_norm, engine=engine)
-        return f(jnp.asarray(weight, kind), batch).grads
+        return f(weight.astype(kind), batch).grads
 
     with oracle.forced(method):
         sums = jax.jit(lambda norms: lax.map(clipped, norms))(CLIP_NORMS)

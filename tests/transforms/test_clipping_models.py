@@ -16,8 +16,19 @@ from flax import nnx
 from jax import lax
 
 BATCH = 5
-# The default engine, and every way to treat a layer whether or not "auto" would choose it.
-METHODS = ("auto", "factors", "keep", "drop")
+# A case has the default engine, and in turn one of the ways to treat a layer whether or not "auto"
+# would choose it.
+TREATMENTS = ("factors", "drop", "keep")
+# These have all ways. With them each rule meets every treatment: once and several times, of one
+# leaf and of several, and in loops that slice its weight or repeat it.
+WITH_ALL_TREATMENTS = {
+    "convolution_with_a_weight_standardised_kernel",
+    "linen_lstm",
+    "loops_that_index_their_layers",
+    "nested_scans_with_outer_inner_and_shared_weights",
+    "scan_that_starts_from_returns_and_stacks_weights",
+    "weight_decay_inside_the_loss",
+}
 # Engine "vmap" treats all programs alike, "bookkeeping" mixes the ways above. They meet every kind
 # of params here, and random programs in test_programs.
 WITH_ALL_ENGINES = {
@@ -966,11 +977,18 @@ def check(case: Case, methods: tuple[str, ...], oracle: Any) -> None:
         assert out.nonfinite == 0
 
 
-assert CASES.keys() >= WITH_ALL_ENGINES
+assert CASES.keys() >= WITH_ALL_ENGINES | WITH_ALL_TREATMENTS
+
+
+def methods_of(name: str) -> tuple[str, ...]:
+    place = list(CASES).index(name) % len(TREATMENTS)
+    treatments = TREATMENTS if name in WITH_ALL_TREATMENTS else (TREATMENTS[place],)
+    engines = ("vmap", "bookkeeping") if name in WITH_ALL_ENGINES else ()
+    return "auto", *treatments, *engines
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_all_methods_equal_float64_micro_batches_of_one(name: str, oracle: Any) -> None:
     with jax.numpy_rank_promotion("allow"):
-        check(CASES[name](), METHODS + ("vmap", "bookkeeping") * (name in WITH_ALL_ENGINES), oracle)
+        check(CASES[name](), methods_of(name), oracle)

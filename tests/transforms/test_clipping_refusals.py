@@ -99,9 +99,8 @@ def test_axes_that_a_loss_has_for_itself_are_allowed(engine: str) -> None:
     plain = lambda w, x: jnp.sum(jnp.square(w * x - jnp.mean(w * x))) + jnp.sum(w * x)  # noqa: E731
     w, x = np.array([1.0, 2.0], np.float32), np.arange(12, dtype=np.float32).reshape(2, 3, 2)
     found = jax.vmap(lambda x: f(w, x).grads, axis_name="batch")(x)
-    expected = jax.vmap(jax.grad(lambda w, x: jax.vmap(plain, (None, 0))(w, x).sum()), (None, 0))(
-        w, x
-    )
+    total = lambda w, x: jax.vmap(plain, (None, 0))(w, x).sum()  # noqa: E731
+    expected = jax.jit(jax.vmap(jax.grad(total), (None, 0)))(w, x)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 

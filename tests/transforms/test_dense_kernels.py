@@ -21,17 +21,40 @@ from jaxdp.transforms.kernels import formed, gram, tiles, weighted
 CASES = [(2, 197, 96, 64, jnp.bfloat16), (2, 13, 64, 72, jnp.float32)]
 
 
-@pytest.fixture(autouse=True)
+def few_examples_share_a_step(patch, most=2):
+    """Each has code of its own there, so that little is compiled. Costs stay."""
+    examples, blocks, cycles = gram._examples, weighted._blocks, gram.cycles
+    patch.setattr(gram, "_examples", lambda *shape: min(most, examples(*shape)))
+
+    def real_cycles(*shape):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(gram, "_examples", examples)
+            return cycles(*shape)
+
+    patch.setattr(gram, "cycles", real_cycles)
+
+    def few(*shape):
+        found = blocks(*shape)
+        return found._replace(examples=min(most, found.examples))
+
+    patch.setattr(weighted, "_blocks", few)
+
+
+@pytest.fixture
 def on_the_cpu(monkeypatch):
     """Runs kernels as plain JAX."""
     monkeypatch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
+    few_examples_share_a_step(monkeypatch)
+
+
+interpreted = pytest.mark.usefixtures("on_the_cpu")
 
 
 def pair(size, positions, rows, cols, dtype=jnp.bfloat16, seed=0):
     """Returns u and w of entries that bfloat16 has."""
     rng = np.random.default_rng(seed)
     arrays = [rng.normal(size=(size, positions, n)) for n in (rows, cols)]
-    return tuple(jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in arrays)
+    return tuple(x.astype(jnp.bfloat16).astype(dtype) for x in arrays)
 
 
 def exact(u, w):
@@ -62,6 +85,11 @@ def assert_all_close(found, expected):
         assert_close(x, y)
 
 
+def compiled(kernel, **options):
+    """Returns one program of a kernel. Eager calls compile each operation around it by itself."""
+    return jax.jit(functools.partial(kernel, **options))
+
+
 @jax.jit
 def norms(u, w):
     return gram.gram_norms(u, w), formed.formed_norms(u, w)
@@ -72,6 +100,7 @@ def everything(u, w, factors):
 
 
 @pytest.mark.slow
+@interpreted
 @pytest.mark.parametrize("case", CASES)
 def test_norms(case):
     u, w = pair(*case)
@@ -82,6 +111,7 @@ def test_norms(case):
 
 
 @pytest.mark.slow
+@interpreted
 @pytest.mark.parametrize("across", [(True, False), (False, True)])
 def test_sums_over_gram_matrices_of_features_in_parts(monkeypatch, across):
     """Fails if a part replaces the sum, if the sum is read before it is set, or if an axis is
@@ -89,15 +119,16 @@ def test_sums_over_gram_matrices_of_features_in_parts(monkeypatch, across):
     parts = gram._Parts(128, 128, 3)
     monkeypatch.setattr(gram, "_parts", lambda *_: parts)
     u, w = pair(2, 140, 128 * (1 + across[1]), 384)
-    found = gram.gram_norms(u, w, u_across=across[0], w_across=across[1])
+    found = compiled(gram.gram_norms, u_across=across[0], w_across=across[1])(u, w)
     assert_all_close(found, exact_gram_norms(u, w))
 
 
 @pytest.mark.slow
+@interpreted
 def test_norms_of_gradients_that_are_formed_in_blocks(monkeypatch):
     monkeypatch.setattr(formed, "_blocks", lambda *_: formed._Blocks(128, 128, 0.0))
     u, w = pair(2, 21, 256, 384)
-    assert_close(formed.formed_norms(u, w), exact_norms(u, w))
+    assert_close(compiled(formed.formed_norms)(u, w), exact_norms(u, w))
 
 
 def exact_weighted(u, w, factors):
@@ -108,31 +139,36 @@ FACTORS = np.float32([0.25, 3.0, 0.7, 1e-3, 2.0])
 
 
 @pytest.mark.slow
+@interpreted
 @pytest.mark.parametrize("across", [(False, False), (True, False), (False, True)])
 def test_weighted_sums(across):
-    """Five examples at three a step: the last step goes beyond them."""
+    """Five examples at two a step: the last step goes beyond them."""
+    assert weighted._blocks(61, 64, 72).examples == 2
     u, w = pair(5, 61, 64, 72, jnp.float32)
-    found = weighted.weighted_sum(u, w, FACTORS, u_across=across[0], w_across=across[1])
-    assert_close(found, exact_weighted(u, w, FACTORS))
+    kernel = compiled(weighted.weighted_sum, u_across=across[0], w_across=across[1])
+    assert_close(kernel(u, w, FACTORS), exact_weighted(u, w, FACTORS))
 
 
 @pytest.mark.slow
+@interpreted
 def test_weighted_sums_of_blocks_that_go_beyond_the_axes(monkeypatch):
     blocks = weighted._Blocks(128, 256, 128, 1, 0.0)
     monkeypatch.setattr(weighted, "_blocks", lambda *_: blocks)
     u, w = pair(3, 256, 200, 300)
-    assert_close(weighted.weighted_sum(u, w, FACTORS[:3]), exact_weighted(u, w, FACTORS[:3]))
+    found = compiled(weighted.weighted_sum)(u, w, FACTORS[:3])
+    assert_close(found, exact_weighted(u, w, FACTORS[:3]))
 
 
 @pytest.mark.slow
+@interpreted
 def test_bad_rows_of_one_example_do_not_reach_another():
-    """All examples share a step of the weighted sum, so the kernel multiplies the bad rows too."""
+    """A good example shares a step with a bad one, whose rows the kernel multiplies too."""
     u, w = pair(4, 50, 64, 64)
     factors, good = np.float32([1, 0, 0, 0.5]), np.array([0, 3])
     expected = exact_gram_norms(u, w)
     total = exact_weighted(u, w, factors)
-    u, w = u.at[1, 3, 5].set(jnp.nan), w.at[2].set(jnp.inf)
-    of_grams, of_formed, found = jax.jit(everything)(u, w, factors)
+    u[1, 3, 5], w[2] = np.nan, np.inf
+    of_grams, of_formed, found = jax.device_get(jax.jit(everything)(u, w, factors))
     assert_all_close([x[good] for x in of_grams], [x[good] for x in expected])
     assert_close(of_formed[good], expected[0][good])
     assert not np.isfinite([of_grams.products[1:3], of_formed[1:3]]).any()
@@ -141,26 +177,30 @@ def test_bad_rows_of_one_example_do_not_reach_another():
 
 
 @pytest.mark.slow
+@interpreted
 def test_a_sum_of_factors_zero_is_zero():
     """No step multiplies anything, so the first one must clear the sum."""
     u, w = pair(2, 48, 70, 64)
-    nothing = weighted.weighted_sum(jnp.full_like(u, jnp.nan), w, jnp.zeros(2))
-    np.testing.assert_array_equal(nothing, jnp.zeros((70, 64)))
+    nothing = compiled(weighted.weighted_sum)(np.full_like(u, np.nan), w, np.zeros(2, np.float32))
+    np.testing.assert_array_equal(nothing, np.zeros((70, 64)))
 
 
+@interpreted
 def test_no_examples_have_no_norms_and_the_sum_zero():
     u, w = pair(0, 64, 64, 80)
-    found = gram.gram_norms(u, w)
+    found = compiled(gram.gram_norms)(u, w)
     assert [x.shape for x in found] == [(0,), (0,), (0,), (0, 64), (0, 64)]
-    assert formed.formed_norms(u, w).shape == (0,)
-    np.testing.assert_array_equal(weighted.weighted_sum(u, w, jnp.zeros(0)), jnp.zeros((64, 80)))
+    assert compiled(formed.formed_norms)(u, w).shape == (0,)
+    total = compiled(weighted.weighted_sum)(u, w, np.zeros(0, np.float32))
+    np.testing.assert_array_equal(total, np.zeros((64, 80)))
 
 
 @pytest.mark.slow
+@interpreted
 def test_kernels_under_vmap():
     u, w = pair(6, 17, 64, 64)
-    u, w, factors = (x.reshape(3, 2, *x.shape[1:]) for x in (u, w, jnp.asarray([*FACTORS, 0])))
-    sums, norms, totals = jax.jit(jax.vmap(everything))(u, w, factors)
+    u, w, factors = (x.reshape(3, 2, *x.shape[1:]) for x in (u, w, np.float32([*FACTORS, 0])))
+    sums, norms, totals = jax.device_get(jax.jit(jax.vmap(everything))(u, w, factors))
     for k in range(3):
         assert_all_close([x[k] for x in sums], exact_gram_norms(u[k], w[k]))
         assert_close(norms[k], exact_norms(u[k], w[k]))
@@ -178,9 +218,10 @@ def in_shards(check):
 
 
 @pytest.mark.slow
+@interpreted
 def test_kernels_inside_of_shards():
     u, w = pair(4, 17, 64, 64)
-    sums, norms, totals = jax.jit(in_shards(check=False))(u, w, FACTORS[:4])
+    sums, norms, totals = jax.device_get(jax.jit(in_shards(check=False))(u, w, FACTORS[:4]))
     assert_all_close(sums, exact_gram_norms(u, w))
     assert_close(norms, exact_norms(u, w))
     for k in range(2):
@@ -189,9 +230,8 @@ def test_kernels_inside_of_shards():
 
 
 @pytest.mark.slow
-def test_kernels_inside_of_shards_lower_for_a_tpu_with_checked_types(monkeypatch):
+def test_kernels_inside_of_shards_lower_for_a_tpu_with_checked_types():
     """The factors are equal on all devices, and the result varies."""
-    monkeypatch.undo()
     u, w = pair(4, 64, 64, 64)
     traced = jax.jit(in_shards(check=True)).trace(u, w, jnp.ones(4))
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
@@ -199,12 +239,13 @@ def test_kernels_inside_of_shards_lower_for_a_tpu_with_checked_types(monkeypatch
 
 
 @pytest.mark.slow
+@interpreted
 @pytest.mark.parametrize("across", [False, True])
 def test_the_last_part_of_an_axis_goes_beyond_it(monkeypatch, across):
     """What lies there is NaN in this test, and anything on a TPU."""
     monkeypatch.setattr(gram, "_parts", lambda *_: gram._Parts(64, 128, 3))
     u, w = pair(2, 13, 64, 300)
-    found = gram.gram_norms(u, w, w_across=across)
+    found = compiled(gram.gram_norms, w_across=across)(u, w)
     assert_all_close(found, exact_gram_norms(u, w))
     assert gram.additions(13, 64, 300) == (65, 131)
 

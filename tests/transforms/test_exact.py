@@ -34,6 +34,25 @@ def number_of(words):
     return total
 
 
+# Eager calls compile each of their operations by itself.
+
+
+def total_of(grid, grads, factors):
+    """Returns the sum of one leaf on a grid."""
+    (total,) = jax.jit(lambda *pair: grid.at().total([pair[0]], [pair[1]]))(grads, factors)
+    return np.asarray(total)
+
+
+def short_rows_of(grid, rows):
+    """Returns the rows that are not too long, and zeros for the others."""
+    return np.asarray(jax.jit(lambda x: grid.at().short_rows([x])[0])(rows))
+
+
+@jax.jit
+def squared_norms(leaves):
+    return jnp.stack(grids.squared_norms(leaves))
+
+
 # --- The sampler ---------------------------------------------------------------------------------
 
 
@@ -43,7 +62,7 @@ def test_the_exponent_is_the_rational_number_of_the_docstring():
     words[:, :3] = [[0, 2**32 - 1, 0], [0, 2**32 - 1, 2**32 - 1]]
     slabs = rng.integers(256, size=500).astype(np.uint32)
     slabs[:3] = [0, 255, 255]
-    computed = number_of(rounded.exponent(jnp.asarray(slabs), *jnp.asarray(words)))
+    computed = number_of(jax.jit(rounded.exponent)(slabs, *words))
     for slab, high, low, value in zip(slabs, *words, computed, strict=True):
         place = int(high) << 10 | int(low) >> 22  # 42 bits
         d = fractions.Fraction(2 * place + 1, 2**47)
@@ -102,13 +121,17 @@ def test_the_slow_path_follows_its_words(monkeypatch):
     turns[0, [6, 9, 12], :40] = np.array([[2**10], [2**9], [2**8]])  # falls three times
     turns[0, 9, :20] = 2**31  # stops at the second u: refused
     turns[0, 0, :40] |= 2**31  # a slab far enough out
-    blocks = jnp.asarray(turns)
     monkeypatch.setattr(
-        rounded.chacha, "block", lambda key, inputs: blocks[inputs[2].astype(int) - 1]
+        rounded.chacha,
+        "block",
+        lambda key, inputs: jnp.asarray(turns)[inputs[2].astype(int) - 1],
     )
-    lanes, every = jnp.arange(64), jnp.ones(64, bool)
-    first = jnp.asarray(turns[0][np.array([0, 4, 6, 15])])
-    slow = rounded._slow(jnp.uint32(BITS), None, 0, first, lanes, every)
+    first = turns[0][np.array([0, 4, 6, 15])]
+    slow = jax.jit(
+        lambda first: rounded._slow(
+            jnp.uint32(BITS), None, 0, first, jnp.arange(64), jnp.ones(64, bool)
+        )
+    )(first)
     expected = [by_python(turns[:, :, lane]) for lane in range(64)]
     assert slow.tolist() == expected
     refused = [by_python(turns[:1, :, lane]) is None for lane in range(40)]
@@ -116,32 +139,30 @@ def test_the_slow_path_follows_its_words(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_the_first_words_accept_all_words_accept(monkeypatch):
+def test_what_the_first_words_accept_all_words_accept():
     """The quick path may only decide what further words cannot change: here all 0 or all 1."""
     rng = np.random.default_rng(2)
     first = rng.integers(2**32, size=(4, 3000), dtype=np.uint32)
     tops = rounded.slab_thresholds()[:, 0]
     first[0, :255], first[0, 255:510], first[0, 510:765] = tops, tops - 1, tops + 1
-    is_sure, magnitude = rounded._quick(jnp.uint32(BITS), jnp.asarray(first))
+    is_sure, magnitude = map(np.asarray, jax.jit(rounded._quick)(np.uint32(BITS), first))
     assert 0.9 < np.mean(is_sure[765:]) < 0.99
     assert not is_sure[:200].any()
+    after_turn = jax.jit(rounded._after_turn)
     for rest in (0, 2**32 - 1):
         words = np.full((16, 3000), rest, np.uint32)
         words[[0, 4, 6]] = first[:3]
-        monkeypatch.setattr(
-            rounded.chacha, "block", lambda key, inputs, words=words: jnp.asarray(words)
-        )
         state = rounded._Lanes(
-            turn=jnp.uint32(1),
-            is_open=jnp.ones(3000, bool),
-            is_fresh=jnp.ones(3000, bool),
-            is_even=jnp.ones(3000, bool),
-            last=jnp.zeros((3, 3000), jnp.uint32),
-            magnitude=jnp.zeros(3000, jnp.int32),
+            turn=np.uint32(1),
+            is_open=np.ones(3000, bool),
+            is_fresh=np.ones(3000, bool),
+            is_even=np.ones(3000, bool),
+            last=np.zeros((3, 3000), np.uint32),
+            magnitude=np.zeros(3000, np.int32),
         )
-        after = rounded._after_turn(jnp.uint32(BITS), state, jnp.asarray(words))
+        after = jax.device_get(after_turn(np.uint32(BITS), state, words))
         assert not (is_sure & after.is_open).any()
-        assert (np.asarray(after.magnitude)[is_sure] == np.asarray(magnitude)[is_sure]).all()
+        assert (after.magnitude[is_sure] == magnitude[is_sure]).all()
 
 
 def rounded_law(values, bits, scale):
@@ -236,9 +257,8 @@ def test_squared_norms_are_exact_at_the_ends_of_their_range():
     most = 2**24 - 1
     rows = rng.integers(-most, most + 1, size=(8, 700))
     rows[0], rows[1], rows[2, 1:] = most, -most, 0
-    leaves = [jnp.asarray(rows[:, :300].reshape(8, 3, 100), jnp.int32)]
-    leaves.append(jnp.asarray(rows[:, 300:], jnp.int32))
-    computed = number_of(jnp.stack(grids.squared_norms(leaves)))
+    rows = rows.astype(np.int32)
+    computed = number_of(squared_norms([rows[:, :300].reshape(8, 3, 100), rows[:, 300:]]))
     assert computed.tolist() == [sum(int(k) ** 2 for k in row) for row in rows]
 
 
@@ -253,7 +273,7 @@ def test_the_longest_row_passes_and_one_step_more_does_not():
     short[:, 0] = side
     short[0, 1 : 1 + rest] = 1
     short[1, 1 : 2 + rest] = 1  # a longer one, by one
-    passed = np.asarray(grid.at().short_rows([jnp.asarray(short)])[0])
+    passed = short_rows_of(grid, short)
     assert (passed[0] == short[0]).all()
     assert not passed[1].any()
     assert (passed[2] == short[2]).all()
@@ -267,17 +287,17 @@ def test_rounding_never_lengthens_and_rounding_to_the_nearest_would():
     length = 0.51 * math.sqrt(size)  # of entries just above a half
     grads = np.full((1, size), 0.51 * grid.step, np.float32)
     grads[0, 0] = math.sqrt(2**16 - length**2) * grid.step
-    (total,) = grid.at().total([jnp.asarray(grads)], [jnp.ones(1)])
-    assert (np.asarray(total, np.int64) ** 2).sum() <= grid.longest
+    one = np.ones(1, np.float32)
+    total = total_of(grid, grads, one)
+    assert (total.astype(np.int64) ** 2).sum() <= grid.longest
     nearest = np.round(grads.astype(np.float64) / grid.step)
     assert (nearest**2).sum() > 1.1 * grid.longest
     # The check by integers catches it.
-    rows = grid.at().short_rows([jnp.asarray(nearest, jnp.int32)])
-    assert not rows[0].any()
+    assert not short_rows_of(grid, nearest.astype(np.int32)).any()
     # So it does where a clip is forgotten, and where a gradient is not finite.
     for bad in (7.0, np.inf, np.nan):
-        (total,) = grid.at().total([jnp.asarray(grads * bad)], [jnp.ones(1)])
-        assert (np.asarray(total, np.int64) ** 2).sum() <= grid.longest
+        total = total_of(grid, grads * np.float32(bad), one)
+        assert (total.astype(np.int64) ** 2).sum() <= grid.longest
 
 
 @pytest.mark.slow
@@ -293,8 +313,7 @@ def test_no_sum_overflows_at_the_bound(sigma, divisor):
     # All examples along one coordinate, without noise: the sum is right.
     examples = np.zeros((64, 3), np.int32)
     examples[:, 0] = side
-    rows = grid.at().short_rows([jnp.asarray(examples)])
-    total = int(rows[0].sum(0)[0])
+    total = int(short_rows_of(grid, examples).sum(0)[0])
     assert total == 64 * side
     assert total * (grid.most_examples // 64) < 2**31
 
@@ -306,19 +325,14 @@ def test_integers_have_one_sum_in_every_order_and_floats_do_not():
     grads = rng.normal(size=(256, 40)).astype(np.float32)
     grads /= np.linalg.norm(grads, axis=1, keepdims=True)
     order = rng.permutation(256)
-    factors = jnp.ones(256)
-    (total,) = grid.at().total([jnp.asarray(grads)], [factors])
-    (again,) = grid.at().total([jnp.asarray(grads[order])], [factors])
-    halves = [
-        grid.at().total([jnp.asarray(x)], [factors[:128]])[0] for x in np.split(grads[order], 2)
-    ]
+    factors = np.ones(256, np.float32)
+    total, again = (total_of(grid, x, factors) for x in (grads, grads[order]))
+    halves = [total_of(grid, x, factors[:128]) for x in np.split(grads[order], 2)]
     assert (total == again).all()
     assert (total == halves[0] + halves[1]).all()
     in_floats = [np.add.reduce(x, axis=0) for x in (grads, grads[order])]
     assert (in_floats[0] != in_floats[1]).any()
-    np.testing.assert_allclose(
-        np.asarray(total) * grid.step, grads.sum(0), atol=256 * grid.step + 2e-3
-    )
+    np.testing.assert_allclose(total * grid.step, grads.sum(0), atol=256 * grid.step + 2e-3)
 
 
 @pytest.mark.slow
@@ -329,8 +343,11 @@ def test_products_of_factors_have_exact_squared_norms():
     u[0], w[0] = 0, 1
     u[1, 1:] = 0
     u[2], w[2] = 1, 8191  # a factor whose squares have too large a sum
-    outer = grids.Outer(jnp.asarray(u, jnp.int32), jnp.asarray(w, jnp.int32), jnp.asarray)
-    computed = number_of(jnp.stack(grids.squared_norms([outer])))
+    computed = number_of(
+        jax.jit(lambda *pair: jnp.stack(grids.squared_norms([grids.Outer(*pair, jnp.asarray)])))(
+            u.astype(np.int32), w.astype(np.int32)
+        )
+    )
     squares = [(x.astype(object) ** 2).sum(1) for x in (u, w)]
     is_long = (squares[0] >= 2**26) | (squares[1] >= 2**26)
     assert is_long[2] and not is_long[:2].any()

@@ -51,10 +51,10 @@ def p_value(values, law, scale):
     return stats.kstest(np.asarray(values, np.float64).ravel(), law(scale=scale).cdf).pvalue
 
 
-def a_million(draw, scale):
+def many(draw, scale, keys=25):
     """Draws a million values under 25 keys, by the program that draws SAMPLES."""
-    keys = (jax.random.fold_in(KEY, t) for t in range(25))
-    return np.concatenate([draw(key, jnp.zeros(SAMPLES), scale) for key in keys])
+    like = jax.ShapeDtypeStruct((SAMPLES,), jnp.float32)
+    return np.concatenate([draw(jax.random.fold_in(KEY, t), like, scale) for t in range(keys)])
 
 
 def correlation(a, b):
@@ -162,7 +162,7 @@ def test_tails_follow_the_law_far_out(name):
     """Tests tail cells of equal probability out to 1e-4 by chi-square, which detects a coarse
     sampler."""
     draw, law = LAWS[name]
-    values = np.abs(a_million(draw, 1.0).astype(np.float64))
+    values = np.abs(many(draw, 1.0).astype(np.float64))
     edges = law.isf(np.array([1e-3, 3e-4, 1e-4]) / 2)
     observed = np.histogram(values, [0, *edges, np.inf])[0]
     expected = np.array([1 - 1e-3, 7e-4, 2e-4, 1e-4]) * values.size
@@ -430,7 +430,7 @@ def test_discrete_laplace_has_its_law_and_scale_and_no_other(scale):
 
 @pytest.mark.slow
 def test_discrete_laplace_tails_follow_the_law_far_out():
-    values = np.abs(a_million(noise.discrete_laplace, 300.0))
+    values = np.abs(many(noise.discrete_laplace, 300.0, keys=6))
     law = stats.dlaplace(1 / 300.0)
     edges = law.isf(np.array([1e-3, 3e-4, 1e-4]) / 2)
     tails = 2 * law.sf(edges)
@@ -443,7 +443,7 @@ def test_discrete_laplace_tails_follow_the_law_far_out():
 @pytest.mark.parametrize("scale", [1000.0, 0.9 * noise.LARGEST_DISCRETE_SCALE])
 def test_every_integer_keeps_its_probability(scale):
     """Counts residues, since a float that is too coarse favours multiples of powers of two."""
-    residues = np.bincount(a_million(noise.discrete_laplace, scale) % 16)
+    residues = np.bincount(many(noise.discrete_laplace, scale, keys=6) % 16)
     expected = np.cosh((np.arange(16) - 8) / scale)
     assert stats.chisquare(residues, expected / expected.sum() * residues.sum()).pvalue > ACCEPT
 

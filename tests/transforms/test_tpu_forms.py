@@ -14,16 +14,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxdp
 from jaxdp.transforms import channel_weights, clipped_sums, forms, sites, walker
 from jaxdp.transforms import dense as dense_forms
-from jaxdp.transforms.kernels import formed, gram, weighted
+from jaxdp.transforms.kernels import cells, formed, gram, weighted
 from tests.transforms.small_net import factors_of_other_parts
+from tests.transforms.test_dense_kernels import few_examples_share_a_step
 
 B, T, P, Q = 3, 48, 64, 80
 
 
 @contextlib.contextmanager
 def on_a_tpu():
-    """Traces the forms of a TPU, with its kernels as plain JAX. Yields a list of the kernels that
-    were traced."""
+    """Traces the forms of a TPU, with its kernels as plain JAX and one example in a turn of their
+    loops, so that little is compiled. Yields a list of the kernels that were traced."""
     traced = []
 
     def with_kernels(*args, default, kernels=None, **others):
@@ -35,6 +36,8 @@ def on_a_tpu():
     with pytest.MonkeyPatch.context() as patch, forms.traced_for("tpu"):
         patch.setattr(pl, "pallas_call", functools.partial(pl.pallas_call, interpret=True))
         patch.setattr(forms, "by_platform", with_kernels)
+        few_examples_share_a_step(patch, most=1)
+        patch.setattr(cells.Plan, "unrolled", 1)
         yield traced
 
 
@@ -122,13 +125,13 @@ def problem(loss, dtype=jnp.float32):
     rng = np.random.default_rng(0)
     params = {name: 0.1 * rng.normal(size=shape) for name, shape in SHAPES[loss].items()}
     batch = rng.normal(size=(B, T, P))
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), (params, batch))
+    return jax.tree.map(lambda x: x.astype(dtype), (params, batch))
 
 
 def gradients(loss, params, batch):
     """Returns the gradient of each example in float64, as rows."""
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(np.float64(x)), (params, batch))
+        wide = jax.tree.map(np.float64, (params, batch))
         grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(*wide)
     return np.concatenate(
         [np.float64(g).reshape(len(batch), -1) for g in jax.tree.leaves(grads)], 1
@@ -149,23 +152,24 @@ def test_clipped_sums_and_norms(loss, dtype):
     The norm and the sum have the same factors, so bounds hold to far more digits than bfloat16 has.
     """
     params, batch = problem(loss, dtype)
-    batch = batch.at[1].set(jnp.nan)
+    batch[1] = np.nan
     clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
     with on_a_tpu() as traced:
-        result = clipped(params, batch, mask=jnp.ones(B, bool))
-        alone = [clipped(params, batch, mask=jnp.arange(B) == i).grads for i in range(B)]
+        masks = [np.ones(B, bool), *np.eye(B, dtype=bool)]
+        result, *alone = [jax.device_get(clipped(params, batch, mask=mask)) for mask in masks]
     assert bool(traced) == (loss not in (tied, adapted))
 
-    exact = gradients(loss, params, batch[jnp.array([0, 2])])
+    exact = gradients(loss, params, batch[np.array([0, 2])])
     norms = np.linalg.norm(exact, axis=1)
-    np.testing.assert_allclose(result.norms[jnp.array([0, 2])], norms, rtol=0.02)
+    np.testing.assert_allclose(result.norms[np.array([0, 2])], norms, rtol=0.02)
     expected = (exact * np.minimum(1, 0.5 / norms)[:, None]).sum(0)
     assert np.linalg.norm(flat(result.grads) - expected) < 0.02 * np.linalg.norm(expected)
 
-    assert result.nonfinite == 1 and not flat(alone[1]).any()
+    sums = [flat(one.grads) for one in alone]
+    assert result.nonfinite == 1 and not sums[1].any()
     for i in (0, 2):
-        np.testing.assert_allclose(np.linalg.norm(flat(alone[i])), 0.5, rtol=1e-4)
-    np.testing.assert_allclose(flat(result.grads), flat(alone[0]) + flat(alone[2]), atol=1e-5)
+        np.testing.assert_allclose(np.linalg.norm(sums[i]), 0.5, rtol=1e-4)
+    np.testing.assert_allclose(flat(result.grads), sums[0] + sums[2], atol=1e-5)
 
 
 def rules_of(loss, platform):
@@ -194,15 +198,15 @@ def test_a_loop_forms_only_gradients_that_are_smaller_than_their_factors():
 def test_kernels_clip_each_part_to_its_norm(is_twin, monkeypatch):
     """The twin applies the factors of one part to the other."""
     params, batch = problem(dense)
-    batch = batch.at[1].set(jnp.nan)
+    batch[1] = np.nan
     if is_twin:
         monkeypatch.setattr(clipped_sums, "_engine_result", factors_of_other_parts)
     norms = {"first": 0.5, "second": 0.1}  # in the order of the leaves
     with on_a_tpu() as traced:
-        result = jaxdp.clipped_grad(dense, clip_norm=norms)(params, batch)
+        result = jax.device_get(jaxdp.clipped_grad(dense, clip_norm=norms)(params, batch))
     assert len(traced) == 4  # a norm and a sum of each part
     assert result.nonfinite == 1
-    counted = jnp.array([0, 2])
+    counted = np.array([0, 2])
     exact = gradients(dense, params, batch[counted])
     for (name, norm), of_part in zip(norms.items(), np.split(exact, 2, axis=1), strict=True):
         lengths = np.linalg.norm(of_part, axis=1)
@@ -240,8 +244,8 @@ def test_factors_of_eight_bits_would_be_seen(monkeypatch):
 def test_a_batch_of_pictures_on_the_lanes():
     """Kernels of convolutions compute the norm and the sum of 128 examples."""
     rng = np.random.default_rng(0)
-    params = {"kernel": jnp.asarray(0.1 * rng.normal(size=(3, 3, 16, 16)), jnp.float32)}
-    batch = jnp.asarray(rng.normal(size=(128, 16, 8, 16)), jnp.float32)
+    params = {"kernel": np.float32(0.1 * rng.normal(size=(3, 3, 16, 16)))}
+    batch = rng.normal(size=(128, 16, 8, 16)).astype(np.float32)
 
     def loss(params, x):
         numbers = ("NHWC", "HWIO", "NHWC")
@@ -251,13 +255,13 @@ def test_a_batch_of_pictures_on_the_lanes():
         return jnp.square(jnp.tanh(out)).sum()
 
     clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
-    batch = batch.at[1].set(jnp.nan)
+    batch[1] = np.nan
     with on_a_tpu() as traced:
-        result = clipped(params, batch)
+        result = jax.device_get(clipped(params, batch))
     assert len(traced) == 2
-    few = batch[jnp.array([0, 2, 127])]
+    few = batch[np.array([0, 2, 127])]
     norms = np.linalg.norm(gradients(loss, params, few), axis=1)
-    np.testing.assert_allclose(result.norms[jnp.array([0, 2, 127])], norms, rtol=0.02)
+    np.testing.assert_allclose(result.norms[np.array([0, 2, 127])], norms, rtol=0.02)
     expected = clipped(params, batch).grads  # by the forms of this process
     assert result.nonfinite == 1
     assert np.linalg.norm(flat(result.grads) - flat(expected)) < 0.02 * np.linalg.norm(
@@ -273,9 +277,11 @@ def test_standardised_kernels_of_a_batch_on_the_lanes(is_twin, monkeypatch):
     The twin forgets what the standardisation takes away, and the gradient of the gain.
     """
     rng = np.random.default_rng(0)
-    gain = jnp.asarray(rng.normal(size=16), jnp.float32).at[0].set(0)
-    params = {"gain": gain, "kernel": jnp.asarray(rng.normal(size=(3, 3, 16, 16)), jnp.float32)}
-    batch = jnp.asarray(rng.normal(size=(128, 16, 8, 16)), jnp.float32).at[1].set(jnp.nan)
+    params = {"gain": rng.normal(size=16), "kernel": rng.normal(size=(3, 3, 16, 16))}
+    params = jax.tree.map(np.float32, params)
+    params["gain"][0] = 0
+    batch = rng.normal(size=(128, 16, 8, 16)).astype(np.float32)
+    batch[1] = np.nan
 
     def loss(params, x):
         out = standardised_picture(params, x[None], (1, 1))
@@ -288,10 +294,11 @@ def test_standardised_kernels_of_a_batch_on_the_lanes(is_twin, monkeypatch):
             return jax.tree.map(jnp.zeros_like, with_terms(form, products))
 
         monkeypatch.setattr(channel_weights.Form, "with_terms", forgetful)
-    counted = jnp.array([0, 2, 127])
-    mask = jnp.zeros(128, bool).at[counted].set(True).at[1].set(True)
+    counted = np.array([0, 2, 127])
+    mask = np.isin(np.arange(128), [1, *counted])
+    clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
     with on_a_tpu() as traced:
-        result = jaxdp.clipped_grad(loss, clip_norm=0.5)(params, batch, mask=mask)
+        result = jax.device_get(clipped(params, batch, mask=mask))
     assert len(traced) == 2 and "_column_sums_of_pictures" in {kernel.__name__ for kernel in traced}
     exact = gradients(loss, params, batch[counted])
     norms = np.linalg.norm(exact, axis=1)
@@ -336,10 +343,11 @@ def test_a_program_of_several_devices_has_kernels_only_in_a_shard_map(manual):
 def test_bounds_of_the_rounding_neither_under_nor_overflow(scale):
     """Squares of the entries of a Gram matrix are fourth powers of those of a layer."""
     rng = np.random.default_rng(0)
-    u, w = (jnp.asarray(rng.normal(size=(2, 1, T, n)), jnp.bfloat16) for n in (P, Q))
+    u, w = (rng.normal(size=(2, 1, T, n)).astype(jnp.bfloat16) for n in (P, Q))
     u, w = u * jnp.bfloat16(scale), w * jnp.bfloat16(1 / scale)
+    bounded = jax.jit(functools.partial(dense_forms.gram_norm, lanes=(False, False)))
     with on_a_tpu():
-        squares, spread, _ = dense_forms.gram_norm(u, w, (False, False))
+        squares, spread, _ = jax.device_get(bounded(u, w))
     exact = np.einsum("bstp,bstq->bspq", np.float64(u), np.float64(w))
     np.testing.assert_allclose(squares, np.square(exact).sum((1, 2, 3)), rtol=1e-4)
     assert np.all(spread / squares > 1e-6) and np.all(spread / squares < 1e-2)

@@ -2,9 +2,7 @@
 formats."""
 
 import dataclasses
-import importlib.util
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +13,8 @@ from jax.sharding import PartitionSpec
 from scipy import stats
 
 from jaxdp import tta
+from tests.tta import tiny_model as tiny
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(
-        name, pathlib.Path(__file__).with_name(f"{name}.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = _load("tiny_model")
 LN = math.log(tiny.CLASSES)
 SGD = optax.sgd(0.1, momentum=0.9)
 EATA = tta.EATA(tiny.CLASSES, margin=1.1 / LN, diversity=0.7)

@@ -5,9 +5,7 @@ Each case runs beside an oracle in float64 and beside a broken twin that differs
 """
 
 import dataclasses
-import importlib.util
 import math
-import pathlib
 
 import jax
 import numpy as np
@@ -17,18 +15,8 @@ import pytest
 from jaxdp import Ledger, tta
 from jaxdp.data import from_arrays
 from jaxdp.privacy import NonPrivateDpEvent
+from tests.tta import tiny_model as tiny
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(
-        name, pathlib.Path(__file__).with_name(f"{name}.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = _load("tiny_model")
 published = tiny.published
 K, LN, STEPS = tiny.CLASSES, math.log(tiny.CLASSES), 8
 EVERY, LOWER = (0, 1, 2, 3), (0, 1)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import importlib.util
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +16,7 @@ from jaxdp import tta
 from jaxdp.data import from_arrays
 from jaxdp.privacy import GaussianDpEvent, Ledger, NoOpDpEvent, calibrate_noise
 from jaxdp.privacy.events import composition
-
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model", pathlib.Path(__file__).with_name("tiny_model.py")
-)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+from tests.tta import tiny_model as tiny
 
 SEED = bytes(range(16))
 SIGMA = 3.0

@@ -6,10 +6,8 @@ rounding by far, so both select the same images."""
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -22,18 +20,8 @@ from jaxdp.data import from_arrays
 from jaxdp.transforms import noise
 from jaxdp.tta.come import opinion_entropy
 from jaxdp.tta.method import Method, entropy
+from tests.tta import tiny_model as tiny
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(
-        name, pathlib.Path(__file__).with_name(f"{name}.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = _load("tiny_model")
 published = tiny.published
 LN = math.log(tiny.CLASSES)
 EVERY, LOWER = (0, 1, 2, 3), (0, 1)

@@ -1,20 +1,12 @@
 """What a user may get wrong, and the error that says so before anything private is touched."""
 
-import importlib.util
-import pathlib
-
 import jax
 import numpy as np
 import optax
 import pytest
 
 from jaxdp import tta
-
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model", pathlib.Path(__file__).with_name("tiny_model.py")
-)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+from tests.tta import tiny_model as tiny
 
 SGD = optax.sgd(0.1)
 TENT = tta.private(tta.Tent(), clip_norm=1.0, noise_multiplier=1.0)

@@ -1,9 +1,6 @@
 """A record without a finite loss contributes nothing, to any method in any form, and stops
 nothing."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +8,7 @@ import optax
 import pytest
 
 from jaxdp import tta
-
-_spec = importlib.util.spec_from_file_location(
-    "tiny_model", pathlib.Path(__file__).with_name("tiny_model.py")
-)
-tiny = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(tiny)
+from tests.tta import tiny_model as tiny
 
 SGD = optax.sgd(0.05, momentum=0.9)
 X = tiny.stream(1)[0, 0]

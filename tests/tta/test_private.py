@@ -15,9 +15,7 @@ A test named after a condition shows it of the steps themselves:
 """
 
 import dataclasses
-import importlib.util
 import math
-import pathlib
 
 import flax.linen as nn
 import jax
@@ -35,18 +33,8 @@ from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.noise import gaussian
 from jaxdp.tta.method import Method, entropy
 from jaxdp.tta.private import RULES
+from tests.tta import tiny_model as tiny
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(
-        name, pathlib.Path(__file__).with_name(f"{name}.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tiny = _load("tiny_model")
 published = tiny.published
 LN = math.log(tiny.CLASSES)
 EVERY, LOWER = (0, 1, 2, 3), (0, 1)
@@ -797,7 +785,7 @@ def test_the_clip_rule_reaches_the_gradient():
         assert form.sensitivity("zero_out") == 0.5 and (
             "by the rule 'automatic'" in form.describe()
         ) == (rule != "global")
-        adapter = tta.Adapter(tiny.apply_fn, params, form, SGD)
+        adapter = tta.Adapter(apply_fn, params, form, SGD)
         state, _ = adapter.step(adapter.init(jax.random.key(0)), batch)
         clipped = clipped_grad(
             lambda params, image: entropy(tiny.apply_fn(params, image[None])[0]),

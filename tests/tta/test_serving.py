@@ -70,9 +70,9 @@ def domains(*sizes, wrong=0.3):
     return {f"d{k}": source(n, k, wrong) for k, n in enumerate(sizes)}
 
 
-def new_ledger(path=None, **budget):
+def new_ledger(path=None, unit="photograph", **budget):
     ledger = Ledger(path) if path else Ledger.in_memory()
-    ledger.register("stream", adjacency="replace_one", unit="photograph", **budget)
+    ledger.register("stream", adjacency="replace_one", unit=unit, **budget)
     return ledger
 
 
@@ -114,7 +114,11 @@ def test_resets_come_before_the_batches_that_ask_for_them(reset, calls):
 def test_condition_8_a_photograph_in_every_domain_is_that_many_visits():
     event = GaussianDpEvent(0.619)
     stream = Stream(domains(*[12] * 15), batch_size=4, seed=0, reset="domain")
-    photographs, samples = new_account(event), new_account(event, unit="sample")
+    photographs = new_account(event)
+    samples = new_account(event, new_ledger(unit="sample"), unit="sample")
+    # A set of photographs that pays for samples would owe a fifteenth of the visits.
+    with pytest.raises(ValueError, match="unit must be 'photograph', got 'sample', because"):
+        new_account(event, unit="sample")
     serve(Recorder(event), stream, account=photographs)
     serve(Recorder(event), stream, account=samples)
     assert (photographs.worst, samples.worst) == (15, 1)

@@ -2,8 +2,6 @@
 what others pass."""
 
 import dataclasses
-import importlib.util
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +9,7 @@ import optax
 import pytest
 
 from jaxdp import tta
-
-_spec = importlib.util.spec_from_file_location(
-    "test_methods", pathlib.Path(__file__).with_name("test_methods.py")
-)
-methods = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(methods)
+from tests.tta import test_methods as methods
 
 
 def pseudo_label_loss(logits):

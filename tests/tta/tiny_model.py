@@ -1,26 +1,14 @@
 """A small model with two LayerNorms, as a JAX function and as the NumPy oracle's model, and images
 for it."""
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.tta import reference_tta as published
+
 CLASSES, WIDTH, SIDE = 4, 6, 4
 
-
-def _load(name):
-    spec = importlib.util.spec_from_file_location(
-        name, pathlib.Path(__file__).with_name(f"{name}.py")
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-published = _load("reference_tta")
 
 _rng = np.random.default_rng(0)
 PARAMS = {

@@ -145,14 +145,16 @@ def _drawn(t: jax.Array, key_words: jax.Array, number: jax.Array, size: int) -> 
 def _of_cells(cells: _Cells) -> _Lanes:
     """Returns the closed lanes of cells. A lane depends on its own cell only."""
     size = cells.counters.shape[0]
-    words = _words(cells, 0)
-    # Computed from the words, so that the lanes vary over the same mesh axes as the loop's body.
-    zeros = words[0] * 0
+    # One of 14 is open after a turn, so one round of these is enough, except for bad luck.
+    room = size // 8 + 64
+    # Computed from the cells, so that the lanes vary over the same mesh axes as the words.
+    nonce = cells.counters + cells.numbers
+    zeros = 0 * (cells.t + cells.keys[0] + nonce)
     start = _Lanes(zeros == 0, zeros == 1, zeros, zeros, zeros)
-    lanes = _after_block(cells.t, start, words)
-    # One of 14 is still open, so one round is enough, except for bad luck.
-    room = min(size, size // 8 + 64)
-    first_turn = jnp.uint32(1) + 0 * words[0, 0]
+    first_turn = zeros[:1].sum()
+    if size <= room:
+        return _after_turns(cells, start, first_turn)
+    lanes = _after_block(cells.t, start, _words(cells, 0))
 
     def settle(lanes: _Lanes) -> _Lanes:
         (places,) = jnp.nonzero(lanes.is_open, size=room, fill_value=size)
@@ -160,18 +162,27 @@ def _of_cells(cells: _Cells) -> _Lanes:
         own = jax.tree.map(lambda x: x[inside], lanes)
         own = own._replace(is_open=own.is_open & (places < size))
         own_cells = jax.tree.map(lambda x: x[..., inside], cells)
-
-        def again(state: tuple[jax.Array, _Lanes]) -> tuple[jax.Array, _Lanes]:
-            turn, own = state
-            return turn + 1, _after_block(own_cells.t, own, _words(own_cells, turn))
-
         # These lanes are all closed then, so the turns of the others begin at 1 too.
-        _, own = lax.while_loop(lambda state: _is_open(state[1]), again, (first_turn, own))
+        own = _after_turns(own_cells, own, first_turn + 1)
         put = lambda x, y: x.at[places].set(y, mode="drop")  # noqa: E731
         settled: _Lanes = jax.tree.map(put, lanes, own)
         return settled
 
     closed: _Lanes = lax.while_loop(_is_open, settle, lanes)
+    return closed
+
+
+def _after_turns(cells: _Cells, lanes: _Lanes, first_turn: jax.Array) -> _Lanes:
+    """Returns the lanes, all closed, after turns from the first one on."""
+
+    def again(state: tuple[jax.Array, _Lanes]) -> tuple[jax.Array, _Lanes]:
+        turn, lanes = state
+        words = _words(cells, turn)
+        return turn + 1, _after_block(cells.t, lanes, words)
+
+    start = (first_turn, lanes)
+    closed: _Lanes
+    _, closed = lax.while_loop(lambda state: _is_open(state[1]), again, start)
     return closed
 
 

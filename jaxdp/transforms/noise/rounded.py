@@ -84,14 +84,11 @@ def slab_thresholds() -> np.ndarray:
     A uniform number of 128 bits belongs to the slab whose number is the count of thresholds that
     are not above it.
     """
-    # 2^128 has 39 digits, so the sums round far behind them.
     with decimal.localcontext(prec=80):
-        # exp(-c^2 / 2) at c = j / 16.
         weights = [(-decimal.Decimal(j * j) / 512).exp() for j in range(_SLABS)]
         total = sum(weights)
         below = decimal.Decimal(0)
         rows = []
-        # The last slab has what is left.
         for weight in weights[:-1]:
             below += weight
             share = below / total
@@ -118,7 +115,6 @@ def rounded_normals(
     first = _first_words(key_words, number, size)
     is_sure, magnitude = _quick(log_std, first)
     magnitude = _settled(log_std, key_words, number, first, ~is_sure, magnitude)
-    # The law is symmetric, so the sign is a bit of its own.
     is_negative = first[3] >> 31 == 1
     return jnp.where(is_negative, -magnitude, magnitude)
 
@@ -153,9 +149,8 @@ def _quick(
     half = d + 1
     half = half >> 1
     linear = d * slab << 8
-    square = half * half >> 7  # (2 half)^2 2^-9
-    most = linear + square + 1  # what the shift cuts off
-    # u_1 is not below y, so n is 0, which is even.
+    square = half * half >> 7
+    most = linear + square + 1
     is_sure = ~is_tied & (first[2] >= most)
     return is_sure, _magnitude(bits, slab, place)
 
@@ -171,7 +166,7 @@ def _slab_of_first(
     is_tied = jnp.zeros(word.shape, bool)
     for threshold in slab_thresholds()[:_NEAR_SLABS, 0]:
         slab += (word > threshold).astype(jnp.uint32)
-        is_tied |= word == threshold  # the other words decide
+        is_tied |= word == threshold
     return slab, is_tied | (slab == _NEAR_SLABS)
 
 
@@ -182,11 +177,9 @@ def _magnitude(
 ) -> jax.Array:
     """Returns round(2^bits (c + d)), int32. `place` has the first 32 bits of d."""
     # Twice the magnitude, without what is behind the point.
-    # c is slab 2^-4, and d is place 2^-36.
     of_slab = slab << (bits - 3)
     of_place = place >> (35 - bits)
     doubled = of_slab + of_place
-    # round(x) is floor((floor(2 x) + 1) / 2).
     nearest = doubled + 1 >> 1
     return nearest.astype(jnp.int32)
 
@@ -214,7 +207,6 @@ def _settled(
         state: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         is_open, magnitude = state
-        # Places behind the last open lane are `size`, where writes are dropped.
         (lanes,) = jnp.nonzero(is_open, size=room, fill_value=size)
         own_words = first[:, lanes]
         is_value = lanes < size
@@ -235,11 +227,18 @@ def _slow(
 ) -> jax.Array:
     """Draws the magnitudes [K] of the values with these indices, whatever it takes."""
     counters = lanes.astype(jnp.uint32)
+    # The first words of the slab, the place and u_1.
+    places = jnp.array([0, 4, 6])
 
     def turn(
         state: _Lanes,
     ) -> _Lanes:
         words = chacha.block(key_words, (counters, number, state.turn, chacha.NOISE))
+        # In the first turn, the words that `_quick` has seen are the first ones. One body for all
+        # turns compiles in half the time.
+        with_seen = words.at[places].set(first[:3])
+        is_first = state.turn == 1
+        words = jnp.where(is_first, with_seen, words)
         return _after_turn(bits, state, words)
 
     # From the words, so that the carry varies over the same mesh axes as what the loop returns.
@@ -252,12 +251,6 @@ def _slow(
         last=jnp.stack([zeros] * _COMPARED_WORDS),
         magnitude=zeros.astype(jnp.int32),
     )
-    # In the first turn, the words that `_quick` has seen are the first ones.
-    words = chacha.block(key_words, (counters, number, start.turn, chacha.NOISE))
-    # The first words of the slab, the place and u_1.
-    places = jnp.array([0, 4, 6])
-    words = words.at[places].set(first[:3])
-    start = _after_turn(bits, start, words)
     return lax.while_loop(lambda state: state.is_open.any(), turn, start).magnitude
 
 
@@ -280,7 +273,6 @@ def _after_turn(
     for start in range(6, 6 + _COMPARISONS * _COMPARED_WORDS, _COMPARED_WORDS):
         u = words[start : start + _COMPARED_WORDS]
         is_less = _is_less(u, last)
-        # Each u below the last one is one more of y > u_1 > ... > u_n.
         falls = ~has_ended & is_less
         last = jnp.where(falls, u, last)
         is_even = is_even ^ falls
@@ -290,7 +282,7 @@ def _after_turn(
     return _Lanes(
         turn=state.turn + 1,
         is_open=state.is_open & ~is_accepted,
-        is_fresh=has_ended,  # a sequence that still falls goes on with the next block
+        is_fresh=has_ended,
         is_even=is_even,
         last=last,
         magnitude=jnp.where(state.is_open, magnitude, state.magnitude),
@@ -302,16 +294,20 @@ def _slab(
 ) -> jax.Array:
     """Returns the slab of uniform numbers, uint32 [4, K]: the thresholds that are not above."""
     thresholds = jnp.asarray(slab_thresholds())
-    slab = jnp.zeros_like(words[0])
-    # Halving takes 8 comparisons in place of 255.
-    step = _SLABS // 2
-    while step:
-        # The slab is at least slab + step if the threshold before that is not above.
+    half = jnp.uint32(_SLABS // 2)
+    halvings = jnp.uint32(_SLABS.bit_length() - 1)
+
+    def halved(i: jax.Array, slab: jax.Array) -> jax.Array:
+        # The slab is at least `middle` if the threshold before that is not above.
+        step = half >> i
         middle = slab + step
         threshold = thresholds[middle - 1].T
         is_below = _is_less(words, threshold)
-        slab = jnp.where(is_below, slab, middle)
-        step //= 2
+        return jnp.where(is_below, slab, middle)
+
+    # Computed from the words, so that slabs vary over the same mesh axes.
+    zeros = words[0] * 0
+    slab: jax.Array = lax.fori_loop(jnp.uint32(0), halvings, halved, zeros)
     return slab
 
 
@@ -339,13 +335,11 @@ def exponent(
     y = 2 X (j 2^44 + X) 2^-96.
     """
     rest = low >> 22
-    # 2 X = 4 D + 2, in limbs of 16 bits.
     end = (high & 0xF) << 12
     lowest = (rest << 2) + 2 | end
     middle = high >> 4 & 0xFFFF
     highest = high >> 20
     twice_x = (lowest, middle, highest)
-    # j 2^44 + X with X = 2 D + 1.
     end = (high & 0x1F) << 11
     lowest = (rest << 1) + 1 | end
     middle = high >> 5 & 0xFFFF
@@ -354,7 +348,6 @@ def exponent(
     highest = slab >> 4
     factor = (lowest, middle, upper, highest)
     limbs = _product(twice_x, factor)
-    # y is below 1, so the seventh limb is 0.
     words = [high << 16 | low for high, low in zip(limbs[5::-2], limbs[4::-2], strict=False)]
     return jnp.stack(words)
 
@@ -364,7 +357,6 @@ def _product(
     right: tuple[jax.Array, ...],
 ) -> list[jax.Array]:
     """Returns the limbs of a product of numbers in limbs of 16 bits, the lowest first."""
-    # At most six halves of 16 bits and a carry meet in a column, which a word holds.
     columns = [jnp.zeros_like(left[0]) for _ in range(len(left) + len(right))]
     for i, x in enumerate(left):
         for k, y in enumerate(right):
