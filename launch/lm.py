@@ -475,13 +475,15 @@ def _subject(config: Any, root: pathlib.Path) -> tune.Subject:
 
     def public() -> Score:
         texts: Any = opened.public
-        return finetune.PublicScore(lambda params: -bits(network, params, texts))
+        facts = ["minus bits", texts.fingerprint]  # the token has the network's training programs
+        return finetune.PublicScore(lambda params: -bits(network, params, texts), facts=facts)
 
     def charged() -> Score:
         return finetune.ChargedScore(
             predict=functools.partial(_logits_of_middle, network),
             source=middle_tokens(private),
             noise_multiplier=config.tune.score_noise_multiplier,
+            unit=opened.spec.unit,
         )
 
     scores = {"charged": charged} if opened.public is None else dict(charged=charged, public=public)

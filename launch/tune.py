@@ -218,11 +218,16 @@ def subject_of_task(config: Any, root: pathlib.Path) -> Subject:
         records: Any = task.public
         if task.head:
             records = task.head.source("public", records)
-        return finetune.PublicScore(lambda params: judge(params, records))
+        facts = ["accuracy", records.fingerprint]  # the token has the network's training programs
+        return finetune.PublicScore(lambda params: judge(params, records), facts=facts)
 
     def charged() -> Score:
-        noise = config.tune.score_noise_multiplier
-        return finetune.ChargedScore(predict=predict, source=task.private, noise_multiplier=noise)
+        return finetune.ChargedScore(
+            predict=predict,
+            source=task.private,
+            noise_multiplier=config.tune.score_noise_multiplier,
+            unit=task.spec.unit,
+        )
 
     scores = {} if task.public is None else {"public": public}
     if not isinstance(task.units, Groups):

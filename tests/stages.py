@@ -143,7 +143,9 @@ def _accuracy(_: str) -> Row:
             *(({"noise_multiplier": x}, "noise_multiplier must be positive and") for x in noises),
             ({"params": params.at[0, 0].set(jnp.nan)}, "NaN"),
             ({"seed": b"short"}, "seed must be 16 bytes, got 5"),
+            ({"unit": "patient"}, "unit must be that of account 'private', 'example'"),
         ),
+        accounts=(({"unit": "patient"}, "unit must be that of account 'private', 'patient'"),),
         empty=({"source": blobs(0, 0)}, "source 'blobs' has no examples"),
         calling={"predict": calling_linear},
     )
@@ -593,6 +595,9 @@ def _labels(name: str) -> Row:
         )
     if name == "stages":
         mistakes += (({"stages": 1}, "stages must be at least 2"),)
+    if name == "prior":  # noise that cannot be drawn
+        least = 2 / 2**18
+        mistakes += (({"epsilon": np.nextafter(least, 0)}, rf"epsilon must be at least {least}"),)
     planned = labels.event(1.0)
     assert isinstance(planned, ComposedDpEvent) and planned.events[0] == LabelDpEvent(1.0)
     whole = "whole examples.*labels only"

@@ -17,6 +17,7 @@ MANY_OPTIONS = {
     "jaxdp/data/adapters.py": ["from_folder"],
     "jaxdp/data/tabular.py": ["from_csv"],
     "jaxdp/finetune/adp_clip.py": ["adp_clip"],
+    "jaxdp/finetune/evaluate.py": ["charged_accuracy"],
     "jaxdp/finetune/gep.py": ["gep"],
     "jaxdp/finetune/sla_clip.py": ["sla_clip"],
     "jaxdp/labels/stages.py": ["release_labels_in_stages"],

@@ -139,6 +139,8 @@ def count_correct(
     return _counts(predict, params, source, batch_size, each_alone=True).correct
 
 
+# Nine arguments, none of which decides another: what is judged on which records (4), who pays how
+# much for one of what (3), and where the estimate is kept (2).
 def charged_accuracy(
     predict: Predict,
     params: Any,
@@ -147,6 +149,7 @@ def charged_accuracy(
     account: Account,
     noise_multiplier: float,
     batch_size: int = 500,
+    unit: str = "example",
     workdir: str | os.PathLike[str] | None = None,
     seed: bytes | None = None,
 ) -> float:
@@ -164,6 +167,8 @@ def charged_accuracy(
       account: The account that is charged, `ledger.account(name)` of the data set.
       noise_multiplier: The standard deviation of the noise on the count. One example changes the
           count by at most 1.
+      unit: What one record is, in the words of the ledger: "patient" says that every patient has
+          one record. For `jaxdp.data.by_owners` it is what one owner is.
       workdir: A folder for this release only. It keeps the estimate, so a repeated call is free.
           None keeps nothing.
       seed: 16 secret bytes for tests. The default is OS entropy.
@@ -177,8 +182,9 @@ def charged_accuracy(
           check.
       TypeError, ValueError: noise_multiplier is not positive and finite or is noise that float32
         loses, params are not finite, the source is empty or too large, or shapes or dtypes are not
-        as in `accuracy`. The source is of `jaxdp.data.by_owners`, and the adjacency of the account
-        is not "zero_out". Nothing is spent. No error depends on an example.
+        as in `accuracy`. The account has another unit. The source is of `jaxdp.data.by_owners`, and
+        the adjacency of the account is not "zero_out". Nothing is spent. No error depends on an
+        example.
 
     Formal guarantees:
       GaussianDpEvent(noise_multiplier), charged before the count is computed. For a source of
@@ -196,6 +202,7 @@ def charged_accuracy(
     # and depend on private records.
     check_finite(params)
     shapes = check_predict(predict, params, source, batch_size)
+    charge = charge_of_count(account, source, noise_multiplier, unit)
 
     def estimate(secret: bytes) -> dict[str, np.ndarray]:
         exact = count_correct(predict, params, source, batch_size=batch_size)
@@ -204,9 +211,9 @@ def charged_accuracy(
 
     release = Release(
         label="accuracy",
-        charges=[charge_of_count(account, source, noise_multiplier)],
+        charges=[charge],
         facts=lambda: [params, source.fingerprint, noise_multiplier, batch_size],
-        programs=lambda: [program(_batch_counts, predict, True, params, *shapes)],
+        programs=lambda: [program_of_count(predict, params, shapes)],
         compute=estimate,
     )
     with Till(workdir, seed=seed) as till:
@@ -214,23 +221,31 @@ def charged_accuracy(
 
 
 def charge_of_count(
-    account: Account, source: Source, noise_multiplier: float
+    account: Account, source: Source, noise_multiplier: float, unit: str
 ) -> tuple[Account, DpEvent]:
     """Returns what a noisy count of right answers costs: the account and the event.
 
     Raises:
-      ValueError: The source is `Owners`, and the adjacency of the account is not "zero_out".
+      ValueError: The account has another unit. Or the source is `Owners`, and the adjacency of the
+        account is not "zero_out".
     """
-    if not isinstance(source, Owners):
-        return account, GaussianDpEvent(float(noise_multiplier))
-    if account.adjacency != "zero_out":
+    # All records of an owner may be right or wrong together.
+    most = source.max_records if isinstance(source, Owners) else 1
+    if isinstance(source, Owners) and account.adjacency != "zero_out":
         # An owner who leaves frees places of others, so any number of records may change.
         raise ValueError(
             "adjacency must be 'zero_out' for records of jaxdp.data.by_owners, where who owns what "
             f"is public, but account {account.name!r} is registered with {account.adjacency!r}."
         )
-    # All records of an owner may be right or wrong together.
-    return account, GaussianDpEvent(noise_multiplier / source.max_records)
+    if account.unit != unit or (isinstance(source, Owners) and unit == "example"):
+        what = "owner" if isinstance(source, Owners) else "record"
+        raise ValueError(
+            f"unit must be that of account {account.name!r}, {account.unit!r}, and say what one "
+            f"{what} of source is, got {unit!r}. Give unit={account.unit!r} if every "
+            f"{account.unit} is one {what}. Where one has several records, count one record of "
+            "each, or take jaxdp.data.by_owners."
+        )
+    return account, GaussianDpEvent(float(noise_multiplier) / most)
 
 
 def check_predict(
@@ -241,6 +256,16 @@ def check_predict(
     shapes = _batch_shapes(example, min(batch_size, len(source)))
     _batch_counts.eval_shape(predict, True, params, *shapes)
     return shapes
+
+
+def program_of_count(
+    predict: Predict, params: Any, shapes: tuple[Any, jax.ShapeDtypeStruct]
+) -> str:
+    """Returns the program that counts right answers, of which `predict` is a part, as text.
+
+    `shapes` are those of `check_predict`.
+    """
+    return program(_batch_counts, predict, True, params, *shapes)
 
 
 def check_count(source: Source, batch_size: int) -> Any:

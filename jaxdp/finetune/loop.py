@@ -212,8 +212,7 @@ def fit(
         check_source(source)
         trainer.check(source)
         _check_options(steps, options)
-        if isinstance(trainer.sampler, CyclicPoissonSampler) and not trainer.is_whole:
-            trainer.sampler.check_chunks(steps, options.checkpoint_every)
+        check_chunks(trainer, steps, options.checkpoint_every)
         if hosts.leads:  # only process 0 has an account
             check_account(trainer, account, options.delta, source)
 
@@ -257,6 +256,12 @@ def _check_options(steps: int, options: RunOptions) -> None:
         check_count("round_start", options.round_start, 0)
     if options.evaluate_every is not None:
         check_count("evaluate_every", options.evaluate_every, 1)
+
+
+def check_chunks(trainer: PrivateTrainer, steps: int, checkpoint_every: int) -> None:
+    """Raises ValueError if a chunk would end inside a cycle of the sampler, which is paid whole."""
+    if isinstance(trainer.sampler, CyclicPoissonSampler) and not trainer.is_whole:
+        trainer.sampler.check_chunks(steps, checkpoint_every)
 
 
 def check_account(
@@ -526,10 +531,7 @@ class _Run:
         return Release(
             charges=charges,
             facts=lambda: [
-                self.source.fingerprint,
-                repr(self.trainer.sampler),
-                self.trainer.query.public,
-                _resumable(start),
+                *facts_of_steps(self.trainer, self.source, start),
                 *of_pattern,  # another pattern of batches is another release
             ],
             # The text also holds how a batch is cut into physical batches (`jaxdp.data.physical`).
@@ -681,6 +683,11 @@ class _Files:
         """Deletes the earlier checkpoints, which hold secrets of a run that has ended."""
         assert self._checkpoints is not None
         self._checkpoints.delete_older()
+
+
+def facts_of_steps(trainer: PrivateTrainer, source: Source, start: TrainState) -> list[Any]:
+    """Returns what determines the bits of steps from a state, besides programs and secret."""
+    return [source.fingerprint, repr(trainer.sampler), trainer.query.public, _resumable(start)]
 
 
 def _resumable(state: TrainState) -> dict[str, Any]:

@@ -19,23 +19,29 @@ class Procedure:
             found = recalibration.acc_t([hospital], epsilon=0.5, key=key)
             return {"temperature": np.float32(found.temperature)}
 
-        candidate = finetune.Procedure(event=recalibration.event(0.5), run=run)
+        facts = ["acc_t", logits, labels]
+        candidate = finetune.Procedure(event=recalibration.event(0.5), run=run, facts=facts)
 
     Attributes:
       event: What one run costs a record of the account of the search.
       run: `run(account, seed) -> params` makes the release, and spends exactly `event` from the
-        account. It returns arrays in the structure of the search's params. `seed` is 16 secret
-        bytes, from which all of its noise comes. It shows and writes nothing else.
-      facts: Numbers, texts and arrays on which the release depends, such as its records. A search
-        in a workdir answers from there only if they are the same.
+        account. It returns arrays in the structure of the search's params. Only a run can tell
+        what it spends and returns, so an error about that comes when the search is paid. `seed` is
+        16 secret bytes, from which all of its noise comes. It shows and writes nothing else.
+      facts: Numbers, texts and arrays that say which release it is, such as a name and its records.
+        No hash sees what a Python function computes. So equal facts are the caller's word that a
+        run with an equal seed releases equal bits: change them with the function. A search in a
+        workdir goes on after a crash, and answers from there, only if they are the same. None, the
+        default, says nothing: a search that is killed pays again, with other noise.
     """
 
     event: DpEvent
     run: Callable[[Account, bytes], Any]
-    facts: Sequence[Any] = ()
+    facts: Sequence[Any] | None = None
 
     def __post_init__(self) -> None:
         check_function("run", self.run, "run(account, seed) -> {'temperature': array}")
+        check_facts(self.facts)
 
     def release(self, account: Account, seed: bytes) -> Any:
         """Returns the params of one run, which a ledger in memory pays in the terms of `account`.
@@ -48,6 +54,16 @@ class Procedure:
             params = self.run(ledger.account("run"), seed)
             check_spent(ledger, self.event)
         return params
+
+
+def check_facts(facts: Any) -> None:
+    """Raises TypeError for facts that are no sequence of numbers, texts and arrays."""
+    is_text = isinstance(facts, str | bytes)
+    if facts is not None and (is_text or not isinstance(facts, Sequence)):
+        raise TypeError(
+            "facts must be a list of numbers, texts and arrays, such as ['accuracy', "
+            f"source.fingerprint], or None, got {type(facts).__name__}."
+        )
 
 
 def check_spent(ledger: Ledger, event: DpEvent) -> None:

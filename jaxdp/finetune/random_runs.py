@@ -25,6 +25,8 @@ _SEED_BITS = 128
 # More digits than the 39 of a seed, so that the drawn number has its distribution up to 2^-128.
 _DIGITS = 70
 _MOST = 10_000
+# Below it 1 - gamma^-eta would lose digits that the distribution needs.
+_LEAST_SHAPE = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,13 +38,14 @@ class RandomRuns:
 
     Attributes:
       mean: The mean number of runs, > 1 and at most 10000.
-      eta: The shape, >= 0. 0 is logarithmic and cheapest, with many short searches and a few long
-        ones. 1, the default, is geometric. `math.inf` is Poisson, which varies least. A Poisson
-        number may be 0: the search then ends with the first parameters.
+      eta: The shape, 0 or at least 1e-9. 0 is logarithmic and cheapest, with many short searches
+        and a few long ones. 1, the default, is geometric. `math.inf` is Poisson, which varies
+        least. A Poisson number may be 0: the search then ends with the first parameters.
 
     Raises:
-      TypeError, ValueError: mean or eta is no number in its range. For other distributions,
-        and for a fixed number of runs, the accountant has no bound.
+      TypeError, ValueError: mean or eta is no number in its range, or no float is the stopping
+        probability of both, as for mean=2 and eta=1e17. For other distributions, and for a fixed
+        number of runs, the accountant has no bound.
     """
 
     mean: float
@@ -59,6 +62,17 @@ class RandomRuns:
             raise ValueError(
                 f"eta must be at least 0, or math.inf for a Poisson number, got {self.eta!r}. The "
                 "ledger has no rule for another distribution."
+            )
+        if 0 < self.eta < _LEAST_SHAPE:
+            raise ValueError(
+                f"eta must be 0 or at least {_LEAST_SHAPE:g}, got {self.eta!r}. The distribution "
+                "of eta=0 is the same up to rounding."
+            )
+        # A probability of 1 has one run always, of which no ratio can be drawn.
+        if self.eta < math.inf and stopping_probability(self.mean, self.eta) == 1:
+            raise ValueError(
+                f"eta must be smaller for mean={self.mean!r}, got {self.eta!r}: its stopping "
+                "probability is 1 up to rounding. Give eta=math.inf for a Poisson number."
             )
 
     def event(self, run: DpEvent) -> DpEvent:

@@ -20,6 +20,7 @@ import math
 import os
 import pathlib
 import shutil
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict, Unpack
 
@@ -28,18 +29,20 @@ import numpy as np
 import optax
 
 from jaxdp.data import Groups, Owners, Source, check_source
-from jaxdp.files import check_count, shows_keywords, unwatched
+from jaxdp.files import check_count, shown, shows_keywords, unwatched
 from jaxdp.finetune.dropped import check_dropped
-from jaxdp.finetune.loop import Diverged, check_account, fit
+from jaxdp.finetune.loop import Diverged, check_account, check_chunks, facts_of_steps, fit
 from jaxdp.finetune.procedures import Procedure, check_spent
-from jaxdp.finetune.programs import lowered, settings_text
+from jaxdp.finetune.programs import lowered, settings_text, step_programs
 from jaxdp.finetune.random_runs import RandomRuns
-from jaxdp.finetune.scores import Score, check_score
+from jaxdp.finetune.scores import ChargedScore, Score, check_score
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, ComposedDpEvent, DpEvent, Ledger, OneOfDpEvent
 from jaxdp.privacy.events import composition, describe, to_json
 from jaxdp.privacy.rules import is_boundless
 from jaxdp.release import Release, Till, derive
+from jaxdp.release.identity import deterministic
+from jaxdp.release.kept_arrays import FILE as KEPT
 from jaxdp.release.kept_arrays import load_arrays, save_arrays
 from jaxdp.transforms.parameters import check_finite, not_finite
 
@@ -106,7 +109,7 @@ def tune(
         trainers = {f"rate {rate}": trainer(rate, noise) for rate in (0.1, 0.3, 1.0)}
         best = jaxdp.tune(
             trainers, account, params, source, steps=steps, runs=runs, workdir="search",
-            score=jaxdp.finetune.PublicScore(accuracy_on_public_data),
+            score=jaxdp.finetune.PublicScore(accuracy_on_public_data, facts=["accuracy, 1"]),
         )
 
     Args:
@@ -120,8 +123,9 @@ def tune(
       runs: The distribution of the secret number of runs.
       score: `PublicScore(function)` or `ChargedScore(...)`. The largest score wins.
       keywords: Fields of `SearchKeywords`. workdir is a folder for this search only, which can then
-        be resumed. None keeps nothing. checkpoint_every and allow_nonfinite are as in `fit`. seed
-        is 16 secret bytes for tests.
+        be resumed if `facts` say what a public score and each procedure compute. None keeps
+        nothing. checkpoint_every and allow_nonfinite are as in `fit`. seed is 16 secret bytes for
+        tests.
 
     Returns:
       The best model. The file "released.safetensors" of the workdir has it too.
@@ -131,14 +135,22 @@ def tune(
       TypeError, ValueError: As in `fit`. The score does not say whether its data is public. runs is
         no `RandomRuns`. A candidate has no proven event, or one without a rule in Renyi DP: that of
         truncated batches, or of sampling under "replace_one". A score is charged for records, and
-        source or a candidate has groups of them. Nothing is charged.
+        source or a candidate has groups of them, or its account has another unit. A chunk of
+        checkpoint_every steps ends inside a cycle of a sampler. The workdir keeps another search,
+        or one whose score or procedure has no facts. Nothing is charged.
+      ValueError: A procedure returned another structure than that of params. RuntimeError: It spent
+        something else than its event. Only its run can tell, so the search is charged.
 
     Formal guarantees:
       `runs.event(OneOfDpEvent(events))` of the candidates' events, each composed with the event of
       the score. An account of other records, which `ChargedScore` may name, is charged
       `runs.event` of the score alone. The result is a function of the best run. The number of runs
       and all candidates come from one secret of the till, by HMAC-SHA256. A search that is killed
-      and called again goes on with the same ones, repeats no finished run and pays once. Parameters
+      and called again goes on with the same ones, repeats no finished run and pays once, if it is
+      the same search: the token has source, params, trainers, the program of `predict`, and the
+      facts of a public score and of procedures. It pays again, with a new secret and from the first
+      run, if anything of these differs, if a score or procedure has no facts, if `predict` or a
+      loss calls back to Python, or on a GPU without `--xla_gpu_deterministic_ops=true`. Parameters
       that are not finite have the score minus infinity, so they raise no error. The guarantee is
       for the result. The DURATION of a search, its terminal and `secret_search` tell the number of
       runs. Show nobody any of them.
@@ -160,6 +172,7 @@ def tune(
         what = search.release()
         # A kept answer is given again without a look at private records.
         if till.kept(what) is None:
+            search.check_programs()
             search.check_examples(allow_nonfinite=options.allow_nonfinite)
         arrays = till.once(what)
     search.forget()
@@ -273,6 +286,7 @@ class Search:
             )
         check_finite(self.params)
         check_count("checkpoint_every", self.checkpoint_every, 1)
+        self._check_known()
         for name, candidate in self.trainers.items():
             known = isinstance(candidate, Procedure) or hasattr(candidate, "privatizer")
             if not isinstance(name, str) or not known:
@@ -294,6 +308,32 @@ class Search:
                 )
 
     @property
+    def _unknown(self) -> list[str]:
+        """The arguments with a function of Python that no fact describes."""
+        names = [] if self.score.is_known else ["score"]
+        for name, candidate in self.trainers.items():
+            if isinstance(candidate, Procedure) and candidate.facts is None:
+                names.append(f"trainers[{name!r}]")
+        return names
+
+    def _check_known(self) -> None:
+        """Raises or warns if the workdir is of no use for a search that nothing identifies."""
+        if self.workdir is None or not self._unknown:
+            return
+        names = ", ".join(self._unknown)
+        if (self.workdir / KEPT).exists():
+            raise ValueError(
+                f"workdir={shown(self.workdir)} keeps the result of a search in {KEPT}. Nothing "
+                f"tells whether it is this one: facts are None for {names}. Use a new workdir."
+            )
+        warnings.warn(
+            f"facts are None for {names}. A search in a workdir that is killed then pays again and "
+            "begins anew. With facts=[...] that say what the function computes, it goes on for "
+            "free.",
+            stacklevel=3,
+        )
+
+    @property
     def _fitted(self) -> dict[str, PrivateTrainer]:
         """The candidates that `fit` trains."""
         return {
@@ -306,6 +346,7 @@ class Search:
         """Raises for a candidate that cannot be trained or scored."""
         assert self.source is not None
         trainer.check(self.source)
+        check_chunks(trainer, self._steps(name), self.checkpoint_every)
         check_account(trainer, self.account, None, self.source)
         if trainer.mesh is not None and trainer.mesh.is_multi_process:
             raise ValueError(f"trainers[{name!r}] must have a mesh of one process.")
@@ -316,13 +357,23 @@ class Search:
         A trainer without `group` has such owners too, if its loss takes `jaxdp.data.Records`.
         """
         is_grouped = isinstance(self.source, Groups) or getattr(candidate, "group", False)
-        charges = self.score.charges(self.account)
-        if is_grouped and charges:
+        if is_grouped and isinstance(self.score, ChargedScore):
             raise ValueError(
                 f"score must be a PublicScore, because trainers[{name!r}] protects one "
                 f"{self.account.unit} with several records, and a charged count of right answers "
                 "protects one record."
             )
+        self.score.charges(self.account)  # for its errors
+
+    def check_programs(self) -> None:
+        """Raises the errors of tracing, which would otherwise come when the search is paid."""
+        for name in self._fitted:
+            assert self.source is not None
+            trainer = self._planned(name)
+            state = trainer.init(self.params)
+            programs = step_programs(trainer, state, self.source, self._steps(name))
+            for function, args in programs.values():
+                function.trace(*args)  # kept by JAX for the runs
 
     def check_examples(self, *, allow_nonfinite: bool) -> None:
         """Raises or warns as `fit` does, if the first examples have no gradient, or if the first
@@ -364,8 +415,8 @@ class Search:
             charges=self.charges(),
             facts=self._facts,
             programs=self._programs,
-            # Nothing leaves the search before its end, so a repeated run need not have its bits.
-            deterministic=True,
+            # Only what is known and repeatable ends with equal bits in two copies of a workdir.
+            deterministic=not self._unknown and deterministic(),
             compute=self.compute,
         )
 
@@ -386,21 +437,22 @@ class Search:
         return [(self.account, self.runs.event(OneOfDpEvent(tuple(candidates)))), *other]
 
     def _facts(self) -> list[Any]:
-        fingerprint = None if self.source is None else self.source.fingerprint
-        facts = [fingerprint, self.params, repr(self.runs), self.checkpoint_every]
-        facts += self.score.facts()
+        facts: list[Any] = [self.params, repr(self.runs), self.checkpoint_every]
+        facts.append(self.score.identity())
         for name, candidate in self.trainers.items():
-            event = to_json(self._event(name))
+            facts.append([name, to_json(self._event(name))])
             if isinstance(candidate, Procedure):
-                facts += [name, event, *candidate.facts]
+                # A run reads these two of the account, and may take its noise from them.
+                facts.append([self.account.adjacency, self.account.unit, candidate.facts])
                 continue
-            # `with_hyperparams` changes this state only.
-            start = self._planned(name).init(self.params).opt_state
-            facts += [name, self._steps(name), event, start]
+            assert self.source is not None
+            trainer = self._planned(name)
+            start = trainer.init(self.params)
+            facts.append([self._steps(name), facts_of_steps(trainer, self.source, start)])
         return facts
 
     def _programs(self) -> list[str]:
-        texts = []
+        texts = self.score.programs(self.params)
         for name in self._fitted:
             assert self.source is not None
             trainer = self._planned(name)
@@ -465,12 +517,24 @@ class Search:
         candidate = self.trainers[name]
         if isinstance(candidate, Procedure):
             params = candidate.release(self.account, secret)
+            self._check_structure(name, params)
         else:
             params = self._fit(name, workdir, secret)
-        if params is None:
-            return None
+            if params is None:
+                return None
         leaves: list[np.ndarray] = jax.device_get(jax.tree.leaves(params))
         return None if not_finite(params) else leaves
+
+    def _check_structure(self, name: str, params: Any) -> None:
+        """Raises ValueError for what a procedure returned if it is no tree like the first one."""
+        expected: Any = jax.tree.structure(self.params)
+        returned: Any = jax.tree.structure(params)
+        if returned != expected:
+            raise ValueError(
+                f"trainers[{name!r}] must return arrays in the structure of params, {expected}, "
+                f"got {returned}. Only a run can tell, so the search is charged. A search in a "
+                "workdir goes on with the same facts once `run` is mended."
+            )
 
     def _fit(self, name: str, workdir: pathlib.Path | None, secret: bytes) -> Any:
         """Returns the parameters of a training, or None if they are not finite."""

@@ -1,7 +1,7 @@
 """The frequencies of private labels as a prior, charged once."""
 
-import fractions
 import os
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from jaxdp.privacy import Account, LabelDpEvent
 from jaxdp.release import Release, Till, stream
 from jaxdp.transforms import noise
 from jaxdp.transforms.responses import with_prior
+
+_MOVED = 2  # how far a replaced label moves the counts in L1 norm
 
 
 def release_label_prior(
@@ -37,7 +39,8 @@ def release_label_prior(
       Probabilities float64 [K] of the classes, all above 0.
 
     Raises:
-      BudgetExceeded, TypeError, ValueError: As in `release_labels`.
+      BudgetExceeded, TypeError, ValueError: As in `release_labels`. ValueError also for an epsilon
+        below 2 / 2^18, whose noise is larger than what can be drawn.
 
     Formal guarantees:
       `LabelDpEvent(epsilon)`. A replaced label moves the counts by at most 2 in L1 norm, and each
@@ -46,6 +49,7 @@ def release_label_prior(
     """
     public = public_columns(source, num_classes, ())
     with_prior(None, num_classes=public.num_classes, epsilon=epsilon)  # for its errors
+    scale_of_counts(epsilon)
     check_account(account)
     classes = public.num_classes
 
@@ -68,10 +72,24 @@ def release_label_prior(
 def noisy_counts(key: jax.Array, counts: np.ndarray, epsilon: float) -> np.ndarray:
     """Returns counts int64 [K] with discrete Laplace noise of scale 2 / epsilon."""
     like = jax.ShapeDtypeStruct(counts.shape, jnp.float32)
-    # The quotient of two floats could be a little too small.
-    scale = fractions.Fraction(2) / fractions.Fraction(float(epsilon))
-    drawn = noise.discrete_laplace(key, like, noise.upward(scale))
+    drawn = noise.discrete_laplace(key, like, scale_of_counts(epsilon))
     return counts + np.asarray(drawn, np.int64)
+
+
+def scale_of_counts(epsilon: float) -> float:
+    """Returns the scale of the noise of a count, 2 / epsilon.
+
+    Raises ValueError if no such noise can be drawn.
+    """
+    # The quotient of two floats could be a little too small.
+    scale = Fraction(_MOVED) / Fraction(float(epsilon))
+    if scale > Fraction(noise.LARGEST_DISCRETE_SCALE):
+        least = _MOVED / noise.LARGEST_DISCRETE_SCALE
+        raise ValueError(
+            f"epsilon must be at least {least!r} for a prior, got {epsilon!r}: its noise is larger "
+            "than what can be drawn. Use a larger epsilon."
+        )
+    return noise.upward(scale)
 
 
 def label_counts(labels: np.ndarray, num_classes: int) -> np.ndarray:

@@ -427,8 +427,10 @@ def pate_predict(
         BudgetExceeded, ValueError: As in `private_predict`.
 
     Formal guarantees:
-        The answers satisfy `mechanism.event(Q, max_answers=max_answers)` for every adjacency of the
-        data set. It is spent before anything is computed.
+        The answers satisfy `mechanism.event(Q, max_answers=max_answers, adjacency=...)` for the
+        adjacency of the data set. It is spent before anything is computed. Under "zero_out" it
+        counts two members: the zero record may be in another part, and nothing says that a member
+        ignores it.
     """
     if not members:
         raise ValueError("members is empty. Give the parameters of at least one model.")
@@ -455,7 +457,7 @@ def pate_predict(
         kinds = _kinds(members)
         return [program(_logits, apply_fn, params, queries) for params in kinds]
 
-    charge = mechanism.event(count, max_answers=max_answers)
+    charge = mechanism.event(count, max_answers=max_answers, adjacency=account.adjacency)
     what = Release(
         label="PATE",
         charges=[(account, charge)],

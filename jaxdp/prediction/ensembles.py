@@ -318,7 +318,8 @@ class ConfidentGNMax:
         Gaussian mechanisms of noise multiplier sigma_threshold and `max_answers` of sigma_votes /
         sqrt(2). Their inputs depend on earlier outputs, their noise does not. Unused answers are
         charged. Under "replace_one" accounting doubles both sensitivities, which covers a
-        replacement that changes two members.
+        replacement that changes two members. Under "zero_out" accounting does not, so `event` does:
+        a hash of the content may put the zero record into another part, whose member trains on it.
     """
 
     threshold: float
@@ -352,19 +353,25 @@ class ConfidentGNMax:
 
         def event(sigma_votes: float) -> DpEvent:
             candidate = cls(threshold, ratio * sigma_votes, sigma_votes)
-            return candidate.event(queries, max_answers=max_answers)
+            return candidate.event(queries, max_answers=max_answers, adjacency=adjacency)
 
         with counting(event, label="noise", unit="trial") as tried:
             sigma_votes = calibrate_noise(tried, epsilon=epsilon, delta=delta, adjacency=adjacency)
         return cls(threshold, ratio * sigma_votes, sigma_votes)
 
-    def event(self, queries: int, *, max_answers: int) -> DpEvent:
-        """Returns the cost of `queries` queries of which at most `max_answers` are answered."""
+    def event(
+        self, queries: int, *, max_answers: int, adjacency: Adjacency = "add_remove"
+    ) -> DpEvent:
+        """Returns the cost of `queries` queries of which at most `max_answers` are answered.
+
+        `adjacency` is that of the data set. "zero_out" counts two members.
+        """
         if not 1 <= max_answers <= queries:
             raise ValueError(f"max_answers={max_answers} must lie in [1, queries={queries}].")
-        check = GaussianDpEvent(self.sigma_threshold)
+        members = 2 if adjacency == "zero_out" else 1
+        check = GaussianDpEvent(self.sigma_threshold / members)
         # A changed vote moves two counts by one each.
-        answer = GaussianDpEvent(self.sigma_votes / math.sqrt(2))
+        answer = GaussianDpEvent(self.sigma_votes / math.sqrt(2) / members)
         checks = SelfComposedDpEvent(check, queries)
         answers = SelfComposedDpEvent(answer, max_answers)
         return ComposedDpEvent([checks, answers])

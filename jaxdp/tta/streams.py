@@ -321,7 +321,9 @@ class Stream:
         # Each other class is `imbalance` times less likely than the own one.
         in_own_phase = 1 / (1 + (classes - 1) / self.imbalance)  # the probability
         uniform = (stray_words >> np.uint64(11)) * 2.0**-53  # 53 bits fit a float64
-        other = 1 + (phase_words % np.uint64(classes - 1)).astype(np.int64)
+        # A single class has no other phase, and `in_own_phase` is 1.
+        others = np.uint64(max(classes - 1, 1))
+        other = 1 + (phase_words % others).astype(np.int64)
         phase = (labels + np.where(uniform >= in_own_phase, other, 0)) % classes
         # A stable sort keeps the random order within a phase.
         return order[np.argsort(phase[order], kind="stable")]

@@ -148,7 +148,12 @@ def test_the_accuracy_on_shared_records_pays_for_all_of_an_owner():
             return x[:, :2] * params["w"][None, :2]
 
         finetune.charged_accuracy(
-            predict, {"w": jnp.ones(3)}, shared, account=account, noise_multiplier=30.0
+            predict,
+            {"w": jnp.ones(3)},
+            shared,
+            account=account,
+            noise_multiplier=30.0,
+            unit="person",
         )
         assert ledger.events("mails") == {None: GaussianDpEvent(30.0 / K)}
 

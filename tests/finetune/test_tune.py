@@ -1,10 +1,12 @@
 """A private search: paid once, secret until its end, and equal again after a crash."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import importlib
 import math
+import shutil
 import types
 
 import jax
@@ -26,6 +28,7 @@ from jaxdp.privacy import (
     UnprovenDpEvent,
 )
 from jaxdp.privacy.events import compose, composition
+from jaxdp.release import Till
 from tests.compilations import compilations
 
 module = importlib.import_module("jaxdp.finetune.tune")
@@ -89,7 +92,7 @@ def total(params):
     return float(np.sum(params["w"]))
 
 
-TOTAL = PublicScore(total)
+TOTAL = PublicScore(total, facts=["sum"])
 
 
 def search(account, score=TOTAL, **options):
@@ -154,9 +157,14 @@ def test_distributions_without_a_proof_are_refused(account):
         {"mean": math.nan},
         {"mean": 5.0, "eta": -0.5},
         {"mean": 5.0, "eta": math.nan},
+        {"mean": 5.0, "eta": 1e-80},  # 1 - gamma^-eta vanishes in the digits of the draw
+        {"mean": 2.0, "eta": 1e17},  # gamma is 1
+        {"mean": 1 + 1e-15, "eta": 1e9},
     ):
         with pytest.raises(ValueError, match="must be"):
             RandomRuns(**wrong)
+    for mean, eta in ((2.0, 1e-9), (2.0, 1e9), (2.0, 1e15), (10_000.0, 1e9), (1 + 1e-15, 1.0)):
+        assert RandomRuns(mean, eta).draw(bytes(16)) == 1
     with pytest.raises(ValueError, match="16 bytes"):
         RUNS.draw(b"short")
     with pytest.raises(TypeError, match="fixed number of runs"):
@@ -226,12 +234,13 @@ def test_a_killed_search_goes_on_and_pays_once(account, monkeypatch, tmp_path, f
         return scored[-1]
 
     die_at = 0
-    whole = search(account, PublicScore(score), seed=SEED, workdir=tmp_path / "whole")
+    judge = PublicScore(score, facts=["sum"])
+    whole = search(account, judge, seed=SEED, workdir=tmp_path / "whole")
     expected = scored.copy()
     assert len(expected) == 5
     scored.clear()
     die_at = 3
-    go_on = functools.partial(search, account, PublicScore(score), workdir=tmp_path / "killed")
+    go_on = functools.partial(search, account, judge, workdir=tmp_path / "killed")
     with pytest.raises(Killed):
         go_on(seed=SEED)
     secret = tmp_path / "killed" / "secret_search"
@@ -294,6 +303,7 @@ def test_nothing_is_spent_on_a_search_that_is_refused(account, monkeypatch):
         privatizer=None,
         group=True,
         mesh=None,
+        sampler=None,
         unit="example",
         event=lambda first, last: UnprovenDpEvent("no proof"),
     )
@@ -328,15 +338,15 @@ SHARED = data.by_owners(RECORDS, PEOPLE, max_records=10)
 GROUPED = data.by_group(RECORDS, PEOPLE, max_records=10)
 
 
-def procedure():
-    """Returns a candidate that spends, and releases the first parameters."""
+def procedure(params=PARAMS, facts=None):
+    """Returns a candidate that spends, and releases the first parameters or others."""
 
     def run(account, seed):
         with account.spend(PURE):
             pass
-        return PARAMS
+        return params
 
-    return finetune.Procedure(event=PURE, run=run)
+    return finetune.Procedure(event=PURE, run=run, facts=facts)
 
 
 @pytest.fixture
@@ -356,20 +366,20 @@ PART = data.take(SHARED, np.arange(0, 120, 2))
     ids=["plain", "owners", "part of owners"],
 )
 def test_a_score_costs_what_the_accuracy_costs(source, sigma, people, monkeypatch):
-    score = ChargedScore(predict=predict, source=source, noise_multiplier=20.0)
+    terms = {"noise_multiplier": 20.0, "unit": "person"}
+    score = ChargedScore(predict=predict, source=source, **terms)
     account = people.account("search")
     accuracy = people.account("accuracy")
-    finetune.charged_accuracy(predict, PARAMS, source, account=accuracy, noise_multiplier=20.0)
+    finetune.charged_accuracy(predict, PARAMS, source, account=accuracy, **terms)
     assert people.events("accuracy") == {None: GaussianDpEvent(sigma)}
     assert score.charges(account) == [(account, GaussianDpEvent(sigma))]
     monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 1)
-    terms = {"runs": RUNS, "score": score, "seed": SEED}
-    jaxdp.tune({"a": procedure()}, account, PARAMS, None, **terms)
+    jaxdp.tune({"a": procedure()}, account, PARAMS, None, runs=RUNS, score=score, seed=SEED)
     whole = RUNS.event(OneOfDpEvent((ComposedDpEvent([PURE, GaussianDpEvent(sigma)]),)))
     assert composition(people.events("search")[None]) == composition(whole)
     # Broken twin: each record pays for itself.
     scores = importlib.import_module("jaxdp.finetune.scores")
-    alone = lambda account, source, noise: (account, GaussianDpEvent(noise))  # noqa: E731
+    alone = lambda account, source, noise, unit: (account, GaussianDpEvent(noise))  # noqa: E731
     monkeypatch.setattr(scores, "charge_of_count", alone)
     [(_, twin)] = score.charges(account)
     assert (twin == GaussianDpEvent(sigma)) == (source is RECORDS)
@@ -425,6 +435,194 @@ def test_groups_have_no_charged_score(people):
     assert people.events("search") == {}
 
 
+def test_a_count_of_records_needs_an_account_of_records(people, monkeypatch):
+    # Ten records of each person, which one person may all make right or wrong.
+    score = ChargedScore(predict=predict, source=RECORDS, noise_multiplier=20.0)
+    match = "unit must be that of account '.*', 'person', .* record of source is, got 'example'"
+    with pytest.raises(ValueError, match=match):
+        jaxdp.tune(
+            {"a": procedure()}, people.account("search"), PARAMS, None, runs=RUNS, score=score
+        )
+    for source, words in ((RECORDS, {}), (RECORDS, {"unit": "scan"}), (SHARED, {})):
+        with pytest.raises(ValueError, match="unit must be that of account 'accuracy', 'person'"):
+            finetune.charged_accuracy(
+                predict,
+                PARAMS,
+                source,
+                account=people.account("accuracy"),
+                noise_multiplier=20.0,
+                **words,
+            )
+    assert people.events("search") == people.events("accuracy") == {}
+
+
+# --- What a token has ---------------------------------------------------------------------------
+
+
+def token_of(account, score=TOTAL, **changes):
+    """Returns the token of a search under a given seed."""
+    terms = {
+        "trainers": {"a": procedure(facts=["a"])},
+        "account": account,
+        "params": PARAMS,
+        "source": None,
+        "steps": STEPS,
+        "runs": RUNS,
+        "workdir": None,
+        "checkpoint_every": 100,
+    }
+    one = module.Search(score=score, **terms | changes)
+    with Till(seed=SEED) as till:
+        return till.token(one.release())
+
+
+def charged(predict):
+    return ChargedScore(predict=predict, source=RECORDS, noise_multiplier=5.0)
+
+
+def scaled(factor):
+    weights = np.array([[1, factor]], np.float32)
+    return lambda params, x: (x * weights) @ params["w"]
+
+
+def asks_python(params, x):
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(lambda x: x, like, x, vmap_method="sequential") @ params["w"]
+
+
+@pytest.mark.slow
+def test_a_token_has_the_score_and_the_procedures(account, people):
+    known = [
+        {},
+        {"score": PublicScore(total, facts=["another"])},
+        {"score": PublicScore(total, facts=[])},
+        {"score": charged(predict)},
+        {"score": charged(lambda params, x: -predict(params, x))},
+        {"score": charged(scaled(2.0))},
+        {"score": charged(scaled(3.0))},  # differs in a closed-over array only
+        {"trainers": {"a": procedure(facts=["b"])}},
+        {"trainers": {"a": procedure(facts=["a"]), "b": procedure(facts=["b"])}},
+        {"account": people.account("search")},  # whose terms a run may read
+    ]
+    tokens = [token_of(**{"account": account, **changes}) for changes in known]
+    assert len(set(tokens)) == len(tokens)
+    assert tokens == [token_of(**{"account": account, **changes}) for changes in known]
+    unknown = (
+        {"score": PublicScore(total)},
+        {"trainers": {"a": procedure()}},
+        {"score": charged(asks_python)},
+    )
+    for changes in unknown:  # they are never repeated
+        assert token_of(account, **changes) != token_of(account, **changes)
+    for wrong in ("text", 3):
+        with pytest.raises(TypeError, match="facts must be a list"):
+            PublicScore(total, facts=wrong)
+
+
+def noisy(facts=None):
+    """Returns a candidate with noise of its seed on a private number."""
+
+    def run(account, seed):
+        with account.spend(PURE):
+            pass
+        return {"w": np.frombuffer(seed[:8], np.uint8).reshape(2, 4) / np.float32(256)}
+
+    return finetune.Procedure(event=PURE, run=run, facts=facts)
+
+
+@pytest.mark.parametrize("facts", [None, ["sum"]])
+def test_copies_of_a_killed_search_release_one_result_a_charge(account, tmp_path, five_runs, facts):
+    spends = lambda: len(account.ledger.history("blobs"))  # noqa: E731
+    calls = []
+
+    def dies(params):
+        calls.append(1)
+        if len(calls) > 2:  # after the check and the first run
+            raise Killed
+        return 0.0
+
+    def go(name, function):
+        score = PublicScore(function, facts=facts)
+        # Who has no facts hears it before the crash.
+        warned = pytest.warns(UserWarning, match="facts are None for score")
+        with warned if facts is None else contextlib.nullcontext():
+            return jaxdp.tune(
+                {"a": noisy(["noise"])},
+                account,
+                {"w": np.zeros((2, 4), np.float32)},
+                None,
+                runs=RUNS,
+                score=score,
+                workdir=tmp_path / name,
+            )
+
+    with pytest.raises(Killed):
+        go("first", dies)
+    assert spends() == 1
+    names = ["first", "second", "third"]
+    for name in names[1:]:
+        shutil.copytree(tmp_path / "first", tmp_path / name)
+    if facts:  # the caller's word that it is one score, so all copies have one result
+        results = [go(name, total) for name in names]
+        assert len({result.score for result in results}) == 1 and spends() == 1
+        with pytest.raises(ValueError, match="keeps another release"):
+            facts = ["another"]
+            go("first", total)
+        return
+    for name, function in zip(
+        names, (total, lambda p: -total(p), lambda p: p["w"][0, 0]), strict=True
+    ):
+        go(name, function)
+    assert spends() == 1 + len(names)
+    # What nobody can compare is not given as the result of another score.
+    with pytest.raises(ValueError, match=r"keeps the result of a search .* None for score"):
+        jaxdp.tune(
+            {"a": noisy(["noise"])},
+            account,
+            {"w": np.zeros((2, 4), np.float32)},
+            None,
+            runs=RUNS,
+            score=PublicScore(lambda params: -100.0),
+            workdir=tmp_path / "first",
+        )
+    assert spends() == 1 + len(names)
+
+
+def test_what_can_be_checked_is_checked_before_the_charge(account):
+    cyclic = finetune.dp_sgd(
+        loss,
+        optax.sgd(0.1),
+        sampler=data.CyclicPoissonSampler(120, 0.2, cycle_length=7),
+        clip_norm=1.0,
+        noise_multiplier=4.0,
+    )
+    with pytest.raises(
+        ValueError, match=r"checkpoint_every must be a multiple of .*cycle_length=7"
+    ):
+        search(account, trainers={"a": cyclic}, steps=21, checkpoint_every=10)
+
+    def broken(params, example):
+        raise RuntimeError("a loss that cannot be traced")
+
+    second = finetune.dp_sgd(
+        broken,
+        optax.sgd(0.1),
+        sampler=data.PoissonSampler(120, 0.2),
+        clip_norm=1.0,
+        noise_multiplier=4.0,
+        physical_batch_size=40,
+    )
+    with pytest.raises(RuntimeError, match="cannot be traced"):
+        search(account, trainers={"a": trainer(), "b": second})
+    assert account.ledger.history("blobs") == []
+
+
+@pytest.mark.parametrize("returned", [{**PARAMS, "b": PARAMS["w"]}, {"v": PARAMS["w"]}, None])
+def test_a_procedure_that_returns_another_structure_is_named(account, returned):
+    with pytest.raises(ValueError, match=r"trainers\['a'\] must return arrays in the structure of"):
+        jaxdp.tune({"a": procedure(returned)}, account, PARAMS, None, runs=RUNS, score=TOTAL)
+
+
 # --- Other releases -----------------------------------------------------------------------------
 
 
@@ -447,7 +645,7 @@ def recalibrated(name):
 @pytest.mark.slow
 def test_a_recalibration_is_a_candidate_that_pays_once(account, monkeypatch, five_runs, tmp_path):
     start = {"temperature": np.float32(1.0)}
-    score = PublicScore(lambda params: -abs(float(params["temperature"]) - 2.0))
+    score = PublicScore(lambda params: -abs(float(params["temperature"]) - 2.0), facts=["near 2"])
     tune = functools.partial(
         jaxdp.tune,
         {name: recalibrated(name) for name in ("acc_t", "nll_t")},
@@ -507,7 +705,7 @@ def test_a_real_search_compiles_its_candidates_once_and_logs_no_run(
     monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 2)
     caplog.set_level("INFO", "jaxdp.events")
     two = {name: candidates()[name] for name in ("0.1", "1")}
-    score = PublicScore(lambda params: finetune.accuracy(predict, params, RECORDS))
+    score = PublicScore(lambda params: finetune.accuracy(predict, params, RECORDS), facts=["v1"])
     best = search(account, score, trainers=two, workdir=tmp_path / "run")
     assert best.score == finetune.accuracy(predict, best.params, RECORDS) > 0
     # The events of the log are the payment, and none of a run.

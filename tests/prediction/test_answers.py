@@ -425,6 +425,11 @@ def test_pate_charges_its_plan_and_answers_where_members_agree():
     assert ledger.epsilon("data") == pytest.approx(
         epsilon_at(mechanism.event(40, max_answers=30), delta=1e-5)
     )
+    # A zeroed record may change two members, which the ledger does not double by itself.
+    zeroed = ledger_for("zero_out")
+    prediction.pate_predict(members, one_logit, queries(40), account=account(zeroed), **ask)
+    two = mechanism.event(40, max_answers=30, adjacency="zero_out")
+    assert composition(zeroed.events("data")[None]) == composition(two)
     half = prediction.pate_predict(
         members[4:] + members[-1:] * 4, one_logit, queries(40), account=account(), **ask
     )

@@ -368,6 +368,11 @@ def test_confident_gnmax_costs_its_two_gaussians():
         ]
     )
     assert event == expected
+    # A zeroed record may leave one member and enter another, which the accountant does not double.
+    halves = ensembles.ConfidentGNMax(threshold=10.0, sigma_threshold=10.0, sigma_votes=4.0)
+    doubled = mechanism.event(100, max_answers=30, adjacency="zero_out")
+    assert doubled == halves.event(100, max_answers=30)
+    assert mechanism.event(100, max_answers=30, adjacency="replace_one") == expected
     # One changed vote moves two counts: as Gaussian DP, mu^2 = 100 / 20^2 + 30 * 2 / 8^2.
     single = GaussianDpEvent((100 / 400 + 60 / 64) ** -0.5)
     for adjacency in ("add_remove", "replace_one"):
@@ -381,6 +386,18 @@ def test_confident_gnmax_calibrates():
     assert mechanism.sigma_threshold == pytest.approx(3 * mechanism.sigma_votes)
     cost = epsilon_at(mechanism.event(200, max_answers=100), delta=1e-5)
     assert 3.0 * 0.998 < cost <= 3.0
+    zeroed = ensembles.ConfidentGNMax.calibrated(
+        **plan, epsilon=3.0, delta=1e-5, adjacency="zero_out"
+    )
+    assert zeroed.sigma_votes == pytest.approx(2 * mechanism.sigma_votes, rel=1e-2)
+
+
+def test_a_zeroed_record_changes_two_parts_of_a_hash_of_the_content():
+    records = {"x": np.arange(1, 41, dtype=np.float32)}
+    zeroed = {"x": np.where(np.arange(40) == 7, 0, records["x"])}
+    parts = [ensembles.partition_by_hash(some, 10, salt=b"public") for some in (records, zeroed)]
+    before, after = parts[0][7], parts[1][7]
+    assert before != after and (np.delete(parts[0], 7) == np.delete(parts[1], 7)).all()
 
 
 @pytest.mark.slow

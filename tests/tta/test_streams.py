@@ -226,6 +226,18 @@ def test_a_part_of_a_source_is_a_domain():
     assert (np.diff(np.concatenate(labels)) >= 0).all()
 
 
+def test_a_single_class_has_one_phase():
+    # The adapters refuse one class, and a source of one's own may have it.
+    whole = source(6)
+    arrays = {**whole.arrays, "label": np.zeros(6, np.int32)}
+    one_class = dataclasses.replace(whole, arrays=arrays, num_classes=1)
+    for odds in (1.0, 4.0, math.inf):
+        stream = Stream(
+            {"d": one_class}, batch_size=3, order="label_shifted", seed=0, imbalance=odds
+        )
+        assert sorted(np.concatenate([batch.positions for batch in stream])) == list(range(6))
+
+
 @pytest.mark.parametrize(
     ("terms", "message"),
     [
