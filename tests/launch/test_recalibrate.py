@@ -327,6 +327,7 @@ def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(
         "ledger.sqlite.head",
         ".ledger.sqlite.anchor",
         "cells/reliability/fog/row.json",
+        "cells/reliability/fog/charges.jsonl",
     ):
         (tmp_path / name).unlink()
     module = sys.modules["jaxdp.recalibration.recalibrate"]
