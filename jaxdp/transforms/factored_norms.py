@@ -70,9 +70,9 @@ def squared_norms(
     apart = jnp.zeros((1, 1), kind)
     lengths: list[Lengths] = []
     for pair in pairs:
-        norm, own_spread, own_lengths = _gram_norm(pair, kind, lanes)
-        total = total + norm
-        spread = spread + own_spread
+        norm, own_lengths = _gram_norm(pair, kind, lanes)
+        total = total + norm.squares
+        spread = spread + norm.spread
         # The gradients of two sites have a product too, which counts twice.
         for other, other_lengths in zip(pairs, lengths, strict=False):
             grams = _grams(pair, other, kind)
@@ -81,10 +81,9 @@ def squared_norms(
             total = total + 2 * product
             spread = spread + 2 * its_spread
         lengths.append(own_lengths)
-        length_u, length_w = own_lengths
-        apart = apart + (length_u * length_w).sum(2)
-        lengths_u = lengths_u + length_u.sum((1, 2))
-        lengths_w = lengths_w + length_w.sum((1, 2))
+        apart = apart + norm.apart
+        lengths_u = lengths_u + norm.lengths_u
+        lengths_w = lengths_w + norm.lengths_w
     # A square that is flushed counts at its upper bound, times the lengths of the other factor.
     squares_w = rows * jnp.square(lengths_w)
     squares_u = cols * jnp.square(lengths_u)
@@ -289,24 +288,36 @@ def _gram_norm(
     pair: Pair,
     kind: Any,
     lanes: dense.Lanes,
-) -> dense.Norm:
-    """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w."""
+) -> tuple[dense.Norm, Lengths]:
+    """Returns ||sum_t u_t w_t^T||^2 with the bounds on its rounding, and the lengths of u and w."""
     if not dense.has_gram_norm(*pair):
         return _gram_norm_by_xla(pair, kind)
 
-    def by_xla(pair: Pair) -> dense.Norm:
+    def by_xla(pair: Pair) -> tuple[dense.Norm, Lengths]:
         return _gram_norm_by_xla(jax.tree.map(settled, pair), kind)
 
-    def by_kernel(pair: Pair) -> dense.Norm:
+    def by_kernel(pair: Pair) -> tuple[dense.Norm, Lengths]:
         ((u,), w) = pair
-        return dense.gram_norm(u, w, lanes)
+        # Only several sites of one weight need the lengths of rows. XLA drops them elsewhere.
+        return dense.gram_norm(u, w, lanes), _lengths(pair, kind)
 
-    norm: dense.Norm = forms.by_platform(pair, default=by_xla, kernels={"tpu": by_kernel})
-    return norm
+    result: tuple[dense.Norm, Lengths] = forms.by_platform(
+        pair, default=by_xla, kernels={"tpu": by_kernel}
+    )
+    return result
 
 
-def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
-    """Returns what `_gram_norm` does.
+def _gram_norm_by_xla(pair: Pair, kind: Any) -> tuple[dense.Norm, Lengths]:
+    """Returns what `_gram_norm` does."""
+    squares, spread, lengths = _gram_sums_by_xla(pair, kind)
+    length_u, length_w = lengths
+    apart = (length_u * length_w).sum(2)
+    norm = dense.Norm(squares, spread, apart, length_u.sum((1, 2)), length_w.sum((1, 2)))
+    return norm, lengths
+
+
+def _gram_sums_by_xla(pair: Pair, kind: Any) -> tuple[jax.Array, jax.Array, Lengths]:
+    """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w.
 
     Gram matrices are symmetric. Of long ones the blocks of one half are computed, one after the
     other.
