@@ -18,7 +18,12 @@ from jaxdp.transforms import dense
 from jaxdp.transforms.kernels import formed, gram, tiles, weighted
 
 # (B, T, p, q, dtype): positions that end within a tile, with several blocks of 128 and with one.
-CASES = [(2, 197, 96, 64, jnp.bfloat16), (2, 13, 64, 72, jnp.float32)]
+# Matrices of more than 256 positions are written.
+CASES = [
+    (2, 197, 96, 64, jnp.bfloat16),
+    (2, 13, 64, 72, jnp.float32),
+    (1, 261, 64, 64, jnp.bfloat16),
+]
 
 
 @pytest.fixture(autouse=True)

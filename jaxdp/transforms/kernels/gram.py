@@ -27,6 +27,8 @@ _STEP = 10_000
 # of examples are powers of two.
 _LEAST_STEP = 1_500
 _EXAMPLES = 8
+# Columns of the matrices of at most this many positions stay in registers.
+_SHORT = 2 * tiles.LANES
 # Cycles that a step takes beside its products.
 _OVERHEAD = 150
 # Cycles in which a tile of 8 x 128 entries of both matrices is summed.
@@ -315,6 +317,7 @@ def _sums(
             shape = shape[::-1]
         return pl.BlockSpec((examples, *shape), place)
 
+    is_written = lengths.steps > 1 or positions > _SHORT
     matrices = pltpu.VMEM((examples, positions, positions), jnp.float32)
     vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
     kernel = functools.partial(
@@ -329,7 +332,7 @@ def _sums(
         in_specs=[block(of_u), block(of_w)],
         out_specs=pl.BlockSpec((_SUMS_OF_ONE, tiles.LANES), lambda i, turn, step: (0, i)),
         out_shape=shards.shape_like(u, (_SUMS_OF_ONE, blocks * tiles.LANES), jnp.float32),
-        scratch_shapes=[matrices, matrices] if lengths.steps > 1 else [],
+        scratch_shapes=[matrices, matrices] if is_written else [],
         compiler_params=tiles.compiler_params(vmem, 1, 2),
     )
     if of_u.on_lanes:
@@ -352,7 +355,8 @@ def _kernel(
     """Writes sums over the Gram matrices of some examples.
 
     With several parts of features it first adds up the matrices in memory. The last step writes
-    their sums. The units then multiply nothing meanwhile, so a single part is not written.
+    their sums. Those of one part and few positions are not written, so their entries are summed
+    while the units multiply.
     """
     from jax.experimental import pallas as pl
 
