@@ -19,18 +19,14 @@ from jaxdp.transforms.kernels import formed, gram, tiles, weighted
 Lanes = tuple[bool, bool]
 
 
-class Norm(NamedTuple):
-    """||sum_t u_t w_t^T||^2 of each example, and what bounds its rounding.
+class LengthSums(NamedTuple):
+    """Sums over the lengths of the rows of u and w.
 
     Attributes:
-      squares: [B]. The squared norms.
-      spread: [B]. E of `rounding`.
-      apart: [B, S]. The sums of the products of lengths, |u_t| |w_t|.
-      lengths_u, lengths_w: [B]. The sums of the lengths.
+      apart: [B, S]. The sums of |u_t| |w_t|.
+      lengths_u, lengths_w: [B]. The sums of |u_t| and of |w_t|.
     """
 
-    squares: jax.Array
-    spread: jax.Array
     apart: jax.Array
     lengths_u: jax.Array
     lengths_w: jax.Array
@@ -77,8 +73,8 @@ def gram_norm(
     u: jax.Array,
     w: jax.Array,
     lanes: Lanes,
-) -> Norm:
-    """Returns ||sum_t u_t w_t^T||^2 and the bounds on its rounding.
+) -> tuple[jax.Array, jax.Array, LengthSums]:
+    """Returns ||sum_t u_t w_t^T||^2 and E of `rounding`, [B] each, and the sums of lengths.
 
     By Cauchy and Schwarz sum_ts a_t a_s |W_ts| is at most (sum_t a_t^2) ||W||, with the Frobenius
     norm.
@@ -105,7 +101,8 @@ def gram_norm(
     error *= rounding.eps(jnp.float32)
     of_slices = (sums.products, error, sums.lengths_u, sums.lengths_w)
     squares, spread, lengths_u, lengths_w = (_apart(x, slices).sum(1) for x in of_slices)
-    return Norm(squares, spread, _apart(sums.apart, slices), lengths_u, lengths_w)
+    apart = _apart(sums.apart, slices)
+    return squares, spread, LengthSums(apart, lengths_u, lengths_w)
 
 
 def _frobenius(

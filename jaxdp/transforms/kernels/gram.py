@@ -169,7 +169,7 @@ def _examples(
         return 1
     shared = int(_LEAST_STEP / _products(positions, rows + cols))
     most = min(_EXAMPLES, max(1, shared))
-    return 2 ** int(math.log2(most))
+    return 1 << int(math.log2(most))
 
 
 def _vmem(
@@ -262,7 +262,7 @@ class _Operand(NamedTuple):
         step: jax.Array,
     ) -> jax.Array:
         """Returns the features of an example that a step multiplies."""
-        part = x[example].astype(jnp.bfloat16)
+        part: jax.Array = x[example].astype(jnp.bfloat16)
         if self.part * self.n_parts == self.features:
             return part
         axis = 0 if self.on_lanes else 1
@@ -400,7 +400,8 @@ def _kernel(
         for e in range(n_examples):
             rows: dict[int, list[jax.Array]] = {}  # by the number of columns
             for start, end in _columns(positions):
-                own = _rows_of_columns(*columns_of(e, start, end), start)
+                gram_u, gram_w = columns_of(e, start, end)
+                own = _rows_of_columns(gram_u, gram_w, start)
                 others = rows.get(end - start)
                 rows[end - start] = own if others is None else _added(others, own)
             stacked = [jnp.concatenate(terms, 0) for terms in rows.values()]
