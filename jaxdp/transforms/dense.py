@@ -73,8 +73,12 @@ def gram_norm(
     u: jax.Array,
     w: jax.Array,
     lanes: Lanes,
-) -> tuple[jax.Array, jax.Array, LengthSums]:
+    *,
+    with_rows: bool = False,
+) -> tuple[jax.Array, jax.Array, LengthSums, list[jax.Array]]:
     """Returns ||sum_t u_t w_t^T||^2 and E of `rounding`, [B] each, and the sums of lengths.
+
+    The last result has the lengths of u and w, [B, S, T] each, if `with_rows`.
 
     By Cauchy and Schwarz sum_ts a_t a_s |W_ts| is at most (sum_t a_t^2) ||W||, with the Frobenius
     norm.
@@ -85,11 +89,12 @@ def gram_norm(
     """
     slices, positions = u.shape[1:3]
     u_across, w_across = lanes
-    sums = gram.gram_norms(
+    sums, rows = gram.gram_norms_and_rows(
         _merged(u),
         _merged(w),
         u_across=u_across,
         w_across=w_across,
+        with_rows=with_rows,
     )
     frobenius_u = _frobenius(sums.squares_u, sums.trace_u, positions)
     frobenius_w = _frobenius(sums.squares_w, sums.trace_w, positions)
@@ -102,7 +107,8 @@ def gram_norm(
     of_slices = (sums.products, error, sums.lengths_u, sums.lengths_w)
     squares, spread, lengths_u, lengths_w = (_apart(x, slices).sum(1) for x in of_slices)
     apart = _apart(sums.apart, slices)
-    return squares, spread, LengthSums(apart, lengths_u, lengths_w)
+    lengths = [_apart(rounding.root(x), slices) for x in rows]
+    return squares, spread, LengthSums(apart, lengths_u, lengths_w), lengths
 
 
 def _frobenius(

@@ -70,7 +70,7 @@ def squared_norms(
     apart = jnp.zeros((1, 1), kind)
     lengths: list[Lengths] = []
     for pair in pairs:
-        norm = _gram_norm(pair, kind, lanes)
+        norm = _gram_norm(pair, kind, lanes, alone=len(pairs) == 1)
         total = total + norm.squares
         spread = spread + norm.spread
         # The gradients of two sites have a product too, which counts twice.
@@ -326,8 +326,13 @@ def _gram_norm(
     pair: Pair,
     kind: Any,
     lanes: dense.Lanes,
+    *,
+    alone: bool,
 ) -> _Norm:
-    """Returns ||sum_t u_t w_t^T||^2 and what bounds its rounding."""
+    """Returns ||sum_t u_t w_t^T||^2 and what bounds its rounding.
+
+    Only several sites of one weight need the lengths of rows. `alone` says that there is one site.
+    """
     if not dense.has_gram_norm(*pair):
         return _gram_norm_by_xla(pair, kind)
 
@@ -338,9 +343,10 @@ def _gram_norm(
 
     def by_kernel(pair: Pair) -> _Norm:
         ((u,), w) = pair
-        squares, spread, sums = dense.gram_norm(u, w, lanes)
-        # Only several sites of one weight need the lengths of rows. XLA drops them elsewhere.
-        return _Norm(squares, spread, _lengths(pair, kind), sums)
+        squares, spread, sums, rows = dense.gram_norm(u, w, lanes, with_rows=not alone)
+        # XLA drops lengths that nothing reads.
+        lengths = _lengths(pair, kind) if alone else (rows[0], rows[1])
+        return _Norm(squares, spread, lengths, sums)
 
     norm: _Norm = forms.by_platform(pair, default=by_xla, kernels={"tpu": by_kernel})
     return norm

@@ -106,8 +106,9 @@ def test_sums_of_many_examples_share_blocks(size):
     """Eight examples share a step, and 128 a block of the result. The last ones are not full."""
     u, w = pair(size, 9, 64, 64)
     assert gram._examples(9, 64, 64) == 8
-    found = gram.gram_norms(u, w, u_across=True, w_across=True)
+    found, rows = gram.gram_norms_and_rows(u, w, u_across=True, w_across=True)
     assert_all_close(found, exact_gram_norms(u, w))
+    assert_all_close(rows, [np.square(np.float64(x)).sum(2) for x in (u, w)])
 
 
 @pytest.mark.slow

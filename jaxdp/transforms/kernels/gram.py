@@ -60,6 +60,7 @@ class GramNorms(NamedTuple):
 
 
 _SUMS_OF_ONE = len(GramNorms._fields)
+Rows = tuple[jax.Array, ...]  # of u and w, or none
 
 
 def cycles(
@@ -216,7 +217,20 @@ def gram_norms(
     u_across: bool = False,
     w_across: bool = False,
 ) -> GramNorms:
-    """Returns sums over the Gram matrices of each example.
+    """Returns the sums of `gram_norms_and_rows`."""
+    sums, _ = gram_norms_and_rows(u, w, u_across=u_across, w_across=w_across, with_rows=False)
+    return sums
+
+
+def gram_norms_and_rows(
+    u: jax.Array,
+    w: jax.Array,
+    *,
+    u_across: bool = False,
+    w_across: bool = False,
+    with_rows: bool = True,
+) -> tuple[GramNorms, Rows]:
+    """Returns sums over the Gram matrices of each example, and their diagonals.
 
     Args:
       u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
@@ -224,6 +238,7 @@ def gram_norms(
       u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of
         attention. The result is the same. The wrong answer costs a copy of u.
       w_across: The same of w.
+      with_rows: Whether the diagonals |u_t|^2 and |w_t|^2, [B, T] each, are written.
 
     Products are exact and are added in float32. A term of U_ts or W_ts passes the additions that
     `additions` tells, and a term of a sum over t and s at most 2 T + 64. No result of one example
@@ -232,9 +247,10 @@ def gram_norms(
     u, w = tiles.varied(u, w)
     if len(u) == 0:
         nothing = shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
-        return GramNorms(*[nothing] * _SUMS_OF_ONE)
-    sums = _sums(u, w, (u_across, w_across))
-    return GramNorms(*sums[:, : len(u)])
+        no_rows = jnp.broadcast_to(nothing[:, None], (0, u.shape[1]))
+        return GramNorms(*[nothing] * _SUMS_OF_ONE), (no_rows,) * (2 * with_rows)
+    sums, *rows = _sums(u, w, (u_across, w_across), with_rows=with_rows)
+    return GramNorms(*sums[:, : len(u)]), tuple(of_one[:, 0] for of_one in rows)
 
 
 class _Operand(NamedTuple):
@@ -276,8 +292,10 @@ def _sums(
     u: jax.Array,
     w: jax.Array,
     across: tuple[bool, bool],
-) -> jax.Array:
-    """Returns the sums of all examples, [8, B or more]."""
+    *,
+    with_rows: bool,
+) -> list[jax.Array]:
+    """Returns the sums of all examples, [8, B or more], and both diagonals [B, 1, T] if wanted."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -294,14 +312,17 @@ def _sums(
     blocks = pl.cdiv(size, tiles.LANES)
     turns = min(all_turns, tiles.LANES // examples)
 
+    def step_at(i: jax.Array, turn: jax.Array) -> jax.Array:
+        # Turns behind the last example read nothing new.
+        return jnp.minimum(i * turns + turn, all_turns - 1)
+
     def block(operand: _Operand) -> Any:
         def place(
             i: jax.Array,
             turn: jax.Array,
             step: jax.Array,
         ) -> tuple[Any, ...]:
-            # Turns behind the last example read nothing new.
-            own = jnp.minimum(i * turns + turn, all_turns - 1)
+            own = step_at(i, turn)
             # An operand of fewer parts stays at its last one, which is then not read again.
             last = operand.n_parts - 1
             if operand.n_parts < lengths.steps:
@@ -325,13 +346,19 @@ def _sums(
         operands=(of_u, of_w),
         all_turns=all_turns,
         is_full=blocks * turns == all_turns,
+        with_rows=with_rows,
     )
+    of_sums = pl.BlockSpec((_SUMS_OF_ONE, tiles.LANES), lambda i, turn, step: (0, i))
+    of_rows = pl.BlockSpec((examples, 1, positions), lambda i, turn, step: (step_at(i, turn), 0, 0))
+    all_sums = shards.shape_like(u, (_SUMS_OF_ONE, blocks * tiles.LANES), jnp.float32)
+    all_rows = shards.shape_like(u, (size, 1, positions), jnp.float32)
+    n_rows = 2 * with_rows
     called = pl.pallas_call(
         kernel,
         grid=(blocks, turns, lengths.steps),
         in_specs=[block(of_u), block(of_w)],
-        out_specs=pl.BlockSpec((_SUMS_OF_ONE, tiles.LANES), lambda i, turn, step: (0, i)),
-        out_shape=shards.shape_like(u, (_SUMS_OF_ONE, blocks * tiles.LANES), jnp.float32),
+        out_specs=[of_sums, *[of_rows] * n_rows],
+        out_shape=[all_sums, *[all_rows] * n_rows],
         scratch_shapes=[matrices, matrices] if is_written else [],
         compiler_params=tiles.compiler_params(vmem, 1, 2),
     )
@@ -339,18 +366,19 @@ def _sums(
         u = u.swapaxes(1, 2)
     if of_w.on_lanes:
         w = w.swapaxes(1, 2)
-    sums: jax.Array = called(u, w)
-    return sums
+    results: list[jax.Array] = called(u, w)
+    return results
 
 
 def _kernel(
     u: Any,
     w: Any,
     sums: Any,
-    *grams: Any,
+    *others: Any,
     operands: tuple[_Operand, _Operand],
     all_turns: int,
     is_full: bool,
+    with_rows: bool,
 ) -> None:
     """Writes sums over the Gram matrices of some examples.
 
@@ -360,6 +388,8 @@ def _kernel(
     """
     from jax.experimental import pallas as pl
 
+    diagonals = others[: 2 * with_rows]
+    grams = others[2 * with_rows :]
     turn = pl.program_id(1)
     step = pl.program_id(2)
     n_examples = u.shape[0]
@@ -402,8 +432,10 @@ def _kernel(
             for start, end in _columns(positions):
                 gram_u, gram_w = columns_of(e, start, end)
                 own = _rows_of_columns(gram_u, gram_w, start)
-                others = rows.get(end - start)
-                rows[end - start] = own if others is None else _added(others, own)
+                before = rows.get(end - start)
+                rows[end - start] = own if before is None else _added(before, own)
+                for diagonal, squares in zip(diagonals, own[3:5], strict=False):
+                    diagonal[e, :, start:end] = squares
             stacked = [jnp.concatenate(terms, 0) for terms in rows.values()]
             of_one = sum(terms.sum(1, keepdims=True) for terms in stacked)
             own_lane = turn * n_examples + e
