@@ -7,7 +7,7 @@ of XLA, for all other platforms, shapes, and programs that XLA divides among dev
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,31 @@ import jax.numpy as jnp
 from jaxdp.transforms import forms, rounding
 from jaxdp.transforms.kernels import formed, gram, tiles, weighted
 
-# (squared norms [B], bounds on their rounding [B], (lengths of the rows of u, and of w)).
-Norm = tuple[jax.Array, jax.Array, tuple[jax.Array, jax.Array]]
 # Whether XLA lays u, and w, with the positions on the lanes of a TPU. A wrong answer costs a copy.
 Lanes = tuple[bool, bool]
+
+
+class LengthSums(NamedTuple):
+    """Sums over the lengths of the rows of u and w.
+
+    Attributes:
+      apart: [B, S]. The sums of |u_t| |w_t|.
+      lengths_u, lengths_w: [B]. The sums of |u_t| and of |w_t|.
+    """
+
+    apart: jax.Array
+    lengths_u: jax.Array
+    lengths_w: jax.Array
+
+
+def pads_less(positions: int, features: int) -> bool:
+    """Returns whether an array of narrow rows takes less memory with the positions on the lanes.
+
+    An array [65, 64] is padded to [72, 128], and [64, 65] to [64, 128].
+    """
+    in_rows = tiles.padded(positions, tiles.SUBLANES) * tiles.LANES
+    in_columns = tiles.padded(positions) * tiles.padded(features, tiles.SUBLANES)
+    return features < tiles.LANES and in_columns < in_rows
 
 
 def has_gram_norm(parts: Sequence[Any], w: Any) -> bool:
@@ -52,8 +73,12 @@ def gram_norm(
     u: jax.Array,
     w: jax.Array,
     lanes: Lanes,
-) -> Norm:
-    """Returns ||sum_t u_t w_t^T||^2, E of `rounding`, [B] each, and the lengths of rows.
+    *,
+    with_rows: bool = False,
+) -> tuple[jax.Array, jax.Array, LengthSums, list[jax.Array]]:
+    """Returns ||sum_t u_t w_t^T||^2 and E of `rounding`, [B] each, and the sums of lengths.
+
+    The last result has the lengths of u and w, [B, S, T] each, if `with_rows`.
 
     By Cauchy and Schwarz sum_ts a_t a_s |W_ts| is at most (sum_t a_t^2) ||W||, with the Frobenius
     norm.
@@ -64,42 +89,47 @@ def gram_norm(
     """
     slices, positions = u.shape[1:3]
     u_across, w_across = lanes
-    sums = gram.gram_norms(
+    sums, rows = gram.gram_norms_and_rows(
         _merged(u),
         _merged(w),
         u_across=u_across,
         w_across=w_across,
+        with_rows=with_rows,
     )
-    length_u = rounding.root(sums.rows_u)
-    length_w = rounding.root(sums.rows_w)
-    frobenius_u = _frobenius(sums.squares_u, sums.rows_u)
-    frobenius_w = _frobenius(sums.squares_w, sums.rows_w)
+    frobenius_u = _frobenius(sums.squares_u, sums.trace_u, positions)
+    frobenius_w = _frobenius(sums.squares_w, sums.trace_w, positions)
     additions_u, additions_w = gram.additions(positions, u.shape[-1], w.shape[-1])
     additions_of_products = 2 * positions + 64  # as `gram_norms` states
     # E of `rounding`, its three sums each bounded by Cauchy and Schwarz.
-    error = additions_u * sums.rows_u.sum(1) * frobenius_w
-    error += additions_w * frobenius_u * sums.rows_w.sum(1)
+    error = additions_u * sums.trace_u * frobenius_w
+    error += additions_w * frobenius_u * sums.trace_w
     error += additions_of_products * frobenius_u * frobenius_w
     error *= rounding.eps(jnp.float32)
-    squares = _apart(sums.products, slices).sum(1)
-    error = _apart(error, slices).sum(1)
-    return squares, error, (_apart(length_u, slices), _apart(length_w, slices))
+    of_slices = (sums.products, error, sums.lengths_u, sums.lengths_w)
+    squares, spread, lengths_u, lengths_w = (_apart(x, slices).sum(1) for x in of_slices)
+    apart = _apart(sums.apart, slices)
+    lengths = [_apart(rounding.root(x), slices) for x in rows]
+    return squares, spread, LengthSums(apart, lengths_u, lengths_w), lengths
 
 
-def _frobenius(squares: jax.Array, rows: jax.Array) -> jax.Array:
-    """Returns a bound on the norms [B] of Gram matrices.
+def _frobenius(
+    squares: jax.Array,
+    trace: jax.Array,
+    positions: int,
+) -> jax.Array:
+    """Returns a bound on the norms [B] of Gram matrices [T, T].
 
     It is the smaller of two: the root of the sum of squares, and the trace.
 
     Args:
       squares: [B]. The sums of the squares of all entries, which may under- or overflow.
-      rows: [B, T]. The diagonals.
+      trace: [B]. The sums of the diagonals.
+      positions: T.
     """
-    positions = rows.shape[1]
     # Each of the T x T squares may have been flushed.
     flushed = positions * positions * rounding.FLUSHED
     # A Gram matrix is positive semidefinite, so its trace bounds its Frobenius norm.
-    return jnp.minimum(rounding.root(squares + flushed), rows.sum(1))
+    return jnp.minimum(rounding.root(squares + flushed), trace)
 
 
 def formed_squares(u: jax.Array, w: jax.Array) -> jax.Array:

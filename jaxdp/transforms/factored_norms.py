@@ -12,7 +12,7 @@ bounds that the norms cover.
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -73,23 +73,21 @@ def squared_norms(
     apart = jnp.zeros((1, 1), kind)
     lengths: list[Lengths] = []
     for pair in pairs:
-        norm, own_spread, own_lengths = _gram_norm(pair, kind, lanes)
-        total = total + norm
-        spread = spread + own_spread
+        norm = _gram_norm(pair, kind, lanes, alone=len(pairs) == 1)
+        total = total + norm.squares
+        spread = spread + norm.spread
         # The gradients of two sites have a product too, which counts twice.
         # `lengths` has the sites before this one, where `zip` stops.
         for other, other_lengths in zip(pairs, lengths, strict=False):
             grams = _grams(pair, other, kind)
             counts = _counts(pair, other)
-            product, its_spread = _gram_sums(grams, own_lengths, other_lengths, counts)
+            product, its_spread = _gram_sums(grams, norm.lengths, other_lengths, counts)
             total = total + 2 * product
             spread = spread + 2 * its_spread
-        lengths.append(own_lengths)
-        length_u, length_w = own_lengths
-        # M of `rounding`, slice by slice.
-        apart = apart + (length_u * length_w).sum(2)
-        lengths_u = lengths_u + length_u.sum((1, 2))
-        lengths_w = lengths_w + length_w.sum((1, 2))
+        lengths.append(norm.lengths)
+        apart = apart + norm.apart
+        lengths_u = lengths_u + norm.lengths_u
+        lengths_w = lengths_w + norm.lengths_w
     # A square that is flushed counts at its upper bound, times the lengths of the other factor.
     squares_w = rows * jnp.square(lengths_w)
     squares_u = cols * jnp.square(lengths_u)
@@ -294,27 +292,75 @@ def gram_rows(positions: int) -> int:
     return next((size for size in sizes if positions % size == 0), positions)
 
 
+class _Norm(NamedTuple):
+    """||sum_t u_t w_t^T||^2 of each example, and what bounds its rounding.
+
+    Attributes:
+      squares: [B]. The squared norms.
+      spread: [B]. E of `rounding`.
+      lengths: The lengths of u and w.
+      sums: Sums over them, if a kernel has computed them.
+    """
+
+    squares: jax.Array
+    spread: jax.Array
+    lengths: Lengths
+    sums: dense.LengthSums | None = None
+
+    @property
+    def apart(self) -> jax.Array:
+        """The sums of the products of lengths, [B, S]."""
+        if self.sums is not None:
+            return self.sums.apart
+        length_u, length_w = self.lengths
+        return (length_u * length_w).sum(2)
+
+    @property
+    def lengths_u(self) -> jax.Array:
+        """The sums of the lengths of u, [B]."""
+        if self.sums is not None:
+            return self.sums.lengths_u
+        return self.lengths[0].sum((1, 2))
+
+    @property
+    def lengths_w(self) -> jax.Array:
+        """The sums of the lengths of w, [B]."""
+        if self.sums is not None:
+            return self.sums.lengths_w
+        return self.lengths[1].sum((1, 2))
+
+
 def _gram_norm(
     pair: Pair,
     kind: Any,
     lanes: dense.Lanes,
-) -> dense.Norm:
-    """Returns ||sum_t u_t w_t^T||^2 and E of it, [B] each, and the lengths of u and w."""
+    *,
+    alone: bool,
+) -> _Norm:
+    """Returns ||sum_t u_t w_t^T||^2 and what bounds its rounding.
+
+    Only several sites of one weight need the lengths of rows. `alone` says that there is one site.
+    """
     if not dense.has_gram_norm(*pair):
         return _gram_norm_by_xla(pair, kind)
 
-    def by_xla(pair: Pair) -> dense.Norm:
-        return _gram_norm_by_xla(jax.tree.map(settled, pair), kind)
+    def by_xla(pair: Pair) -> _Norm:
+        norm = _gram_norm_by_xla(jax.tree.map(settled, pair), kind)
+        sums = dense.LengthSums(norm.apart, norm.lengths_u, norm.lengths_w)
+        return norm._replace(sums=sums)
 
-    def by_kernel(pair: Pair) -> dense.Norm:
+    def by_kernel(pair: Pair) -> _Norm:
         ((u,), w) = pair
-        return dense.gram_norm(u, w, lanes)
+        squares, spread, sums, rows = dense.gram_norm(u, w, lanes, with_rows=not alone)
+        # XLA drops lengths that nothing reads.
+        lengths = _lengths(pair, kind) if alone else (rows[0], rows[1])
+        return _Norm(squares, spread, lengths, sums)
 
-    norm: dense.Norm = forms.by_platform(pair, default=by_xla, kernels={"tpu": by_kernel})
+    norm: _Norm = forms.by_platform(pair, default=by_xla, kernels={"tpu": by_kernel})
     return norm
 
 
-def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
+def _gram_norm_by_xla(pair: Pair, kind: Any) -> _Norm:
     """Returns what `_gram_norm` does.
 
     Gram matrices are symmetric. Of long ones the blocks of one half are computed, one after the
@@ -330,7 +376,7 @@ def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
         length_u, length_w = map(rounding.root, squares)
         lengths = (length_u, length_w)
         total, error = _gram_sums(grams, lengths, lengths, counts)
-        return total, error, lengths
+        return _Norm(total, error, lengths)
 
     lengths = _lengths(pair, kind)
 
@@ -358,7 +404,7 @@ def _gram_norm_by_xla(pair: Pair, kind: Any) -> dense.Norm:
     else:
         sums = list(lax.map(block, jnp.array(places)))
     total, spread = ((twice * x).sum(0) for x in sums)
-    return total, spread, lengths
+    return _Norm(total, spread, lengths)
 
 
 def _grams(

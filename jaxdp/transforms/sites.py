@@ -82,8 +82,9 @@ def settled_at(
 
     A plain step rounds factors of float32 where the platform multiplies fewer bits. Here they are
     rounded before, so the norm and the sum have the same factors. All products of these factors are
-    exact. Where kernels compute the norm and the sum (`by_kernels`), both read bfloat16 in memory,
-    which is settled.
+    exact. Where kernels compute the norm and the sum (`by_kernels`), both read one array of
+    bfloat16 in memory, which is settled. Of factors of float32, XLA multiplies the same array by
+    the weight. A form without kernels settles it again.
     """
     bits = multiplied_bits() if isinstance(rule, (Dot, Conv)) else None
 
@@ -94,8 +95,10 @@ def settled_at(
             return settled(x)
         if bits is None:
             return x
-        x = lax.reduce_precision(x, products.EXPONENT_BITS, bits)
-        if bits == products.BFLOAT16_BITS:  # bfloat16 takes half of the memory
+        is_bfloat16 = bits == products.BFLOAT16_BITS
+        if not (by_kernels and is_bfloat16):
+            x = lax.reduce_precision(x, products.EXPONENT_BITS, bits)
+        if is_bfloat16:  # it takes half of the memory
             return x.astype(jnp.bfloat16)
         return x
 
@@ -275,10 +278,13 @@ class Site:
         norm = total = ""
         if isinstance(rule, Conv) and not self.lengths and rule.of_pictures(record):
             x, cotangents = jax.eval_shape(rule.pictures, record, g)
-            if convolution.suits(x, cotangents, rule.geometry):
-                norm = "convolution"
             if convolution.sums_suit(x, cotangents, rule.geometry):
                 total = "convolution"
+            # Patches that do not overlap are rows of the data, which XLA multiplies at once. The
+            # kernel would bring them onto the lanes, and spread out their cotangents.
+            has_patches = rule.is_dense and math.prod(rule.window) > 1
+            if convolution.suits(x, cotangents, rule.geometry) and (total or not has_patches):
+                norm = "convolution"
         # Where the batch is on the lanes, the arrays of a dense layer would be copied.
         if rule.is_dense and not total:
             positions = rule.positions * self.repeats

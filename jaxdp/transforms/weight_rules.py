@@ -67,10 +67,11 @@ class Rule:
     def lanes(self) -> dense.Lanes:
         """Whether XLA lays u, and w, with the positions on the lanes of a TPU.
 
-        It does so next to heads of attention, where several dimensions are contracted.
+        It does so next to heads of attention, where several dimensions are contracted, and where
+        this pads less.
         """
-        u_is_transposed = len(self.row_dims) > 1
-        w_is_transposed = len(self.col_dims) > 1
+        u_is_transposed = len(self.row_dims) > 1 or dense.pads_less(self.positions, self.rows)
+        w_is_transposed = len(self.col_dims) > 1 or dense.pads_less(self.positions, self.cols)
         return u_is_transposed, w_is_transposed
 
     def as_weight(self, grad: jax.Array) -> jax.Array:

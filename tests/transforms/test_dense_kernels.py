@@ -18,7 +18,12 @@ from jaxdp.transforms import dense
 from jaxdp.transforms.kernels import formed, gram, tiles, weighted
 
 # (B, T, p, q, dtype): positions that end within a tile, with several blocks of 128 and with one.
-CASES = [(2, 197, 96, 64, jnp.bfloat16), (2, 13, 64, 72, jnp.float32)]
+# Matrices of more than 256 positions are written.
+CASES = [
+    (2, 197, 96, 64, jnp.bfloat16),
+    (2, 13, 64, 72, jnp.float32),
+    (1, 261, 64, 64, jnp.bfloat16),
+]
 
 
 def few_examples_share_a_step(patch, most=2):
@@ -70,7 +75,9 @@ def exact_gram_norms(u, w):
     (gram_u, gram_w) = (np.einsum("itp,isp->its", np.float64(x), np.float64(x)) for x in (u, w))
     pairs = ((gram_u, gram_w), (gram_u, gram_u), (gram_w, gram_w))
     sums = [(x * y).sum((1, 2)) for x, y in pairs]
-    return *sums, *(np.square(np.float64(x)).sum(2) for x in (u, w))
+    length_u, length_w = (np.sqrt(np.square(np.float64(x)).sum(2)) for x in (u, w))
+    rows = (length_u**2, length_w**2, length_u * length_w, length_u, length_w)
+    return *sums, *(row.sum(1) for row in rows)
 
 
 def assert_close(found, expected):
@@ -124,6 +131,17 @@ def test_sums_over_gram_matrices_of_features_in_parts(monkeypatch, across):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [7, 133])
+def test_sums_of_many_examples_share_blocks(size):
+    """Eight examples share a step, and 128 a block of the result. The last ones are not full."""
+    u, w = pair(size, 9, 64, 64)
+    assert gram._examples(9, 64, 64) == 8
+    found, rows = gram.gram_norms_and_rows(u, w, u_across=True, w_across=True)
+    assert_all_close(found, exact_gram_norms(u, w))
+    assert_all_close(rows, [np.square(np.float64(x)).sum(2) for x in (u, w)])
+
+
+@pytest.mark.slow
 @interpreted
 def test_norms_of_gradients_that_are_formed_in_blocks(monkeypatch):
     monkeypatch.setattr(formed, "_blocks", lambda *_: formed._Blocks(128, 128, 0.0))
@@ -140,7 +158,7 @@ FACTORS = np.float32([0.25, 3.0, 0.7, 1e-3, 2.0])
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("across", [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("across", [(False, False), (True, False), (False, True), (True, True)])
 def test_weighted_sums(across):
     """Five examples at two a step: the last step goes beyond them."""
     assert weighted._blocks(61, 64, 72).examples == 2
@@ -172,7 +190,7 @@ def test_bad_rows_of_one_example_do_not_reach_another():
     assert_all_close([x[good] for x in of_grams], [x[good] for x in expected])
     assert_close(of_formed[good], expected[0][good])
     assert not np.isfinite([of_grams.products[1:3], of_formed[1:3]]).any()
-    assert np.isnan(of_grams.rows_u[1, 3]) and np.isinf(of_grams.rows_w[2]).all()
+    assert np.isnan(of_grams.trace_u[1]) and np.isinf(of_grams.trace_w[2])
     assert_close(found, total)
 
 
@@ -189,7 +207,7 @@ def test_a_sum_of_factors_zero_is_zero():
 def test_no_examples_have_no_norms_and_the_sum_zero():
     u, w = pair(0, 64, 64, 80)
     found = compiled(gram.gram_norms)(u, w)
-    assert [x.shape for x in found] == [(0,), (0,), (0,), (0, 64), (0, 64)]
+    assert [x.shape for x in found] == [(0,)] * 8
     assert compiled(formed.formed_norms)(u, w).shape == (0,)
     total = compiled(weighted.weighted_sum)(u, w, np.zeros(0, np.float32))
     np.testing.assert_array_equal(total, np.zeros((64, 80)))
@@ -248,6 +266,13 @@ def test_the_last_part_of_an_axis_goes_beyond_it(monkeypatch, across):
     found = compiled(gram.gram_norms, w_across=across)(u, w)
     assert_all_close(found, exact_gram_norms(u, w))
     assert gram.additions(13, 64, 300) == (65, 131)
+
+
+def test_the_positions_of_narrow_rows_are_on_the_lanes():
+    """[65, 64] is padded to [72, 128], and [64, 65] to [64, 128]."""
+    assert dense.pads_less(65, 64) and dense.pads_less(512, 96)
+    assert not dense.pads_less(48, 64) and not dense.pads_less(65, 256)
+    assert not dense.pads_less(512, 128)
 
 
 SERVED = {  # (T, p, q): served by gram_norms, formed_norms, weighted_sum; formed is cheaper

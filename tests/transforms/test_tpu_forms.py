@@ -74,6 +74,16 @@ def patches(params, x):
     return jnp.square(jnp.tanh(out)).sum()
 
 
+def embedded(params, x):
+    """A convolution of larger patches that do not overlap, which XLA multiplies."""
+    picture = x.reshape(1, 16, 24, 8)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    out = jax.lax.conv_general_dilated(
+        picture, params["kernel"], (4, 4), "VALID", dimension_numbers=numbers
+    )
+    return jnp.square(jnp.tanh(out)).sum()
+
+
 def tied(params, x):
     """A weight that is applied twice, once transposed, has no kernel for its norm."""
     return jnp.square(jnp.tanh(x @ params["weight"]) @ params["weight"].T).sum()
@@ -117,6 +127,7 @@ SHAPES = {
     stacked: {"stack": (2, P, P)},
     adapted: {"down": (2, P, 2), "up": (2, 2, P)},
     patches: {"kernel": (1, 1, P, 72)},
+    embedded: {"kernel": (4, 4, 8, 16)},
     tied: {"weight": (P, Q)},
 }
 
@@ -157,7 +168,7 @@ def test_clipped_sums_and_norms(loss, dtype):
     with on_a_tpu() as traced:
         masks = [np.ones(B, bool), *np.eye(B, dtype=bool)]
         result, *alone = [jax.device_get(clipped(params, batch, mask=mask)) for mask in masks]
-    assert bool(traced) == (loss not in (tied, adapted))
+    assert bool(traced) == (loss not in (embedded, tied, adapted))
 
     exact = gradients(loss, params, batch[np.array([0, 2])])
     norms = np.linalg.norm(exact, axis=1)
@@ -347,7 +358,7 @@ def test_bounds_of_the_rounding_neither_under_nor_overflow(scale):
     u, w = u * jnp.bfloat16(scale), w * jnp.bfloat16(1 / scale)
     bounded = jax.jit(functools.partial(dense_forms.gram_norm, lanes=(False, False)))
     with on_a_tpu():
-        squares, spread, _ = jax.device_get(bounded(u, w))
+        squares, spread, *_ = jax.device_get(bounded(u, w))
     exact = np.einsum("bstp,bstq->bspq", np.float64(u), np.float64(w))
     np.testing.assert_allclose(squares, np.square(exact).sum((1, 2, 3)), rtol=1e-4)
     assert np.all(spread / squares > 1e-6) and np.all(spread / squares < 1e-2)

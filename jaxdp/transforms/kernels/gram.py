@@ -1,14 +1,15 @@
 """Squared norms of per-example gradients of dense layers by Gram matrices, on a TPU.
 
 For one example with the rows u_t [p] and w_t [q], let U = u u^T and W = w w^T, [T, T] each. Then
-||u^T w||^2 = sum_ts U_ts W_ts. The kernel holds U and W in the memory of the chip and writes sums
-of their entries. It computes the blocks on and above the diagonal, 128 columns at a time, because
-both matrices are symmetric.
+||u^T w||^2 = sum_ts U_ts W_ts. The kernel holds U and W in the memory of the chip and writes eight
+sums over their entries. It computes the blocks on and above the diagonal, 128 columns at a time,
+because both matrices are symmetric.
 """
 
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +23,12 @@ from jaxdp.transforms.kernels import tiles
 _LONGEST = 1024
 # The most cycles of products in one step of the grid. They bound the size of the program.
 _STEP = 10_000
-# Examples share a step until its products take about this many cycles, and up to a number.
+# Examples share a step until its products take about this many cycles, and up to a number. Numbers
+# of examples are powers of two.
 _LEAST_STEP = 1_500
 _EXAMPLES = 8
+# Columns of the matrices of at most this many positions stay in registers.
+_SHORT = 2 * tiles.LANES
 # Cycles that a step takes beside its products.
 _OVERHEAD = 150
 # Cycles in which a tile of 8 x 128 entries of both matrices is summed.
@@ -32,21 +36,31 @@ _SUMS = 2
 
 
 class GramNorms(NamedTuple):
-    """Sums over the Gram matrices of each example, float32.
+    """Sums over the Gram matrices of each example, float32 [B].
 
     Attributes:
-      products: [B]. sum_ts U_ts W_ts.
-      squares_u: [B]. sum_ts U_ts^2.
-      squares_w: [B]. sum_ts W_ts^2.
-      rows_u: [B, T]. The squared lengths of the rows of u, U_tt.
-      rows_w: [B, T]. The squared lengths of the rows of w, W_tt.
+      products: sum_ts U_ts W_ts.
+      squares_u: sum_ts U_ts^2.
+      squares_w: sum_ts W_ts^2.
+      trace_u: sum_t |u_t|^2.
+      trace_w: sum_t |w_t|^2.
+      apart: sum_t |u_t| |w_t|.
+      lengths_u: sum_t |u_t|.
+      lengths_w: sum_t |w_t|.
     """
 
     products: jax.Array
     squares_u: jax.Array
     squares_w: jax.Array
-    rows_u: jax.Array
-    rows_w: jax.Array
+    trace_u: jax.Array
+    trace_w: jax.Array
+    apart: jax.Array
+    lengths_u: jax.Array
+    lengths_w: jax.Array
+
+
+_SUMS_OF_ONE = len(GramNorms._fields)
+Rows = tuple[jax.Array, ...]  # of u and w, or none
 
 
 def cycles(
@@ -157,7 +171,8 @@ def _examples(
         return 1
     # Small products would leave most of a step to its overhead.
     shared = int(_LEAST_STEP / _products(positions, rows + cols))
-    return min(_EXAMPLES, max(1, shared))
+    most = min(_EXAMPLES, max(1, shared))
+    return 1 << int(math.log2(most))
 
 
 def _vmem(
@@ -204,7 +219,20 @@ def gram_norms(
     u_across: bool = False,
     w_across: bool = False,
 ) -> GramNorms:
-    """Returns sums over the Gram matrices of each example.
+    """Returns the sums of `gram_norms_and_rows`."""
+    sums, _ = gram_norms_and_rows(u, w, u_across=u_across, w_across=w_across, with_rows=False)
+    return sums
+
+
+def gram_norms_and_rows(
+    u: jax.Array,
+    w: jax.Array,
+    *,
+    u_across: bool = False,
+    w_across: bool = False,
+    with_rows: bool = True,
+) -> tuple[GramNorms, Rows]:
+    """Returns sums over the Gram matrices of each example, and their diagonals.
 
     Args:
       u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
@@ -212,20 +240,19 @@ def gram_norms(
       u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of
         attention. The result is the same. The wrong answer costs a copy of u.
       w_across: The same of w.
+      with_rows: Whether the diagonals |u_t|^2 and |w_t|^2, [B, T] each, are written.
 
     Products are exact and are added in float32. A term of U_ts or W_ts passes the additions that
     `additions` tells, and a term of a sum over t and s at most 2 T + 64. No result of one example
     depends on another.
     """
     u, w = tiles.varied(u, w)
-    size, positions = u.shape[:2]
-    if size == 0:
-        sums = shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
-        lengths = jnp.broadcast_to(sums[:, None], (0, positions))
-        return GramNorms(sums, sums, sums, lengths, lengths)
-    sums, rows_u, rows_w = _sums(u, w, (u_across, w_across))
-    products, squares_u, squares_w = (sums[:, k].sum(-1) for k in range(3))
-    return GramNorms(products, squares_u, squares_w, rows_u[:, 0], rows_w[:, 0])
+    if len(u) == 0:
+        nothing = shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
+        no_rows = jnp.broadcast_to(nothing[:, None], (0, u.shape[1]))
+        return GramNorms(*[nothing] * _SUMS_OF_ONE), (no_rows,) * (2 * with_rows)
+    sums, *rows = _sums(u, w, (u_across, w_across), with_rows=with_rows)
+    return GramNorms(*sums[:, : len(u)]), tuple(of_one[:, 0] for of_one in rows)
 
 
 class _Operand(NamedTuple):
@@ -246,13 +273,31 @@ class _Operand(NamedTuple):
         """The number of steps that read a part."""
         return -(-self.features // self.part)
 
+    def part_of(
+        self,
+        x: Any,
+        example: int,
+        step: jax.Array,
+    ) -> jax.Array:
+        """Returns the features of an example that a step multiplies."""
+        part: jax.Array = x[example].astype(jnp.bfloat16)
+        if self.part * self.n_parts == self.features:
+            return part
+        axis = 0 if self.on_lanes else 1
+        # The last part goes beyond the array.
+        place_in_part = lax.broadcasted_iota(jnp.int32, part.shape, axis)
+        feature = place_in_part + step * self.part
+        return jnp.where(feature < self.features, part, 0)
+
 
 def _sums(
     u: jax.Array,
     w: jax.Array,
     across: tuple[bool, bool],
-) -> tuple[jax.Array, ...]:
-    """Returns the three sums [B, 3, 128], to be added over lanes, and both diagonals [B, 1, T]."""
+    *,
+    with_rows: bool,
+) -> list[jax.Array]:
+    """Returns the sums of all examples, [8, B or more], and both diagonals [B, 1, T] if wanted."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
@@ -263,11 +308,23 @@ def _sums(
     of_u = _Operand(rows, lengths.rows, across[0])
     of_w = _Operand(cols, lengths.cols, across[1])
 
+    # The sums of 128 examples are a block of the result, to which several turns write. The axes of
+    # the grid are these blocks, the turns within them, and parts of features.
+    all_turns = pl.cdiv(size, examples)
+    blocks = pl.cdiv(size, tiles.LANES)
+    turns = min(all_turns, tiles.LANES // examples)
+
+    def step_at(i: jax.Array, turn: jax.Array) -> jax.Array:
+        # Turns behind the last example read nothing new.
+        return jnp.minimum(i * turns + turn, all_turns - 1)
+
     def block(operand: _Operand) -> Any:
         def place(
             i: jax.Array,
+            turn: jax.Array,
             step: jax.Array,
         ) -> tuple[Any, ...]:
+            own = step_at(i, turn)
             # An operand of fewer parts stays at its last one, which is then not read again.
             last = operand.n_parts - 1
             if operand.n_parts < lengths.steps:
@@ -275,151 +332,192 @@ def _sums(
             else:
                 part = step
             if operand.on_lanes:
-                return (i, part, 0)
-            return (i, 0, part)
+                return (own, part, 0)
+            return (own, 0, part)
 
         shape = (positions, operand.part)
         if operand.on_lanes:
             shape = shape[::-1]
         return pl.BlockSpec((examples, *shape), place)
 
-    def result(*shape: int) -> tuple[Any, Any]:
-        spec = pl.BlockSpec((examples, *shape), lambda i, step: (i, 0, 0))
-        return spec, shards.shape_like(u, (size, *shape), jnp.float32)
-
-    results = [result(3, tiles.LANES), result(1, positions), result(1, positions)]
+    is_written = lengths.steps > 1 or positions > _SHORT
     matrices = pltpu.VMEM((examples, positions, positions), jnp.float32)
     vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
+    kernel = functools.partial(
+        _kernel,
+        operands=(of_u, of_w),
+        all_turns=all_turns,
+        is_full=blocks * turns == all_turns,
+        with_rows=with_rows,
+    )
+    of_sums = pl.BlockSpec((_SUMS_OF_ONE, tiles.LANES), lambda i, turn, step: (0, i))
+    of_rows = pl.BlockSpec((examples, 1, positions), lambda i, turn, step: (step_at(i, turn), 0, 0))
+    all_sums = shards.shape_like(u, (_SUMS_OF_ONE, blocks * tiles.LANES), jnp.float32)
+    all_rows = shards.shape_like(u, (size, 1, positions), jnp.float32)
+    n_rows = 2 * with_rows
     called = pl.pallas_call(
-        functools.partial(_kernel, operands=(of_u, of_w)),
-        grid=(pl.cdiv(size, examples), lengths.steps),
+        kernel,
+        grid=(blocks, turns, lengths.steps),
         in_specs=[block(of_u), block(of_w)],
-        out_specs=[spec for spec, _ in results],
-        out_shape=[shape for _, shape in results],
-        scratch_shapes=[matrices, matrices],
-        compiler_params=tiles.compiler_params(vmem, 1, 1),
+        out_specs=[of_sums, *[of_rows] * n_rows],
+        out_shape=[all_sums, *[all_rows] * n_rows],
+        scratch_shapes=[matrices, matrices] if is_written else [],
+        compiler_params=tiles.compiler_params(vmem, 1, 2),
     )
     if of_u.on_lanes:
         u = u.swapaxes(1, 2)
     if of_w.on_lanes:
         w = w.swapaxes(1, 2)
-    sums: tuple[jax.Array, ...] = called(u, w)
-    return sums
+    results: list[jax.Array] = called(u, w)
+    return results
 
 
 def _kernel(
     u: Any,
     w: Any,
     sums: Any,
-    rows_u: Any,
-    rows_w: Any,
-    grams_u: Any,
-    grams_w: Any,
-    *,
+    *others: Any,
     operands: tuple[_Operand, _Operand],
+    all_turns: int,
+    is_full: bool,
+    with_rows: bool,
 ) -> None:
-    """Adds the products of one part to the Gram matrices. The last step writes their sums."""
+    """Writes sums over the Gram matrices of some examples.
+
+    With several parts of features it first adds up the matrices in memory. The last step writes
+    their sums. Those of one part and few positions are not written, so their entries are summed
+    while the units multiply.
+    """
     from jax.experimental import pallas as pl
 
-    step = pl.program_id(1)
-    examples = range(u.shape[0])
+    diagonals = others[: 2 * with_rows]
+    grams = others[2 * with_rows :]
+    turn = pl.program_id(1)
+    step = pl.program_id(2)
+    n_examples = u.shape[0]
     steps = max(operand.n_parts for operand in operands)
+    positions = u.shape[2] if operands[0].on_lanes else u.shape[1]
 
     def add(
         x: Any,
-        grams: Any,
+        matrices: Any,
         operand: _Operand,
     ) -> None:
-        axis = 0 if operand.on_lanes else 1
-        for e in examples:
-            part = x[e].astype(jnp.bfloat16)
-            length = part.shape[axis]
-            if length * operand.n_parts > operand.features:  # the last part goes beyond the array
-                place_in_part = lax.broadcasted_iota(jnp.int32, part.shape, axis)
-                feature = place_in_part + step * length
-                part = jnp.where(feature < operand.features, part, 0)
-            alone = operand.n_parts == 1
-            _add_gram(part, grams.at[e], operand.on_lanes, first=step == 0, alone=alone)
+        for e in range(n_examples):
+            part = operand.part_of(x, e, step)
+            for start, end in _columns(positions):
+                product = _products_of_rows(part, start, end, operand.on_lanes)
+                if operand.n_parts > 1:  # what a matrix holds before the first step is not defined
+                    sum_so_far = matrices[e, :end, start:end]
+                    product += jnp.where(step == 0, 0, sum_so_far)
+                matrices[e, :end, start:end] = product
 
-    of_u, of_w = operands
-    for x, grams, operand in ((u, grams_u, of_u), (w, grams_w, of_w)):
-        add_part = functools.partial(add, x, grams, operand)
-        # The operand with the most parts has one in every step.
-        if operand.n_parts == steps:
-            add_part()
-        else:
-            pl.when(step < operand.n_parts)(add_part)
+    def columns_of(
+        e: int,
+        start: int,
+        end: int,
+    ) -> list[Any]:
+        """Returns some columns of both matrices of an example, at and above the diagonal."""
+        if grams:
+            return [matrices.at[e, :end, start:end] for matrices in grams]
+        columns = []
+        for x, operand in zip((u, w), operands, strict=True):
+            part = operand.part_of(x, e, step)
+            columns.append(_products_of_rows(part, start, end, operand.on_lanes))
+        return columns
 
-    @pl.when(step == steps - 1)
-    def _() -> None:
-        for e in examples:
-            gram_u = grams_u.at[e]
-            gram_w = grams_w.at[e]
-            _add_entries(gram_u, gram_w, sums.at[e])
-            _diagonal(gram_u, rows_u.at[e])
-            _diagonal(gram_w, rows_w.at[e])
+    def write() -> None:
+        lane = lax.broadcasted_iota(jnp.int32, sums.shape, 1)
+        total = sums[...]
+        for e in range(n_examples):
+            rows: dict[int, list[jax.Array]] = {}  # by the number of columns
+            for start, end in _columns(positions):
+                gram_u, gram_w = columns_of(e, start, end)
+                own = _rows_of_columns(gram_u, gram_w, start)
+                before = rows.get(end - start)
+                rows[end - start] = own if before is None else _added(before, own)
+                for diagonal, squares in zip(diagonals, own[3:5], strict=False):
+                    diagonal[e, :, start:end] = squares
+            stacked = [jnp.concatenate(terms, 0) for terms in rows.values()]
+            of_one = sum(terms.sum(1, keepdims=True) for terms in stacked)
+            own_lane = turn * n_examples + e
+            total = jnp.where(lane == own_lane, of_one, total)
+        sums[...] = total
+
+    def run() -> None:
+        for x, matrices, operand in zip((u, w), grams, operands, strict=False):
+            add_part = functools.partial(add, x, matrices, operand)
+            _when(step < operand.n_parts, add_part, always=operand.n_parts == steps)
+        _when(step == steps - 1, write, always=steps == 1)
+
+    own_turn = pl.program_id(0) * pl.num_programs(1) + turn
+    _when(own_turn < all_turns, run, always=is_full)
 
 
-def _add_gram(
-    x: jax.Array,
-    gram: Any,
-    on_lanes: bool,
+def _when(
+    condition: jax.Array,
+    body: Callable[[], None],
     *,
-    first: jax.Array,
-    alone: bool,
+    always: bool,
 ) -> None:
-    """Adds the products of the rows of x to a matrix, at and above its diagonal."""
-    for start, end in _columns(gram.shape[0]):
-        if on_lanes:
-            product = tiles.product(x[:, :end], x[:, start:end], (0, 0))
-        else:
-            product = tiles.product(x[:end], x[start:end], (1, 1))
-        if not alone:  # what the matrix holds before the first step is not defined
-            sum_so_far = gram[:end, start:end]
-            product += jnp.where(first, 0, sum_so_far)
-        gram[:end, start:end] = product
+    """Runs the body if the condition holds. What runs always has no branch, so it overlaps."""
+    from jax.experimental import pallas as pl
+
+    if always:
+        body()
+    else:
+        pl.when(condition)(body)
 
 
-def _add_entries(
+def _products_of_rows(
+    x: jax.Array,
+    start: int,
+    end: int,
+    on_lanes: bool,
+) -> jax.Array:
+    """Returns the products of the rows of x before `end` with those from `start` to `end`."""
+    if on_lanes:
+        return tiles.product(x[:, :end], x[:, start:end], (0, 0))
+    return tiles.product(x[:end], x[start:end], (1, 1))
+
+
+def _added(
+    xs: list[jax.Array],
+    ys: list[jax.Array],
+) -> list[jax.Array]:
+    return [x + y for x, y in zip(xs, ys, strict=True)]
+
+
+def _rows_of_columns(
     gram_u: Any,
     gram_w: Any,
-    sums: Any,
-) -> None:
-    """Writes the sums over the rows of U * W, U * U and W * W."""
+    start: int,
+) -> list[jax.Array]:
+    """Returns the part of the sums of `GramNorms` that each column from `start` on has.
 
-    def over_rows(
-        begin: int,
-        end: int,
-        columns: slice,
-    ) -> list[jax.Array]:
-        x = gram_u[begin:end, columns]
-        y = gram_w[begin:end, columns]
+    Args:
+      gram_u, gram_w: The columns at and above the diagonal.
+      start: Their first row at the diagonal.
+    """
+    above = [jnp.zeros((1, gram_u.shape[1]), jnp.float32)] * 3
+    for begin, end in _columns(gram_u.shape[0]):
+        x = gram_u[begin:end]
+        y = gram_w[begin:end]
         products = (x * y, x * x, y * y)
-        return [product.sum(0, keepdims=True) for product in products]
-
-    totals = [jnp.zeros((1, tiles.LANES), jnp.float32) for _ in range(3)]
-    for start, end in _columns(gram_u.shape[0]):
-        columns = slice(start, end)
-        terms = over_rows(start, end, columns)
-        if start:  # a block above the diagonal has an equal one below it
-            above = over_rows(0, start, columns)
-            pairs = zip(terms, above, strict=True)
-            terms = [own + 2 * other for own, other in pairs]
-        n_empty = tiles.LANES - (end - start)
-        if n_empty:
-            empty = jnp.zeros((1, n_empty), jnp.float32)
-            terms = [jnp.concatenate([term, empty], 1) for term in terms]
-        totals = [total + term for total, term in zip(totals, terms, strict=True)]
-    for k, total in enumerate(totals):
-        sums[k : k + 1, :] = total
+        terms = [product.sum(0, keepdims=True) for product in products]
+        if begin < start:
+            above = _added(above, terms)
+    # The last rows are at the diagonal. A block above it has an equal one below it.
+    terms = _added(terms, [2 * term for term in above])
+    squares_u = _diagonal(x)
+    squares_w = _diagonal(y)
+    length_u = jnp.sqrt(squares_u)
+    length_w = jnp.sqrt(squares_w)
+    return [*terms, squares_u, squares_w, length_u * length_w, length_u, length_w]
 
 
-def _diagonal(gram: Any, entries: Any) -> None:
-    """Writes the diagonal of a matrix [T, T] to a row [1, T]."""
-    for start, end in _columns(gram.shape[0]):
-        shape = (end - start, end - start)
-        row = lax.broadcasted_iota(jnp.int32, shape, 0)
-        column = lax.broadcasted_iota(jnp.int32, shape, 1)
-        block = gram[start:end, start:end]
-        diagonal = jnp.where(row == column, block, 0)
-        entries[:, start:end] = diagonal.sum(0, keepdims=True)
+def _diagonal(block: jax.Array) -> jax.Array:
+    """Returns the diagonal of a square block as a row."""
+    row = lax.broadcasted_iota(jnp.int32, block.shape, 0)
+    column = lax.broadcasted_iota(jnp.int32, block.shape, 1)
+    return jnp.where(row == column, block, 0).sum(0, keepdims=True)

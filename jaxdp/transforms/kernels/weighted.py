@@ -165,15 +165,15 @@ def weighted_sum(
         return shards.vary(empty, shards.varying_axes(u))
     # The kernel reads its first factor across, and (sum u^T w)^T = sum w^T u.
     if w_across and not u_across:
-        return _sum(w, u, factors, True).T
-    return _sum(u, w, factors, u_across)
+        return _sum(w, u, factors, (True, False)).T
+    return _sum(u, w, factors, (u_across, w_across))
 
 
 def _sum(
     u: jax.Array,
     w: jax.Array,
     factors: jax.Array,
-    across: bool,
+    across: tuple[bool, bool],
 ) -> jax.Array:
     """Returns the sum. The matrix units hold blocks of w, by which rows of u^T are multiplied."""
     from jax.experimental import pallas as pl
@@ -190,15 +190,21 @@ def _sum(
     padded = padded[None]
     # The axes of the grid are blocks of rows (a) and of columns (b) of the sum, examples (i), and
     # parts of their positions (t).
-    if across:
+    u_across, w_across = across
+    if u_across:
         u = u.swapaxes(1, 2)
         shape = (blocks.examples, blocks.rows, blocks.positions)
         of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, a, t))
     else:
         shape = (blocks.examples, blocks.positions, blocks.rows)
         of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, a))
-    shape = (blocks.examples, blocks.positions, blocks.cols)
-    of_w = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, b))
+    if w_across:
+        w = w.swapaxes(1, 2)
+        shape = (blocks.examples, blocks.cols, blocks.positions)
+        of_w = pl.BlockSpec(shape, lambda a, b, i, t: (i, b, t))
+    else:
+        shape = (blocks.examples, blocks.positions, blocks.cols)
+        of_w = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, b))
     of_factors = pl.BlockSpec(memory_space=pltpu.SMEM)
     of_total = pl.BlockSpec((blocks.rows, blocks.cols), lambda a, b, i, t: (a, b))
     blocks_of_rows = pl.cdiv(rows, blocks.rows)
@@ -223,7 +229,7 @@ def _kernel(
     w: Any,
     total: Any,
     *,
-    across: bool,
+    across: tuple[bool, bool],
 ) -> None:
     from jax.experimental import pallas as pl
 
@@ -263,12 +269,11 @@ def _scaled(
     factor: jax.Array,
     u: jax.Array,
     w: jax.Array,
-    across: bool,
+    across: tuple[bool, bool],
 ) -> jax.Array:
     """Returns factor u^T w, or zeros if the factor is 0."""
-    positions_of_u = 1 if across else 0
+    positions = [1 if on_lanes else 0 for on_lanes in across]
     u = u.astype(jnp.bfloat16)
     w = w.astype(jnp.bfloat16)
-    product = tiles.product(u, w, (positions_of_u, 0))
-    # An example without weight may hold NaN, and 0 * NaN is NaN.
+    product = tiles.product(u, w, positions)
     return jnp.where(factor != 0, factor * product, 0)
