@@ -3,9 +3,9 @@ each of them.
 
     forked.run("print(sys.argv[1])", "hello", modules=("sys",)).stdout
 
-Two interpreters import modules once, two more do without JAX, and one without jaxdp. Of two, each
-forks a process for every second program, before JAX has started. So two programs in succession,
-such as one that is killed and the one that goes on, share neither memory nor a hash seed."""
+Two interpreters import modules once, and two more do without JAX. Of two, each forks a process for
+every second program, before JAX has started. So two programs in succession, such as one that is
+killed and the one that goes on, share neither memory nor a hash seed."""
 
 import atexit
 import functools
@@ -37,15 +37,6 @@ PYTHON = [
 ]
 STAGES = ("jaxdp.prediction", "jaxdp.recalibration", "jaxdp.tta")
 LEDGERS = ("jaxdp.privacy", "jaxdp.command")  # Without JAX.
-# Without jaxdp.
-DEPENDENCIES = (
-    "jax",
-    "flax.linen",
-    "optax",
-    "orbax.checkpoint",
-    "ml_collections",
-    "dp_accounting",
-)
 PARTIES = ("configs.split.two_parties", "launch.parties", "jaxdp.split.noisy_upload")
 
 
@@ -146,13 +137,11 @@ class Process:
 
 @functools.cache
 def _interpreters(alone: tuple[str, ...]) -> itertools.cycle:
-    # What is installed from a wheel is not killed: one interpreter is enough for it.
-    count = 1 if alone == DEPENDENCIES else 2
-    return itertools.cycle([Interpreter() for _ in range(count)])
+    return itertools.cycle([Interpreter() for _ in range(2)])
 
 
 def _next(modules: tuple[str, ...]) -> Interpreter:
-    return next(_interpreters(modules if modules in (LEDGERS, DEPENDENCIES) else ()))
+    return next(_interpreters(modules if modules == LEDGERS else ()))
 
 
 def run(

@@ -158,7 +158,9 @@ assert all("pip uninstall -y jaxdp jaxdp-ledger" in text for text in texts)
 
 
 @pytest.mark.slow
-def test_a_ledger_opens_without_jax_in_two_seconds(run_in_subprocess):
+def test_a_ledger_opens_without_jax_in_two_seconds_and_every_name_without_tensorflow(
+    run_in_subprocess,
+):
     """Allows for twice the time of `dp_accounting`, which imports SciPy."""
     code = """
 import sys, time
@@ -167,15 +169,6 @@ with jaxdp.Ledger.in_memory() as ledger:
     ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
 assert "jax" not in sys.modules
 assert time.process_time() < 2, time.process_time()
-"""
-    run_in_subprocess(code)
-
-
-@pytest.mark.slow
-def test_every_public_name_loads_without_tensorflow(run_in_subprocess):
-    code = """
-import sys
-import jaxdp
 for name in jaxdp.__all__:
     getattr(jaxdp, name)
 assert set(jaxdp.__all__) <= set(dir(jaxdp))

@@ -103,35 +103,63 @@ assert len(found) > 20
 """  # noqa: E501
 
 
-# The dependencies are imported once for all programs, and the wheel by each of them.
+# An interpreter imports once what most commands import: the dependencies, and from the wheel the
+# command and training. `EVERYTHING` imports the rest.
+MODULES = (
+    "flax.linen",
+    "optax",
+    "orbax.checkpoint",
+    "ml_collections",
+    "dp_accounting",
+    "sklearn.datasets",
+    "jaxdp.launch.command",
+    "jaxdp.finetune",
+)
 OUTSIDE = """
 import os, sys, warnings
-import jax
+import jax, jaxdp
 site, folder = sys.argv[1:3]
 del sys.argv[1:3]
-sys.path[:] = [site, *(path for path in sys.path if path != os.getcwd())]
-assert not sys.modules.keys() & {"jaxdp", "launch", "configs"}
+sys.path[:] = [path for path in sys.path if path != os.getcwd()]
+assert jaxdp.__file__.startswith(site) and sys.path[0] == site
+assert not sys.modules.keys() & {"launch", "configs"}
 os.chdir(folder)
 warnings.simplefilter("default")
 jax.config.update("jax_platforms", "cpu")
 """
 
 
-def outside(installed, folder, code, *arguments):
-    """Runs code with what the wheel installs, outside of the checkout."""
-    return forked.run(OUTSIDE + code, installed, folder, *arguments, modules=forked.DEPENDENCIES)
+@pytest.fixture(scope="module")
+def outside(installed):
+    """Returns `outside(folder, code, *arguments)`, which runs code with what the wheel installs,
+    outside of the checkout."""
+    # The checkout is needed for tests.forked only.
+    path = os.pathsep.join(map(str, (installed, ROOT)))
+    interpreter = forked.Interpreter(env={"PYTHONPATH": path, "PYTHONSAFEPATH": "1"})
+
+    def run(folder, code, *arguments):
+        given = (str(installed), str(folder), *arguments)
+        return interpreter.run(OUTSIDE + code, *given, modules=MODULES, env={})
+
+    return run
 
 
 @pytest.mark.slow
-def test_every_launcher_and_config_can_be_imported(installed, tmp_path):
-    process = outside(installed, tmp_path, EVERYTHING)
+def test_every_launcher_and_config_can_be_imported(outside, tmp_path):
+    process = outside(tmp_path, EVERYTHING)
     assert process.returncode == 0, process.stderr
 
 
-def jaxdp(installed, folder, *arguments, without=()):
-    """Runs the command of the wheel as if the modules in `without` were not installed."""
-    code = f"sys.modules.update(dict.fromkeys({without!r}))\nfrom jaxdp.command import main\nmain()"
-    return outside(installed, folder, code, *arguments)
+@pytest.fixture(scope="module")
+def jaxdp(outside):
+    """Returns `jaxdp(folder, *arguments)`, which runs the command of the wheel as if the modules in
+    `without` were not installed."""
+
+    def run(folder, *arguments, without=()):
+        code = f"sys.modules.update(dict.fromkeys({without!r}))\n"
+        return outside(folder, code + "from jaxdp.command import main\nmain()", *arguments)
+
+    return run
 
 
 def test_importing_the_package_is_immediate_and_needs_no_extra(installed, tmp_path):
@@ -151,20 +179,20 @@ for name in jaxdp.__all__:
 
 
 @pytest.mark.slow
-def test_the_command_finds_launchers_and_configs_by_name(installed, tmp_path):
-    helped = jaxdp(installed, tmp_path, "finetune", "--help")
+def test_the_command_finds_launchers_and_configs_by_name(jaxdp, tmp_path):
+    helped = jaxdp(tmp_path, "finetune", "--help")
     assert helped.returncode == 0 and "  --config.private.epsilon=4.0\n" in helped.stdout, (
         helped.stderr
     )
-    planned = jaxdp(installed, tmp_path, "plan", "--config", "recalibration/digits")
+    planned = jaxdp(tmp_path, "plan", "--config", "recalibration/digits")
     assert planned.returncode == 0 and "Pure(1) x 3" in planned.stdout, planned.stderr
     assert list(tmp_path.iterdir()) == []
     compiled = ("plan", "--config", "digits_dpsgd", "--target", "v5e")
-    planned = jaxdp(installed, tmp_path, *compiled, without=("libtpu",))
+    planned = jaxdp(tmp_path, *compiled, without=("libtpu",))
     assert planned.returncode == 2 and 'pip install ".[compilers]"' in planned.stderr, (
         planned.stderr
     )
-    other = jaxdp(installed, tmp_path, "finetune", "--config=recalibration/digits", "--dry_run")
+    other = jaxdp(tmp_path, "finetune", "--config=recalibration/digits", "--dry_run")
     assert (
         other.returncode == 2
         and "Run: jaxdp recalibrate --config recalibration/digits" in other.stderr
@@ -172,8 +200,8 @@ def test_the_command_finds_launchers_and_configs_by_name(installed, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_copied_config_runs_with_the_command(installed, tmp_path):
-    assert jaxdp(installed, tmp_path, "configs", "copy", "digits_dpsgd", "mine.py").returncode == 0
+def test_a_copied_config_runs_with_the_command(jaxdp, tmp_path):
+    assert jaxdp(tmp_path, "configs", "copy", "digits_dpsgd", "mine.py").returncode == 0
     (tmp_path / "mine.py").write_text(
         (tmp_path / "mine.py").read_text().replace('"epsilon": 4.0', '"epsilon": 3.0')
     )
@@ -183,22 +211,22 @@ def test_a_copied_config_runs_with_the_command(installed, tmp_path):
         if not isinstance(value, dict)
     ]
     run = ("finetune", "--config", "mine.py", "--workdir", "run", *fields)
-    refused = jaxdp(installed, tmp_path, *run, without=("matplotlib",))
+    refused = jaxdp(tmp_path, *run, without=("matplotlib",))
     assert refused.returncode == 2 and 'pip install ".[plots]"' in refused.stderr, refused.stderr
     assert not (tmp_path / "run").exists()  # nothing was spent
-    done = jaxdp(installed, tmp_path, *run)
+    done = jaxdp(tmp_path, *run)
     assert done.returncode == 0, done.stderr
-    shown = jaxdp(installed, tmp_path, "ledger", "show", "run/ledger.sqlite")
+    shown = jaxdp(tmp_path, "ledger", "show", "run/ledger.sqlite")
     assert "budget       epsilon 3 at delta" in shown.stdout
 
 
 @pytest.mark.slow
-def test_a_command_of_the_documentation_runs_anywhere(installed, tmp_path):
+def test_a_command_of_the_documentation_runs_anywhere(outside, tmp_path):
     """The config imports another one, and its name is looked up in the package."""
     fields = {**tiny.PRETRAIN, "train.checkpoint_every": 6}
     flags = ["--workdir=run", *(f"--config.{name}={value}" for name, value in fields.items())]
     code = "import runpy\nrunpy.run_module('jaxdp.launch.pretrain', "
     code += "run_name='__main__', alter_sys=True)"
-    process = outside(installed, tmp_path, code, "--config=configs/pretrain/digits.py:sam", *flags)
+    process = outside(tmp_path, code, "--config=configs/pretrain/digits.py:sam", *flags)
     assert process.returncode == 0, process.stderr
     assert (tmp_path / "run" / "result.json").exists()

@@ -811,7 +811,8 @@ def perceptron_case():
 
 
 @pytest.mark.slow
-def test_vmap_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
+def test_vmap_of_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
+    """test_interval_models.py has vmap over examples."""
     params, examples = perceptron_case()
     radii = np.array([0.0, 1e-3, 0.1], np.float32)
     gradient = jax.grad(perceptron)
@@ -833,9 +834,6 @@ def test_vmap_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
     expected = jax.tree.map(
         lambda *v: np.stack(v).reshape(3, 5, *v[0].shape), *itertools.chain(*loop)
     )
-    mapped = jax.jit(jax.vmap(jax.vmap(one, (None, 0)), (0, None)), compiler_options=QUICK)(
-        radii, examples
-    )
     over_scan = jax.jit(jax.vmap(scanned), compiler_options=QUICK)(radii)
 
     first, second, third = intervals.stage(gradient, params, jax.tree.map(lambda v: v[0], examples))
@@ -846,9 +844,8 @@ def test_vmap_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
         return jax.vmap(lambda k: third(second(moving, k)))(kept)
 
     by_parts = [jaxdp.Interval(*pair) for pair in jax.jit(staged, compiler_options=QUICK)(radii[2])]
-    for other in (mapped, over_scan):
-        for a, b in zip(jax.tree.leaves(other), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(jax.tree.leaves(over_scan), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     whole = jax.tree.leaves(jax.tree.map(lambda v: v[2], expected), is_leaf=is_interval)
     for a, b in zip(by_parts, whole, strict=True):
         np.testing.assert_allclose(a.lower, b.lower, rtol=1e-5, atol=1e-6)
