@@ -36,9 +36,10 @@ from jaxdp.release import new_seed, stream
 from jaxdp.report import progress_bar
 from jaxdp.transforms.noise import PrivatizeState
 
-# The number of runs per compiled call, and of draws from which the attack learns the variance of
-# the noise.
+# The number of runs at a time, and of draws from which the attack learns the variance of the noise.
 _RUNS = 256
+# The most values of noise that are drawn together, unless one run has more.
+_VALUES = 2**22
 # Relative to the mean square of a tensor's noise. A residual below it is rounding error.
 _LEAST_VARIANCE = 1e-12
 
@@ -109,7 +110,7 @@ def audit_step(
     for _ in range(step):
         state = trainer.refreshed(state)
         sums = trainer.sums(state, source, others)
-        state, _ = trainer.update(state, sums)
+        state = _updated(trainer, state, sums)
     # The sums of the audited step, without and with each candidate.
     state = trainer.refreshed(state)
     base = trainer.sums(state, source, others)
@@ -119,8 +120,8 @@ def audit_step(
     divisor = privatizer.divisor
     if privatizer.grid is not None:  # sums are in steps, and means are not
         divisor /= float(privatizer.grid.at(step).step)
-    observe = functools.partial(_observe, privatizer.update, divisor, state.noise.step, base)
-    noise = _noise(observe, base, stream(runs.seed, "what the noise is like"))
+    noisy = _NoisySums(update=privatizer.update, divisor=divisor, step=step, base=base)
+    noise = _noise(noisy, stream(runs.seed, "what the noise is like"))
     distance = functools.partial(_distance, noise.variances)
     present, absent = runs.farthest(candidates, [base], distance)
     if not distance(present, absent) > 0:
@@ -132,10 +133,21 @@ def audit_step(
 
     def scores(sums: Any, purpose: str) -> np.ndarray:
         key = stream(runs.seed, purpose)
-        of_runs, _ = _runs(observe, sums, weights, noise.predicted, key, runs.trials)
+        of_runs, _ = noisy.of(sums, weights, noise.predicted, key, runs.trials)
         return of_runs
 
     return runs.judge(scores, present, absent)
+
+
+def _updated(trainer: PrivateTrainer, state: TrainState, sums: Any) -> TrainState:
+    """Returns the state after a step, whose noise the compiled draws of the audit give."""
+    keys = jnp.broadcast_to(state.noise.key, _at_once(sums))
+    noisy, noise = _released(
+        trainer.privatizer.update, sums, _states(keys, int(jax.device_get(state.step)))
+    )
+    first_mean, first_noise = jax.tree.map(lambda leaf: leaf[0], (noisy, noise))
+    state, _ = trainer.read(state, first_mean, first_noise)
+    return state
 
 
 def _sampling_probability(trainer: PrivateTrainer) -> float:
@@ -360,64 +372,98 @@ def _started(
     return state._replace(noise=noise_state, key=key_of_views)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _observe(
-    update: Callable[..., Any],
-    divisor: float,
-    step: jax.Array,
-    base: Any,
-    sums: Any,
-    weights: list[jax.Array],
-    predicted: jax.Array,
-    keys: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns for every key [R] the score [R] of the noisy sums, and moments of their noise.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _NoisySums:
+    """Runs that release noisy sums twice: over `base`, and over sums of the audited step.
 
-    A run releases noisy sums twice: over `base` in the step before, over `sums` in the audited
-    step. `predicted` [leaves] is the share of the first noise that is subtracted from the second.
-    The moments [R, leaves, 3] are the mean squares of the two noises and the mean of their product.
+    The privatizer's update runs outside of `jax.jit`, for many keys at once. So privatizers that
+    differ in numbers only share the compiled draws of their noise.
+
+    Attributes:
+      update: The privatizer's own update.
+      divisor: What makes a noisy mean a noisy sum.
+      step: The number of the audited step.
+      base: The sums of the step before.
     """
 
-    def release(noise: PrivatizeState, sums: Any) -> tuple[PrivatizeState, Any]:
-        noisy, noise = update(sums, noise)
-        return noise, jax.tree.map(lambda mean, known: divisor * mean - known, noisy, base)
+    update: Callable[..., Any]
+    divisor: float
+    step: int
+    base: Any
 
-    def run(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # A scan compiles the noise once for both steps.
-        both = jax.tree.map(lambda *x: jnp.stack(x), base, sums)
-        _, residuals = jax.lax.scan(release, PrivatizeState(key, step - 1), both)
+    def release(self, sums: Any, noise: PrivatizeState) -> tuple[list[np.ndarray], PrivatizeState]:
+        """Returns noisy sums minus `base`, a list of float64 [R, ...], and the next states."""
+        noisy, noise = _released(self.update, sums, noise)
+        residuals = []
+        for mean, known in zip(_leaves(noisy), _leaves(self.base), strict=True):
+            residuals.append(self.divisor * mean - known)
+        return residuals, noise
+
+    def observe(
+        self, sums: Any, weights: list[np.ndarray], predicted: np.ndarray, keys: jax.Array
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns for every key [R] the score [R] of the noisy sums, and moments of their noise.
+
+        `predicted` [leaves] is the share of the first noise that is subtracted from the second. The
+        moments [R, leaves, 3] are the mean squares of the two noises and the mean of their product.
+        """
+        first, noise = self.release(self.base, _states(keys, self.step - 1))
+        second, _ = self.release(sums, noise)
+        scores = np.zeros(len(keys))
+        moments = []
+        for weight, before, now, share in zip(weights, first, second, predicted, strict=True):
+            scores += _flat(now - share * before) @ weight.ravel()
+            products = before * before, now * now, before * now
+            moments.append(np.stack([_flat(product).mean(1) for product in products], axis=1))
+        return scores, np.stack(moments, axis=1)
+
+    def of(
+        self,
+        sums: Any,
+        weights: list[np.ndarray],
+        predicted: np.ndarray,
+        key: jax.Array,
+        runs: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns scores [runs] and mean moments [leaves, 3]."""
         scores = []
         moments = []
-        leaves = jax.tree.leaves(residuals)
-        for weight, (before, now), share in zip(weights, leaves, predicted, strict=True):
-            scores.append(jnp.vdot(weight, now - share * before))
-            squares = (before * before, now * now, before * now)
-            moments.append(jnp.stack([jnp.mean(square) for square in squares]))
-        return jnp.stack(scores).sum(), jnp.stack(moments)
+        for i in progress_bar(range(0, runs, _RUNS), label="audited step", unit=f"{_RUNS} runs"):
+            keys = jax.random.split(jax.random.fold_in(key, i), _RUNS)
+            size = _at_once(self.base)
+            for start in range(0, _RUNS, size):
+                some = keys[start : start + size]
+                some_scores, some_moments = self.observe(sums, weights, predicted, some)
+                scores.append(some_scores)
+                moments.append(some_moments)
+        mean: np.ndarray = np.concatenate(moments).mean(0)
+        return np.concatenate(scores)[:runs], mean
 
-    return jax.lax.map(run, keys)
+
+def _released(
+    update: Callable[..., Any], sums: Any, noise: PrivatizeState
+) -> tuple[Any, PrivatizeState]:
+    """Returns the noisy means of sums under states [R], and the next states."""
+    return jax.vmap(update, in_axes=(None, 0))(sums, noise)
 
 
-def _runs(
-    observe: Any,
-    sums: Any,
-    weights: list[np.ndarray],
-    predicted: np.ndarray,
-    key: jax.Array,
-    runs: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Returns scores [runs] and mean moments [leaves, 3]."""
-    scores = []
-    moments = []
-    for i in progress_bar(range(0, runs, _RUNS), label="audited step", unit=f"{_RUNS} runs"):
-        own_key = jax.random.fold_in(key, i)
-        keys = jax.random.split(own_key, _RUNS)
-        some_scores, some_moments = observe(sums, weights, predicted, keys)
-        scores.append(jax.device_get(some_scores))
-        moments.append(jax.device_get(some_moments))
-    every_moment = np.concatenate(moments).astype(np.float64)
-    mean: np.ndarray = every_moment.sum(0) / len(every_moment)
-    return np.concatenate(scores).astype(np.float64)[:runs], mean
+def _states(keys: jax.Array, step: int) -> PrivatizeState:
+    """Returns the states of a step under keys [R]. Steps are an array, as in compiled training."""
+    return PrivatizeState(keys, jnp.asarray(np.full(len(keys), step, np.int32)))
+
+
+def _at_once(sums: Any) -> int:
+    """Returns the number of runs whose noise is drawn together, a divisor of `_RUNS`."""
+    values = sum(leaf.size for leaf in jax.tree.leaves(sums))
+    runs = _RUNS
+    while runs > 1 and runs * values > _VALUES:
+        runs //= 2
+    return runs
+
+
+def _flat(leaf: np.ndarray) -> np.ndarray:
+    """Returns the values of each run, [R, values]."""
+    return leaf.reshape(len(leaf), -1)
 
 
 class _Noise(NamedTuple):
@@ -431,15 +477,11 @@ class _Noise(NamedTuple):
     predicted: np.ndarray
 
 
-def _noise(
-    observe: Any,
-    base: Any,
-    key: jax.Array,
-) -> _Noise:
-    leaves = _leaves(base)
+def _noise(noisy: _NoisySums, key: jax.Array) -> _Noise:
+    leaves = _leaves(noisy.base)
     no_weights = [np.zeros(leaf.shape, np.float32) for leaf in leaves]
     no_shares = np.zeros(len(leaves), np.float32)
-    _, moments = _runs(observe, base, no_weights, no_shares, key, _RUNS)
+    _, moments = noisy.of(noisy.base, no_weights, no_shares, key, _RUNS)
     before, now, both = moments.T
     predicted = np.divide(both, before, out=np.zeros_like(both), where=before > 0)
     variances = np.maximum(now - predicted * both, _LEAST_VARIANCE * now)

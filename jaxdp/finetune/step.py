@@ -215,8 +215,16 @@ class StepFunctions:
         sum_shardings = self.shardings(state.params, state.layout, sums)
         before = state.noise._replace(buffers=state.buffers)
         noisy_mean, noise = self.privatizer.update(sums, before, shardings=sum_shardings)
+        return self.read(state, noisy_mean, noise)
+
+    def read(
+        self, state: TrainState, noisy_mean: Any, noise: PrivatizeState
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """Returns the state and metrics after a step with this noisy mean.
+
+        It is post-processing. `noise` is the state of the noise after the step.
+        """
         gradient, carried, metrics = self.query.read(state.params, state.carried, noisy_mean)
-        # Everything below is post-processing of the noisy mean.
         moving = moving_params(self.query.gradient, state.params)
         try:
             updates, opt_state = self.optimizer.update(gradient, state.opt_state, moving)
