@@ -294,7 +294,9 @@ def run_client(
         frame.check_same_config("split client", config, root)
         frame.chosen(choice, config, root)  # raises before the server is asked for anything
         client = _Client(config, root, choice, queries, limits, till, bound)
-        if till.notes():  # The server of a finished run asks nothing that would settle it.
+        # The server of a finished run asks nothing that would settle it. Without a frontend the
+        # images are not known yet, and the server asks again.
+        if till.notes() and (root / "frontend").exists():
             client.accounts()
         serve(client.answer, until=lambda: client.result is not None)
         assert client.result is not None

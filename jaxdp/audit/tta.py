@@ -77,11 +77,7 @@ def audit_stream(
         )
     batch = np.asarray(batch)
     candidates = np.asarray(candidates)
-    if not len(batch) or batch.shape[1:] != candidates.shape[1:]:
-        raise ValueError(
-            f"batch and candidates must be images of one shape, got {batch.shape} and "
-            f"{candidates.shape}."
-        )
+    _check_images(batch, candidates)
     event = adapter.method.event
 
     def charge(account: Account) -> None:
@@ -130,18 +126,33 @@ def audit_stream(
     direction = canary.result - neighbour.result
     if updates > 1:
         draws = ends(neighbour.data, "what the noise is like", runs.trials)
-        covariance = np.cov(draws, rowvar=False)
-        values = len(covariance)
-        # A twin with one key has no variance at all.
-        scale = np.trace(covariance) / values + np.square(direction).max()
-        covariance += _LEAST_VARIANCE * scale * np.eye(values)
-        direction = np.linalg.solve(covariance, direction)
+        direction = _weighed(direction, draws)
 
     def scores(image: Any, purpose: str) -> np.ndarray:
         params = ends(image, purpose, runs.trials)
         return (params - neighbour.result) @ direction
 
     return runs.judge(scores, canary.data, neighbour.data)
+
+
+def _check_images(batch: np.ndarray, candidates: np.ndarray) -> None:
+    """Raises ValueError unless both hold images of one shape, and the batch at least one."""
+    if not len(batch) or batch.shape[1:] != candidates.shape[1:]:
+        raise ValueError(
+            f"batch and candidates must be images of one shape, got {batch.shape} and "
+            f"{candidates.shape}."
+        )
+
+
+def _weighed(direction: np.ndarray, draws: np.ndarray) -> np.ndarray:
+    """Returns the direction [P] of the likelihood ratio of noise like that of draws [n, P]."""
+    covariance = np.cov(draws, rowvar=False)
+    values = len(covariance)
+    # A twin with one key has no variance at all.
+    scale = np.trace(covariance) / values + np.square(direction).max()
+    covariance += _LEAST_VARIANCE * scale * np.eye(values)
+    weighed: np.ndarray = np.linalg.solve(covariance, direction)
+    return weighed
 
 
 def _first(batch: np.ndarray, image: Any) -> tuple[np.ndarray, np.ndarray]:
