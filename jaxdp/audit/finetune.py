@@ -139,12 +139,16 @@ def audit_step(
     return runs.judge(scores, present, absent)
 
 
-def _updated(trainer: PrivateTrainer, state: TrainState, sums: Any) -> TrainState:
+def _updated(
+    trainer: PrivateTrainer,
+    state: TrainState,
+    sums: Any,
+) -> TrainState:
     """Returns the state after a step, whose noise the compiled draws of the audit give."""
     keys = jnp.broadcast_to(state.noise.key, _at_once(sums))
-    noisy, noise = _released(
-        trainer.privatizer.update, sums, _states(keys, int(jax.device_get(state.step)))
-    )
+    step = int(jax.device_get(state.step))
+    states = _states(keys, step)
+    noisy, noise = _released(trainer.privatizer.update, sums, states)
     first_mean, first_noise = jax.tree.map(lambda leaf: leaf[0], (noisy, noise))
     state, _ = trainer.read(state, first_mean, first_noise)
     return state

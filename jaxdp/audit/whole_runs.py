@@ -111,13 +111,20 @@ def audit_whole_run(
     def scores(share: float, purpose: str) -> np.ndarray:
         # The product with the contribution of the canary has all that the values tell.
         along = released(share, purpose, runs.trials) @ direction
-        return log_ratio(along, 1.0) - log_ratio(along, neighbour)
+        of_present = log_ratio(along, 1.0)
+        of_absent = log_ratio(along, neighbour)
+        return of_present - of_absent
 
     return runs.judge(scores, 1.0, neighbour)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _runs(privatizer: Privatizer, sums: Any, keys: jax.Array, shares: jax.Array) -> jax.Array:
+def _runs(
+    privatizer: Privatizer,
+    sums: Any,
+    keys: jax.Array,
+    shares: jax.Array,
+) -> jax.Array:
     """Returns the noisy sums of runs under their keys, [runs, steps, values].
 
     `sums` are those without and with the canary, of which a step has a share.

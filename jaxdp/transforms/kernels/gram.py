@@ -318,28 +318,6 @@ def _sums(
         # Turns behind the last example read nothing new.
         return jnp.minimum(i * turns + turn, all_turns - 1)
 
-    def block(operand: _Operand) -> Any:
-        def place(
-            i: jax.Array,
-            turn: jax.Array,
-            step: jax.Array,
-        ) -> tuple[Any, ...]:
-            own = step_at(i, turn)
-            # An operand of fewer parts stays at its last one, which is then not read again.
-            last = operand.n_parts - 1
-            if operand.n_parts < lengths.steps:
-                part = jnp.minimum(step, last)
-            else:
-                part = step
-            if operand.on_lanes:
-                return (own, part, 0)
-            return (own, 0, part)
-
-        shape = (positions, operand.part)
-        if operand.on_lanes:
-            shape = shape[::-1]
-        return pl.BlockSpec((examples, *shape), place)
-
     is_written = lengths.steps > 1 or positions > _SHORT
     matrices = pltpu.VMEM((examples, positions, positions), jnp.float32)
     vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
@@ -358,7 +336,9 @@ def _sums(
     called = pl.pallas_call(
         kernel,
         grid=(blocks, turns, lengths.steps),
-        in_specs=[block(of_u), block(of_w)],
+        in_specs=[
+            _block(operand, examples, positions, lengths.steps, step_at) for operand in (of_u, of_w)
+        ],
         out_specs=[of_sums, *[of_rows] * n_rows],
         out_shape=[all_sums, *[all_rows] * n_rows],
         scratch_shapes=[matrices, matrices] if is_written else [],
@@ -370,6 +350,44 @@ def _sums(
         w = w.swapaxes(1, 2)
     results: list[jax.Array] = called(u, w)
     return results
+
+
+def _block(
+    operand: _Operand,
+    examples: int,
+    positions: int,
+    steps: int,
+    step_at: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Any:
+    """Returns the block that a step reads of an operand.
+
+    Args:
+      operand, examples, positions: What an array has, and how many examples one step has.
+      steps: How many parts of features the grid has.
+      step_at: Returns which examples a turn has.
+    """
+    from jax.experimental import pallas as pl
+
+    def place(
+        i: jax.Array,
+        turn: jax.Array,
+        step: jax.Array,
+    ) -> tuple[Any, ...]:
+        own = step_at(i, turn)
+        # An operand of fewer parts stays at its last one, which is then not read again.
+        last = operand.n_parts - 1
+        if operand.n_parts < steps:
+            part = jnp.minimum(step, last)
+        else:
+            part = step
+        if operand.on_lanes:
+            return (own, part, 0)
+        return (own, 0, part)
+
+    shape = (positions, operand.part)
+    if operand.on_lanes:
+        shape = shape[::-1]
+    return pl.BlockSpec((examples, *shape), place)
 
 
 def _kernel(
@@ -397,20 +415,6 @@ def _kernel(
     n_examples = u.shape[0]
     steps = max(operand.n_parts for operand in operands)
     positions = u.shape[2] if operands[0].on_lanes else u.shape[1]
-
-    def add(
-        x: Any,
-        matrices: Any,
-        operand: _Operand,
-    ) -> None:
-        for e in range(n_examples):
-            part = operand.part_of(x, e, step)
-            for start, end in _columns(positions):
-                product = _products_of_rows(part, start, end, operand.on_lanes)
-                if operand.n_parts > 1:  # what a matrix holds before the first step is not defined
-                    sum_so_far = matrices[e, :end, start:end]
-                    product += jnp.where(step == 0, 0, sum_so_far)
-                matrices[e, :end, start:end] = product
 
     def columns_of(
         e: int,
@@ -441,17 +445,38 @@ def _kernel(
             stacked = [jnp.concatenate(terms, 0) for terms in rows.values()]
             of_one = sum(terms.sum(1, keepdims=True) for terms in stacked)
             own_lane = turn * n_examples + e
-            total = jnp.where(lane == own_lane, of_one, total)
+            is_own = lane == own_lane
+            total = jnp.where(is_own, of_one, total)
         sums[...] = total
 
     def run() -> None:
         for x, matrices, operand in zip((u, w), grams, operands, strict=False):
-            add_part = functools.partial(add, x, matrices, operand)
+            add_part = functools.partial(_add_products, x, matrices, operand, step)
             _when(step < operand.n_parts, add_part, always=operand.n_parts == steps)
         _when(step == steps - 1, write, always=steps == 1)
 
-    own_turn = pl.program_id(0) * pl.num_programs(1) + turn
+    block = pl.program_id(0)
+    own_turn = block * pl.num_programs(1) + turn
     _when(own_turn < all_turns, run, always=is_full)
+
+
+def _add_products(
+    x: Any,
+    matrices: Any,
+    operand: _Operand,
+    step: jax.Array,
+) -> None:
+    """Adds the products of a part of the features to the matrices [examples, T, T]."""
+    n_examples, positions, _ = matrices.shape
+    for e in range(n_examples):
+        part = operand.part_of(x, e, step)
+        for start, end in _columns(positions):
+            on_lanes = operand.on_lanes
+            product = _products_of_rows(part, start, end, on_lanes)
+            if operand.n_parts > 1:  # what a matrix holds before the first step is not defined
+                sum_so_far = matrices[e, :end, start:end]
+                product += jnp.where(step == 0, 0, sum_so_far)
+            matrices[e, :end, start:end] = product
 
 
 def _when(
