@@ -8,7 +8,6 @@ off by 0.7 or 1.3 is rejected."""
 import decimal
 import math
 
-import jax
 import numpy as np
 import pytest
 from scipy import integrate, stats
@@ -361,54 +360,6 @@ def test_all_64_bits_are_drawn(monkeypatch):
     assert np.abs(correlations).max() < 6.5 / math.sqrt(4096)
 
 
-QUERIES = 40_000
-
-
-@pytest.mark.parametrize("num_classes", [2, 5])
-@pytest.mark.parametrize("distance", [0, 2, 5])
-def test_randomised_response_has_its_flip_probability(num_classes, distance):
-    epsilon = 0.5
-    answers = mechanisms.randomised_response(
-        key(f"rr {num_classes} {distance}"),
-        np.full(QUERIES, 1),
-        np.full(QUERIES, distance),
-        epsilon=epsilon,
-        num_classes=num_classes,
-    )
-    assert answers.shape == (QUERIES,) and answers.dtype == np.int32
-    counts = np.bincount(answers, minlength=num_classes)
-
-    def p_value(flip):
-        law = np.full(num_classes, flip / (num_classes - 1))
-        law[1] = 1 - flip
-        return stats.chisquare(counts, law * QUERIES).pvalue
-
-    flip = float(mechanisms.flip_probability(distance, epsilon=epsilon, num_classes=num_classes))
-    assert p_value(flip) > ACCEPT
-    assert p_value(0.7 * flip) < REJECT and p_value(min(1.3 * flip, 0.999)) < REJECT
-
-
-@pytest.mark.parametrize(
-    ("name", "draw", "flips"),
-    [
-        ("stable", mechanisms.smooth_cauchy, mechanisms.flip_probability_cauchy),
-        ("laplace", mechanisms.global_laplace, mechanisms.flip_probability_global_laplace),
-    ],
-)
-def test_rounded_noise_flips_as_often_as_it_says(name, draw, flips):
-    labels = np.arange(QUERIES) % 2
-    distances = np.repeat([0, 1, 2, 3], QUERIES // 4)
-    flipped = draw(key(name), labels, distances, epsilon=0.6) != labels
-    for distance in range(4):
-        count, n = int(flipped[distances == distance].sum()), QUERIES // 4
-        p = float(flips(distance, epsilon=0.6))
-        assert stats.binomtest(count, n, p).pvalue > ACCEPT
-        assert (
-            stats.binomtest(count, n, 0.7 * p).pvalue < REJECT
-            and stats.binomtest(count, n, 1.3 * p).pvalue < REJECT
-        )
-
-
 def test_mixed_distances_each_get_their_own_probability_and_far_ones_never_flip():
     distances = np.tile([0, 10**6], 5000)
     answers = mechanisms.randomised_response(
@@ -417,19 +368,6 @@ def test_mixed_distances_each_get_their_own_probability_and_far_ones_never_flip(
     assert (answers[1::2] == 0).all()
     p = float(mechanisms.flip_probability(0, epsilon=1.0))
     assert stats.binomtest(int(answers[::2].sum()), 5000, p).pvalue > ACCEPT
-
-
-def test_same_key_same_answers_other_key_other_answers():
-    def ask(k):
-        return mechanisms.randomised_response(k, [0] * 64, [0] * 64, epsilon=0.1, num_classes=2)
-
-    assert (ask(key("a")) == ask(key("a"))).all() and (ask(key("a")) != ask(key("b"))).any()
-    assert (
-        mechanisms.randomised_response(
-            key("a"), np.zeros(0, int), np.zeros(0, int), epsilon=1.0, num_classes=2
-        ).size
-        == 0
-    )
 
 
 # --- values -------------------------------------------------------------------------------------
@@ -487,42 +425,6 @@ def test_a_bound_that_overflowed_counts_as_the_whole_range():
     )
 
 
-VALUES = {
-    "cauchy": (
-        lambda k, v, lo, up, r: mechanisms.cauchy_values(
-            k, v, lo, up, epsilon=0.5, output_range=r, beta=0.2
-        ),
-        stats.cauchy,
-        mechanisms.cauchy_multiplier(0.5, 0.2),
-        0.2,
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VALUES)
-def test_values_get_noise_of_their_sensitivity(name):
-    draw, law, multiplier, beta = VALUES[name]
-    n, ends = 20_000, (-1e6, 1e6)
-    values = np.full(n, 3.0)
-    width = np.linspace(0.5, 2.5, 150)[:, None]
-    lower, upper = values - width, values + width
-    got = draw(key(name), values, lower, upper, ends)
-    assert got.dtype == np.float32 and got.shape == (n,)
-    scale = multiplier * mechanisms.smooth_sensitivity(
-        [3.0], lower[:, :1], upper[:, :1], beta=beta, output_range=ends
-    )
-    inside = np.abs(got) < 9e5
-
-    def p_value(factor):
-        return stats.kstest(
-            got[inside].astype(float) - 3.0, law(scale=factor * scale[0]).cdf
-        ).pvalue
-
-    assert p_value(1.0) > ACCEPT
-    assert p_value(0.7) < REJECT and p_value(1.3) < REJECT
-
-
 @pytest.mark.slow
 def test_values_and_answers_stay_in_the_declared_range():
     values = np.array([-50.0, 0.25, np.nan, 50.0])
@@ -568,10 +470,6 @@ GOOD = {"labels": [0, 1], "distances": [0, 3], "epsilon": 1.0, "num_classes": 2}
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"epsilon": 0.0}, "epsilon must be"),
-        ({"epsilon": math.nan}, "epsilon must be"),
-        ({"epsilon": math.inf}, "epsilon must be"),
-        ({"epsilon": 1e-18}, "too small"),
         ({"num_classes": 1}, "num_classes must be"),
         ({"num_classes": 2.5}, "num_classes must be"),
         ({"labels": [0, 2]}, r"labels must lie in \[0, num_classes=2\)"),
@@ -590,8 +488,6 @@ def test_bad_arguments(change, match):
 
 @pytest.mark.slow
 def test_more_bad_arguments():
-    with pytest.raises(TypeError, match="typed key"):
-        mechanisms.randomised_response(jax.random.PRNGKey(0), **GOOD)
     for mechanism in (mechanisms.smooth_cauchy, mechanisms.global_laplace):
         with pytest.raises(ValueError, match="Use randomised_response"):
             mechanism(key("bad"), [0], [0], epsilon=1.0, num_classes=3)

@@ -7,57 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_privacy.matrix_factorization import buffered_toeplitz, toeplitz
+from jax_privacy.matrix_factorization import toeplitz
 
 import jaxdp
 from jaxdp.transforms import noise as noises
 from jaxdp.transforms.noise import correlated, gaussian, stream
+from tests.transforms.mechanisms import BANDED, STEPS, STRATEGIES, matrix_of
 
-STEPS = 8
 KEY = stream(bytes(range(16)), "test")
 SIZES = {"a": (300, 100), "b": (7,)}
 SUMS = {name: np.zeros(shape, np.float32) for name, shape in SIZES.items()}
-BANDED = np.array([1.0, 0.6, 0.45, 0.2])
-
-
-def blt(decays=(0.9, 0.4), scales=(0.3, 0.25)):
-    return buffered_toeplitz.BufferedToeplitz.build(decays, scales, dtype=jnp.float32)
-
-
-STRATEGIES = {
-    "banded": BANDED,
-    "blt": blt(),
-    "one band": np.array([2.0]),
-    "more bands than steps": np.linspace(1, 0.1, 2 * STEPS),
-    "signs": np.array([1.0, -0.5, 0.75]),
-    "inverse": np.array([1.0, -0.5, -0.125, -0.0625]),
-}
 
 
 def noise_of(name, **pattern):
     return correlated(STRATEGIES[name], **{"steps": STEPS, **pattern}, inverse=name == "inverse")
-
-
-def matrix_of(strategy, steps=STEPS):
-    """C in float64, from the definition of each strategy."""
-    if strategy is STRATEGIES["inverse"]:
-        return np.linalg.inv(toeplitz_of(strategy, steps))
-    return toeplitz_of(strategy, steps)
-
-
-def toeplitz_of(strategy, steps):
-    if isinstance(strategy, buffered_toeplitz.BufferedToeplitz):
-        decays, scales = (
-            np.asarray(x, np.float64) for x in (strategy.buf_decay, strategy.output_scale)
-        )
-        column = [1.0] + [float(np.sum(scales * decays**k)) for k in range(steps - 1)]
-    else:
-        column = np.asarray(strategy, np.float32).astype(np.float64)[:steps]
-    matrix = np.zeros((steps, steps))
-    for row, col in itertools.product(range(steps), repeat=2):
-        if 0 <= row - col < len(column):
-            matrix[row, col] = column[row - col]
-    return matrix
 
 
 def brute_force(matrix, most, separation):
@@ -128,28 +91,6 @@ def test_the_noise_solves_the_strategy(name):
     rows, fresh = released(name)
     expected = np.linalg.solve(matrix_of(STRATEGIES[name]), fresh)
     np.testing.assert_allclose(rows, expected, atol=2e-5 * np.abs(expected).max())
-
-
-def is_noise_of(rows, matrix, std):
-    """Whether rows have the covariance std^2 C^-1 C^-T. A right one fails once in 10^7 keys."""
-    white = matrix @ rows / std
-    steps, count = white.shape
-    errors = white @ white.T / count - np.eye(steps)
-    # Off the diagonal the variance is 1 / count, on it 2 / count.
-    z_scores = errors * np.sqrt(count / (1 + np.eye(steps)))
-    return np.abs(z_scores).max() < 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["banded", "blt", "inverse"])
-def test_the_noise_has_the_covariance_of_the_strategy(name):
-    rows, fresh = released(name)
-    matrix = matrix_of(STRATEGIES[name])
-    assert is_noise_of(rows, matrix, 3.0)
-    for scale in (0.7, 1.3, 0.97, 1.03):
-        assert not is_noise_of(scale * rows, matrix, 3.0)
-    assert not is_noise_of(fresh, matrix, 3.0)
-    assert not is_noise_of(rows, np.eye(STEPS), 3.0)
 
 
 @pytest.mark.slow

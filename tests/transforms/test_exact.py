@@ -165,34 +165,6 @@ def test_what_the_first_words_accept_all_words_accept():
         assert (after.magnitude[is_sure] == magnitude[is_sure]).all()
 
 
-def rounded_law(values, bits, scale):
-    """Returns the chi-square p-value of integers against round(scale 2^bits Z)."""
-    law = stats.norm(scale=scale * 2**bits)
-    edges = np.unique(np.round(law.ppf(np.arange(1, 60) / 60)))
-    chances = np.diff([0, *law.cdf(edges + 0.5), 1])
-    counts = np.bincount(np.searchsorted(edges, values), minlength=len(chances))
-    return stats.chisquare(counts, chances * len(values)).pvalue
-
-
-@pytest.mark.slow
-def test_rounded_normals_have_their_law_and_no_other_scale():
-    for bits in (4, 20):
-        tree = jax.ShapeDtypeStruct((SAMPLES,), jnp.int32)
-        values = np.asarray(noise.rounded_gaussian(KEY, tree, bits))
-        assert values.dtype == np.int32
-        assert rounded_law(values, bits, 1.0) > ACCEPT
-        assert rounded_law(values, bits, 0.9) < REJECT
-        assert rounded_law(values, bits, 1.1) < REJECT
-    # The grid of 2^-20 does not show: no residue is preferred.
-    residues = np.bincount(values % 16, minlength=16)
-    assert stats.chisquare(residues).pvalue > ACCEPT
-    # Step and key decide.
-    other = np.asarray(noise.rounded_gaussian(KEY, tree, 20, number=1))
-    assert abs(np.corrcoef(values, other)[0, 1]) < 6 / math.sqrt(SAMPLES)
-    with pytest.raises(ValueError, match="bits must be an integer from 4 to 24, got 25"):
-        noise.rounded_gaussian(KEY, tree, 25)
-
-
 # --- Discrete Laplace noise ----------------------------------------------------------------------
 
 

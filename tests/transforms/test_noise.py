@@ -4,6 +4,7 @@ Statistical tests use fixed keys, so they are deterministic. Over the choice of 
 implementation fails a test with probability below 1e-5. A scale that is off by 0.7 or 1.3 is
 rejected with a p-value below 1e-12."""
 
+import functools
 import hashlib
 import hmac
 import math
@@ -23,17 +24,12 @@ import jaxdp
 from jaxdp.transforms import chacha, forms, noise
 from jaxdp.transforms.kernels import normals as kernel
 from jaxdp.transforms.normals import pair
+from tests.transforms.mechanisms import LAWS
 
 SEED = bytes(range(16))
 KEY = noise.stream(SEED, "test")
 SAMPLES = 40_000
 ACCEPT, REJECT = 1e-6, 1e-12
-
-LAWS = {
-    "gaussian": (noise.gaussian, stats.norm),
-    "laplace": (noise.laplace, stats.laplace),
-    "cauchy": (noise.cauchy, stats.cauchy),
-}
 
 
 class Clipped:
@@ -51,6 +47,7 @@ def p_value(values, law, scale):
     return stats.kstest(np.asarray(values, np.float64).ravel(), law(scale=scale).cdf).pvalue
 
 
+@functools.cache
 def many(draw, scale, keys=25):
     """Draws a million values under 25 keys, by the program that draws SAMPLES."""
     like = jax.ShapeDtypeStruct((SAMPLES,), jnp.float32)
@@ -125,8 +122,11 @@ def test_keys_of_other_generators_give_noise_of_their_own(impl):
 
 
 @pytest.mark.slow
-def test_noise_under_vmap_is_that_of_each_key():
-    """Fails for "rbg" keys, whose bits under `vmap` are those of the first key."""
+def test_noise_of_many_values_under_vmap_is_that_of_each_key():
+    """The conformance suite draws few values, whose words take another path.
+
+    Fails for "rbg" keys, whose bits under `vmap` are those of the first key.
+    """
     keys = jax.random.split(KEY, 3)
     together = jax.jit(jax.vmap(lambda key: noise.gaussian(key, jnp.zeros(SAMPLES), 1.0)))(keys)
     alone = np.stack([noise.gaussian(key, jnp.zeros(SAMPLES), 1.0) for key in keys])
@@ -144,20 +144,6 @@ def test_the_noise_of_a_constant_key_is_computed_when_a_program_runs():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize("scale", [1.0, 37.5])
-def test_noise_has_its_law_and_scale_and_no_other(name, scale):
-    draw, law = LAWS[name]
-    values = draw(KEY, jnp.zeros(SAMPLES), scale)
-    assert p_value(values, law, scale) > ACCEPT
-    assert p_value(values, law, 0.7 * scale) < REJECT
-    assert p_value(values, law, 1.3 * scale) < REJECT
-    for other, (_, wrong) in LAWS.items():
-        if other != name:
-            assert p_value(values, wrong, scale) < REJECT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAWS)
 def test_tails_follow_the_law_far_out(name):
     """Tests tail cells of equal probability out to 1e-4 by chi-square, which detects a coarse
     sampler."""
@@ -171,39 +157,6 @@ def test_tails_follow_the_law_far_out(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
-def test_leaves_and_steps_are_independent(name):
-    draw, law = LAWS[name]
-    tree = {"a": jnp.zeros((200, 100)), "b": jnp.zeros((200, 100)), "c": None}
-    this, following = (draw(jax.random.fold_in(KEY, t), tree, 1.0) for t in (0, 1))
-    assert this["c"] is None
-    uniform = [law.cdf(np.asarray(x, np.float64)) for x in (this["a"], this["b"], following["a"])]
-    pairs = [(uniform[0], uniform[1]), (uniform[0], uniform[2]), (uniform[0][:-1], uniform[0][1:])]
-    for x, y in pairs:
-        assert correlation(x, y) < 5 / math.sqrt(x.size)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAWS)
-def test_noise_is_float32_at_least_and_shaped_like_the_tree(name):
-    tree = {
-        "half": jnp.zeros((2, 3), jnp.bfloat16),
-        "count": jnp.zeros((), jnp.int32),
-        "abstract": jax.ShapeDtypeStruct((4,), jnp.float32),
-        "empty": jnp.zeros((0, 5)),
-        "none": None,
-    }
-    out = jax.jit(lambda key: LAWS[name][0](key, tree, 1.0))(KEY)
-    assert jax.tree.structure(out) == jax.tree.structure(tree)
-    for leaf, like in zip(jax.tree.leaves(out), jax.tree.leaves(tree), strict=True):
-        assert leaf.dtype == jnp.float32 and leaf.shape == like.shape
-    with jax.enable_x64(True):
-        wide = jax.jit(lambda key: LAWS[name][0](key, jnp.zeros(SAMPLES, jnp.float64), 2.0))(KEY)
-        assert wide.dtype == jnp.float64
-        assert p_value(wide, LAWS[name][1], 2.0) > ACCEPT
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAWS)
 def test_scale_may_be_traced_and_zero_means_none(name):
     draw = LAWS[name][0]
     traced = jax.jit(lambda scale: draw(KEY, jnp.zeros(SAMPLES), scale))(
@@ -213,20 +166,7 @@ def test_scale_may_be_traced_and_zero_means_none(name):
     assert (np.asarray(draw(KEY, jnp.zeros(SAMPLES), 0.0)) == 0).all()
 
 
-@pytest.mark.parametrize("name", LAWS)
-@pytest.mark.parametrize("scale", [-1.0, math.nan, math.inf])
-def test_impossible_scales_are_refused(name, scale):
-    with pytest.raises(ValueError, match="must"):
-        LAWS[name][0](KEY, jnp.zeros(3), scale)
-
-
-def test_wrong_keys_scales_and_leaves_are_refused():
-    with pytest.raises(TypeError, match="typed key"):
-        noise.gaussian(jax.random.PRNGKey(0), jnp.zeros(3), 1.0)
-    with pytest.raises(ValueError, match=r"shape \(\), got \(2,\)"):
-        noise.gaussian(jax.random.split(KEY), jnp.zeros(3), 1.0)
-    with pytest.raises(ValueError, match="one scalar"):
-        noise.gaussian(KEY, jnp.zeros(3), jnp.ones(3))
+def test_wrong_leaves_are_refused():
     with pytest.raises(TypeError, match="complex"):
         noise.gaussian(KEY, jnp.zeros(3, jnp.complex64), 1.0)
     with pytest.raises(TypeError, match="bool"):
@@ -372,10 +312,6 @@ def test_every_edge_of_the_words_gives_finite_normals_of_both_signs():
     assert (np.sort(octants, axis=2) == np.sort(-octants, axis=2)).all()
 
 
-def test_trees_without_values_have_no_noise():
-    assert noise.gaussian(KEY, {"a": jnp.zeros((0, 5)), "b": None}, 1.0)["a"].shape == (0, 5)
-
-
 def test_128_bits_make_almost_every_value_distinct():
     """Counts repeats. A normal of one float32 uniform has 2**23 values, so 400k draws collide about
     9500 times."""
@@ -389,49 +325,10 @@ def test_128_bits_make_almost_every_value_distinct():
 # --- discrete Laplace ----------------------------------------------------------------------------
 
 
-def cell_p_value(values, law, cells=40):
-    """Computes the chi-square p-value of integers against a law, in cells of about equal
-    probability."""
-    # cells (-inf, e0], (e0, e1], ..., (e_last, inf)
-    edges = np.unique(law.ppf(np.arange(1, cells) / cells))
-    probabilities = np.diff([0.0, *law.cdf(edges), 1.0])
-    observed = np.bincount(np.searchsorted(edges, np.ravel(values)), minlength=len(probabilities))
-    used = probabilities > 0  # rounded laws of small scale leave a cell empty
-    assert observed[~used].sum() == 0
-    return stats.chisquare(observed[used], probabilities[used] * observed.sum()).pvalue
-
-
-class RoundedLaplace:
-    """What rounding continuous Laplace noise gives: another law."""
-
-    def __init__(self, scale):
-        self.law = stats.laplace(scale=scale)
-
-    def cdf(self, k):
-        return self.law.cdf(k + 0.5)
-
-    def ppf(self, p):
-        return np.round(self.law.ppf(p))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scale", [0.5, 7.0, 1000.0, noise.LARGEST_DISCRETE_SCALE])
-def test_discrete_laplace_has_its_law_and_scale_and_no_other(scale):
-    values = np.asarray(noise.discrete_laplace(KEY, jnp.zeros(SAMPLES), scale))
-    assert values.dtype == np.int32
-    law = lambda scale: stats.dlaplace(1 / scale)  # noqa: E731
-    assert cell_p_value(values, law(scale)) > ACCEPT
-    assert cell_p_value(-values, law(scale)) > ACCEPT
-    assert cell_p_value(values, law(0.7 * scale)) < REJECT
-    assert cell_p_value(values, law(1.3 * scale)) < REJECT
-    if scale < 1:
-        assert cell_p_value(values, RoundedLaplace(scale)) < REJECT
-
-
 @pytest.mark.slow
 def test_discrete_laplace_tails_follow_the_law_far_out():
-    values = np.abs(many(noise.discrete_laplace, 300.0, keys=6))
-    law = stats.dlaplace(1 / 300.0)
+    values = np.abs(many(noise.discrete_laplace, 1000.0, keys=6))
+    law = stats.dlaplace(1 / 1000.0)
     edges = law.isf(np.array([1e-3, 3e-4, 1e-4]) / 2)
     tails = 2 * law.sf(edges)
     expected = -np.diff([1.0, *tails, 0.0])
@@ -566,35 +463,9 @@ def test_cauchy_noise_reaches_as_far_as_floats_do(words_in_turn, zeros, word):
 
 
 @pytest.mark.slow
-def test_discrete_laplace_is_independent_over_leaves_steps_and_places():
-    tree = {"a": jnp.zeros((200, 100)), "b": jnp.zeros((200, 100), jnp.int32), "c": None}
-    this, following = (
-        noise.discrete_laplace(jax.random.fold_in(KEY, t), tree, 5.0) for t in (0, 1)
-    )
-    assert this["c"] is None and this["a"].dtype == this["b"].dtype == jnp.int32
-    a, b, later = (np.asarray(x, np.float64) for x in (this["a"], this["b"], following["a"]))
-    for x, y in [
-        (a, b),
-        (a, later),
-        (a[:-1], a[1:]),
-        (a[:, :-1], a[:, 1:]),
-        (abs(a), abs(b)),
-        (abs(a), abs(later)),
-    ]:
-        assert correlation(x, y) < 5 / math.sqrt(x.size)
-
-
-@pytest.mark.slow
-def test_discrete_laplace_takes_a_traced_scale_and_refuses_impossible_ones():
+def test_discrete_laplace_takes_a_traced_scale():
     draw = lambda scale: noise.discrete_laplace(KEY, jnp.zeros(SAMPLES), scale)  # noqa: E731
     assert (np.asarray(jax.jit(draw)(7.0)) == np.asarray(draw(7.0))).all()
-    for scale in (0.0, -1.0, math.nan, math.inf, 1.001 * noise.LARGEST_DISCRETE_SCALE):
-        with pytest.raises(ValueError, match="scale must be in"):
-            draw(scale)
-    with pytest.raises(TypeError, match="typed key"):
-        noise.discrete_laplace(jax.random.PRNGKey(0), jnp.zeros(3), 1.0)
-    with pytest.raises(ValueError, match=r"shape \(\), got \(2,\)"):
-        noise.discrete_laplace(jax.random.split(KEY), jnp.zeros(3), 1.0)
 
 
 # --- privatize -----------------------------------------------------------------------------------
@@ -608,18 +479,9 @@ def test_privatize_adds_the_configured_noise_then_divides(first):
     privatizer = noise.privatize(first, noise_multiplier=3.0, divisor=20.0, key=KEY)
     out, state = privatizer.update(GRADS, privatizer.init(GRADS))
     assert out["frozen"] is None and int(state.step) == 1
-    values = (
-        np.concatenate([np.ravel(out["w"]), np.ravel(out["b"])]).astype(np.float64) * 20.0 - 2.0
-    )
-    for scale, accept in [
-        (1.5, True),
-        (0.7 * 1.5, False),
-        (1.3 * 1.5, False),
-        (3.0, False),
-        (0.5, False),
-    ]:
-        p = p_value(values, stats.norm, scale)
-        assert p > ACCEPT if accept else p < REJECT
+    added = noise.gaussian(KEY, GRADS, 1.5)
+    for name in ("w", "b"):
+        np.testing.assert_allclose(out[name], (2 + np.float64(added[name])) / 20, rtol=1e-5)
 
 
 def test_privatize_carries_its_event_and_numbers():
@@ -798,20 +660,6 @@ def in_shards(step, *, check_vma=True):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*LAWS, "discrete_laplace"])
-def test_noise_that_all_devices_share_is_refused_for_values_that_differ(name):
-    draw = getattr(noise, name)
-    with pytest.raises(
-        ValueError, match=r"(?s)mesh axes \('data',\) and key does not.*psum.*axis_index"
-    ):
-        in_shards(lambda key, x: x + draw(key, x, 1.0))
-    own = lambda key: jax.random.fold_in(key, jax.lax.axis_index(("data",)))  # noqa: E731
-    drawn = np.asarray(in_shards(lambda key, x: draw(own(key), x, 5.0)), np.float64)
-    assert np.abs(np.corrcoef(drawn) - np.eye(8)).max() < 6 / math.sqrt(500) or name == "cauchy"
-    assert len(np.unique(drawn[:, 0])) > 4
-
-
-@pytest.mark.slow
 def test_privatize_in_shards_is_for_a_sum_that_all_devices_share():
     privatizer = noise.privatize(1.0, noise_multiplier=3.0, divisor=2.0, key=KEY)
 
@@ -859,54 +707,9 @@ def test_noise_is_refused_where_jax_does_not_record_what_differs():
     assert privatizer.update(total, state)[0].shape == (3,)
 
 
-NOISES = {
-    name: lambda key, x, n, draw=draw: x + draw(key, x, 1.0, number=n)
-    for name, (draw, _) in LAWS.items()
-}
-NOISES["discrete_laplace"] = lambda key, x, n: (
-    x + noise.discrete_laplace(key, x, 1.0, number=n).astype(x.dtype)
-)
-NOISES["privatize"] = lambda key, x, n: noise.privatize(
-    1.0, noise_multiplier=1.0, divisor=1.0
-).update(x, noise.PrivatizeState(key, n))[0]
-ONE = jnp.int32(1)
-SHARED = {
-    "values": lambda draw: jax.vmap(lambda x: draw(KEY, x, ONE))(jnp.ones((2, 3))),
-    "values of a compiled function": lambda draw: jax.vmap(jax.jit(lambda x: draw(KEY, x, ONE)))(
-        jnp.ones((2, 3))
-    ),
-    "one of two axes": lambda draw: jax.vmap(
-        jax.vmap(lambda x, key: draw(key, x, ONE)), in_axes=(0, None)
-    )(jnp.ones((2, 2, 3)), jax.random.split(KEY, 2)),
-}
-
-
-@pytest.mark.parametrize("how", SHARED)
-@pytest.mark.parametrize("name", NOISES)
-def test_one_key_for_several_values_of_a_vmap_is_refused(name, how):
-    with pytest.raises(
-        ValueError, match=r"key and number are the same for 2 values along an axis of jax.vmap"
-    ):
-        SHARED[how](NOISES[name])
-
-
 def test_one_key_for_several_scales_of_a_vmap_is_refused():
     with pytest.raises(ValueError, match="key and number are the same for 2 values"):
         jax.vmap(lambda std: noise.gaussian(KEY, jnp.ones(3), std))(jnp.ones(2))
-
-
-@pytest.mark.slow
-def test_a_vmap_over_keys_or_numbers_draws_what_a_loop_draws():
-    draw, keys, numbers = NOISES["privatize"], jax.random.split(KEY, 2), jnp.arange(2)
-    values = jnp.ones((2, 2, 3))
-    both = jax.vmap(jax.vmap(draw, in_axes=(None, 0, 0)), in_axes=(0, 0, None))(
-        keys, values, numbers
-    )
-    for i, key in enumerate(keys):
-        for j in range(2):
-            np.testing.assert_allclose(both[i, j], draw(key, values[i, j], numbers[j]), rtol=1e-6)
-    # Several noises on one value are the caller's choice.
-    assert len(np.unique(jax.vmap(draw, in_axes=(0, None, None))(keys, values[0, 0], ONE))) == 6
 
 
 def test_numbers_of_draws_are_checked_by_value_and_by_type():
@@ -919,16 +722,6 @@ def test_numbers_of_draws_are_checked_by_value_and_by_type():
                 draw(number)
         with pytest.raises(TypeError, match="at most 32 bits where it is traced, got dtype int64"):
             jax.jit(draw)(jnp.asarray(5))
-
-
-@pytest.mark.parametrize("std", [1e-50, 1e-38, 1e38, 1e39])
-def test_noise_that_float32_loses_is_refused(std):
-    with pytest.raises(
-        ValueError, match=r"std must be 0 or from 7.9e-31 to 1.3e.30 for float32 noise"
-    ):
-        noise.gaussian(KEY, jnp.ones(3), std)
-    with pytest.raises(ValueError, match="scale must be 0 or from"):
-        noise.laplace(KEY, jnp.ones(3), std)
 
 
 # --- Schedules: one value for charge and noise --------------------------------------------------
