@@ -211,12 +211,14 @@ class Federation:
         return json.loads((self.folder / run / party / "result.json").read_text())
 
     def spends(self, run):
-        """Returns the number of spends, of open spends, and epsilon, for every clinic and data
+        """Returns the number of spends that cost, and of open spends, for every clinic and data
         set."""
         found = {}
         for name in self.clinics:
             with Ledger(self.folder / run / name / "ledger.sqlite") as ledger:
                 for entry in ledger.report()["datasets"]:
-                    spends = sum(row["spends"] for row in entry["spends"])
+                    # A mark of a round costs nothing.
+                    paid = [row for row in entry["spends"] if row["description"] != "NoOp()"]
+                    spends = sum(row["spends"] for row in paid)
                     found[name, entry["name"]] = spends, len(entry["open"])
         return found
