@@ -52,7 +52,8 @@ def deltas_of(dataset: Dataset, counts: Counts, epsilons: np.ndarray, least: flo
         terms = (least, dataset.adjacency, dataset.method)
         if len(counts) > _LARGEST_CACHED:
             return _deltas(counts, epsilons, *terms)
-        return _remembered_deltas(frozenset(counts.items()), tuple(epsilons.tolist()), *terms)
+        # In their order: sums in another one differ in the last digits, and a report would too.
+        return _remembered_deltas(tuple(counts.items()), tuple(epsilons.tolist()), *terms)
     spent = renyi_spent(dataset, counts)
     if spent == 0:
         return np.zeros(len(epsilons))
@@ -104,7 +105,7 @@ def _deltas(
 # A report draws the curves of all data sets again after each stage, which spends from a few.
 @functools.lru_cache(maxsize=256)
 def _remembered_deltas(
-    counts: frozenset[tuple[DpEvent, int]],
+    counts: tuple[tuple[DpEvent, int], ...],
     epsilons: tuple[float, ...],
     least: float,
     adjacency: Adjacency,
