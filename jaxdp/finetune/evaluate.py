@@ -23,6 +23,7 @@ from jaxdp.data.labels import (
     warn_if_not_finite,
 )
 from jaxdp.data.protocol import inputs_of
+from jaxdp.finetune.units import check_unit
 from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import progress_bar
@@ -229,22 +230,26 @@ def charge_of_count(
       ValueError: The account has another unit. Or the source is `Owners`, and the adjacency of the
         account is not "zero_out".
     """
+    has_owners = isinstance(source, Owners)
     # All records of an owner may be right or wrong together.
     most = source.max_records if isinstance(source, Owners) else 1
-    if isinstance(source, Owners) and account.adjacency != "zero_out":
+    if has_owners and account.adjacency != "zero_out":
         # An owner who leaves frees places of others, so any number of records may change.
         raise ValueError(
             "adjacency must be 'zero_out' for records of jaxdp.data.by_owners, where who owns what "
             f"is public, but account {account.name!r} is registered with {account.adjacency!r}."
         )
-    if account.unit != unit or (isinstance(source, Owners) and unit == "example"):
-        what = "owner" if isinstance(source, Owners) else "record"
-        raise ValueError(
-            f"unit must be that of account {account.name!r}, {account.unit!r}, and say what one "
-            f"{what} of source is, got {unit!r}. Give unit={account.unit!r} if every "
-            f"{account.unit} is one {what}. Where one has several records, count one record of "
-            "each, or take jaxdp.data.by_owners."
-        )
+    what = "owner" if has_owners else "record"
+    check_unit(
+        account,
+        unit,
+        what=what,
+        has_owners=has_owners,
+        remedy=(
+            f"Give unit={account.unit!r} if every {account.unit} is one {what}. Where one has "
+            "several records, count one record of each, or take jaxdp.data.by_owners."
+        ),
+    )
     return account, GaussianDpEvent(float(noise_multiplier) / most)
 
 

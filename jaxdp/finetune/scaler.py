@@ -38,6 +38,7 @@ from jaxdp.data import Examples, Groups, Owners, Source, check_source
 from jaxdp.data.groups import Records
 from jaxdp.data.tabular import indicator_of, is_range
 from jaxdp.files import read_json, write_json
+from jaxdp.finetune.units import check_unit
 from jaxdp.privacy import Account, GaussianDpEvent
 from jaxdp.release import Release, Till, digest, stream
 from jaxdp.transforms import noise
@@ -236,12 +237,13 @@ def charged_scaler(
             "one owner of a row. Give public ranges to from_csv, and train without a scaler."
         )
     is_owner = isinstance(source, Groups)
-    if account.unit != unit or (is_owner and unit == "example"):
-        what = "owner of several rows" if is_owner else "row"
-        raise ValueError(
-            f"unit must be that of account {account.name!r}, {account.unit!r}, and say what one "
-            f"{what} of source is, got {unit!r}. Rows of one patient need jaxdp.data.by_group."
-        )
+    check_unit(
+        account,
+        unit,
+        what="owner of several rows" if is_owner else "row",
+        has_owners=is_owner,
+        remedy="Rows of one patient need jaxdp.data.by_group.",
+    )
     measured = columns_of(source, ranges)
     noise.check_product("noise_multiplier", noise_multiplier, sensitivity(measured))
     std = noise_multiplier * sensitivity(measured)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -49,11 +49,15 @@ def deltas_of(dataset: Dataset, counts: Counts, epsilons: np.ndarray, least: flo
     Deltas far below `least` may be loose.
     """
     if dataset.accounting != "renyi_filter":
-        terms = (least, dataset.adjacency, dataset.method)
+        adjacency = dataset.adjacency
+        method = dataset.method
         if len(counts) > _LARGEST_CACHED:
-            return _deltas(counts, epsilons, *terms)
+            return deltas_of_counts(
+                counts, epsilons, least=least, adjacency=adjacency, method=method
+            )
         # In their order: sums in another one differ in the last digits, and a report would too.
-        return _remembered_deltas(tuple(counts.items()), tuple(epsilons.tolist()), *terms)
+        releases = tuple(counts.items())
+        return _remembered_deltas(releases, tuple(epsilons.tolist()), least, adjacency, method)
     spent = renyi_spent(dataset, counts)
     if spent == 0:
         return np.zeros(len(epsilons))
@@ -91,17 +95,6 @@ def remembered_epsilon(
     return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
 
 
-def _deltas(
-    counts: Mapping[DpEvent, int],
-    epsilons: np.ndarray,
-    least: float,
-    adjacency: Adjacency,
-    method: Method,
-) -> np.ndarray:
-    """Returns `deltas_of_counts`."""
-    return deltas_of_counts(counts, epsilons, least=least, adjacency=adjacency, method=method)
-
-
 # A report draws the curves of all data sets again after each stage, which spends from a few.
 @functools.lru_cache(maxsize=256)
 def _remembered_deltas(
@@ -112,7 +105,9 @@ def _remembered_deltas(
     method: Method,
 ) -> np.ndarray:
     """Returns `deltas_of_counts` of hashable arguments, from its cache if possible."""
-    deltas = _deltas(dict(counts), np.array(epsilons), least, adjacency, method)
+    deltas = deltas_of_counts(
+        dict(counts), np.array(epsilons), least=least, adjacency=adjacency, method=method
+    )
     deltas.flags.writeable = False
     return deltas
 

@@ -20,7 +20,7 @@ from jaxdp.privacy import Ledger
 from launch import certificates
 from tests import forked
 from tests.faults.wire import HEARTBEAT_SECONDS
-from tests.launch.test_hospitals import Direct, alone, seed
+from tests.launch.test_hospitals import Direct, alone, paid, seed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 HOWTO = ROOT / "docs" / "howto" / "parties_over_a_network.md"
@@ -217,8 +217,5 @@ class Federation:
         for name in self.clinics:
             with Ledger(self.folder / run / name / "ledger.sqlite") as ledger:
                 for entry in ledger.report()["datasets"]:
-                    # A mark of a round costs nothing.
-                    paid = [row for row in entry["spends"] if row["description"] != "NoOp()"]
-                    spends = sum(row["spends"] for row in paid)
-                    found[name, entry["name"]] = spends, len(entry["open"])
+                    found[name, entry["name"]] = paid(entry), len(entry["open"])
         return found

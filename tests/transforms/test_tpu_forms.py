@@ -64,24 +64,22 @@ def adapted(params, x):
     return jnp.square(jax.lax.scan(layer, x, (params["down"], params["up"]))[0]).sum()
 
 
-def patches(params, x):
-    """A convolution of patches that do not overlap is dense."""
-    picture = x.reshape(1, 6, 8, P)
+def convolution(params, picture, strides, padding):
     numbers = ("NHWC", "HWIO", "NHWC")
     out = jax.lax.conv_general_dilated(
-        picture, params["kernel"], (1, 1), "VALID", dimension_numbers=numbers
+        picture, params["kernel"], strides, padding, dimension_numbers=numbers
     )
     return jnp.square(jnp.tanh(out)).sum()
+
+
+def patches(params, x):
+    """A convolution of patches that do not overlap is dense."""
+    return convolution(params, x.reshape(1, 6, 8, P), (1, 1), "VALID")
 
 
 def embedded(params, x):
     """A convolution of larger patches that do not overlap, which XLA multiplies."""
-    picture = x.reshape(1, 16, 24, 8)
-    numbers = ("NHWC", "HWIO", "NHWC")
-    out = jax.lax.conv_general_dilated(
-        picture, params["kernel"], (4, 4), "VALID", dimension_numbers=numbers
-    )
-    return jnp.square(jnp.tanh(out)).sum()
+    return convolution(params, x.reshape(1, 16, 24, 8), (4, 4), "VALID")
 
 
 def tied(params, x):
@@ -91,12 +89,7 @@ def tied(params, x):
 
 def convolved(params, x):
     """A convolution, with a norm by a kernel and a sum by XLA."""
-    picture = x.reshape(1, 16, 24, 8)
-    numbers = ("NHWC", "HWIO", "NHWC")
-    out = jax.lax.conv_general_dilated(
-        picture, params["kernel"], (1, 2), "SAME", dimension_numbers=numbers
-    )
-    return jnp.square(jnp.tanh(out)).sum()
+    return convolution(params, x.reshape(1, 16, 24, 8), (1, 2), "SAME")
 
 
 def standardised(params, x):

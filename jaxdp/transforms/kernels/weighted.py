@@ -169,6 +169,35 @@ def weighted_sum(
     return _sum(u, w, factors, (u_across, w_across))
 
 
+def _operand(
+    blocks: _Blocks,
+    features: int,
+    axis: int,
+    is_across: bool,
+) -> Any:
+    """Returns the block that a step reads of an operand.
+
+    Args:
+      blocks: The sizes of blocks.
+      features: How many features of the operand a block has.
+      axis: The axis of the grid that counts these blocks.
+      is_across: Whether the positions are on the lanes.
+    """
+    from jax.experimental import pallas as pl
+
+    def place(*turns: Any) -> tuple[Any, ...]:
+        of_features = turns[axis]
+        examples, positions = turns[2:]
+        if is_across:
+            return (examples, of_features, positions)
+        return (examples, positions, of_features)
+
+    shape = (blocks.positions, features)
+    if is_across:
+        shape = shape[::-1]
+    return pl.BlockSpec((blocks.examples, *shape), place)
+
+
 def _sum(
     u: jax.Array,
     w: jax.Array,
@@ -193,18 +222,10 @@ def _sum(
     u_across, w_across = across
     if u_across:
         u = u.swapaxes(1, 2)
-        shape = (blocks.examples, blocks.rows, blocks.positions)
-        of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, a, t))
-    else:
-        shape = (blocks.examples, blocks.positions, blocks.rows)
-        of_u = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, a))
     if w_across:
         w = w.swapaxes(1, 2)
-        shape = (blocks.examples, blocks.cols, blocks.positions)
-        of_w = pl.BlockSpec(shape, lambda a, b, i, t: (i, b, t))
-    else:
-        shape = (blocks.examples, blocks.positions, blocks.cols)
-        of_w = pl.BlockSpec(shape, lambda a, b, i, t: (i, t, b))
+    of_u = _operand(blocks, blocks.rows, 0, u_across)
+    of_w = _operand(blocks, blocks.cols, 1, w_across)
     of_factors = pl.BlockSpec(memory_space=pltpu.SMEM)
     of_total = pl.BlockSpec((blocks.rows, blocks.cols), lambda a, b, i, t: (a, b))
     blocks_of_rows = pl.cdiv(rows, blocks.rows)
