@@ -16,13 +16,12 @@ def audit(epsilon, *, one_seed=False):
 
     def outputs(value, trials, seed):
         means = []
-        for trial in range(trials):
-            with Ledger.in_memory() as ledger:
-                ledger.register("x", adjacency="replace_one", unit="number")
+        with Ledger.in_memory() as ledger:
+            ledger.register("x", adjacency="replace_one", unit="number")
+            account = ledger.account("x")
+            for trial in range(trials):
                 own = seed if one_seed else derive(seed, f"{value}, trial {trial}")
-                mean = noisy_mean(
-                    np.full(1, value), epsilon=epsilon, account=ledger.account("x"), seed=own
-                )
+                mean = noisy_mean(np.full(1, value), epsilon=epsilon, account=account, seed=own)
                 means.append(mean)
         return np.array(means)
 
