@@ -3,10 +3,11 @@
 The folder holds nothing else of a workdir: no hash of records, no time, no path, no name of a user.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -162,7 +163,19 @@ def _exported(
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
     batch = jax.ShapeDtypeStruct((_BATCH, *inputs.shape[1:]), dtype)
-    return jax.export.export(jax.jit(by_list), platforms=_PLATFORMS)(shapes, batch)
+    with _without_locations():
+        return jax.export.export(jax.jit(by_list), platforms=_PLATFORMS)(shapes, batch)
+
+
+@contextlib.contextmanager
+def _without_locations() -> Iterator[None]:
+    """Programs that are lowered in the context hold no paths and lines of source files."""
+    limit = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 0)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_traceback_in_locations_limit", limit)
 
 
 def _answer(program: Any, leaves: list[Any], inputs: np.ndarray) -> np.ndarray:
