@@ -41,6 +41,7 @@ _FILES = (_README, CARD, _PARAMS, _PROGRAM, _PROBE, _REPORT)
 # A program for any number of inputs would compile for each number. Inputs are padded to this one.
 _BATCH = 32
 _PLATFORMS = ("cpu", "cuda", "tpu")
+_LOCATIONS = "jax_traceback_in_locations_limit"
 _REMEDY = "Get the folder again from whoever released it, or write it again."
 
 
@@ -170,12 +171,12 @@ def _exported(
 @contextlib.contextmanager
 def _without_locations() -> Iterator[None]:
     """Programs that are lowered in the context hold no paths and lines of source files."""
-    limit = jax.config.jax_traceback_in_locations_limit
-    jax.config.update("jax_traceback_in_locations_limit", 0)
+    limit = getattr(jax.config, _LOCATIONS)
+    jax.config.update(_LOCATIONS, 0)
     try:
         yield
     finally:
-        jax.config.update("jax_traceback_in_locations_limit", limit)
+        jax.config.update(_LOCATIONS, limit)
 
 
 def _answer(program: Any, leaves: list[Any], inputs: np.ndarray) -> np.ndarray:
