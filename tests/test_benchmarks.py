@@ -15,7 +15,7 @@ import jax
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks import device, device_kernels, evidence, hospitals, suites, timing
+from benchmarks import device, device_kernels, evidence, hospitals, problems, suites, timing
 from benchmarks.registry import BENCHMARKS, COMMANDS, RESULTS, ROOT, Benchmark
 
 # The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of
@@ -76,6 +76,7 @@ def test_every_benchmark_of_a_suite_has_rows_in_the_table(suite):
 def test_a_device_is_measured_and_a_case_that_fails_leaves_the_others(tmp_path, monkeypatch):
     """The case of a language model with LoRA at tiny shapes stands for all: they share their
     steps."""
+    monkeypatch.setitem(problems.TINY_TEXT, "depth", 1)
     tiny = device.cases(tiny=True)
 
     def too_large():
