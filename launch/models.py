@@ -26,6 +26,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,7 +161,11 @@ def fresh(network: Pretrained, seed: int) -> Params:
     if network.params:
         return network.params
     inputs = blank_inputs(network.preprocessing)
-    return jax.jit(network.model.init)(jax.random.key(seed), inputs)["params"]
+    return _initial(network.model, jax.random.key(seed), inputs)["params"]
+
+
+# Equal models share one program. A study makes its model for several cells.
+_initial = jax.jit(nn.Module.init, static_argnums=0)
 
 
 def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:
