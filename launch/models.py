@@ -100,10 +100,18 @@ def network(
             "config.model.preprocessing must be given to train a source model, for example a size "
             "and mean."
         )
-    untrained = Pretrained(model, {}, preprocessing)
+    untrained = _untrained(model, preprocessing)
     if config.name in _FIXED:
         return dataclasses.replace(untrained, params=fresh(untrained, 0))
     return untrained
+
+
+# A compiled function of a network is known by the object. So equal networks are one, which the
+# cells of a study and the stages of a lifecycle share.
+@functools.lru_cache(maxsize=32)
+def _untrained(model: nn.Module, preprocessing: Any) -> Pretrained:
+    """Returns a network without parameters."""
+    return Pretrained(model, {}, preprocessing)
 
 
 def has_backbone(config: Any) -> bool:
