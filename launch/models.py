@@ -83,7 +83,9 @@ def network(
     """
     classes = config.num_classes if num_classes is None else num_classes
     with named("model", config), named("model.preprocessing", config.preprocessing or ()):
-        model = create(config.name, num_classes=classes, **dict(config.options))
+        # A list of JSON has no hash.
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.options.items()}
+        model = create(config.name, num_classes=classes, **options)
         preprocessing: Any = Vectors(width) if width else None
         if config.preprocessing:
             preprocessing = Preprocessing(**config.preprocessing)
