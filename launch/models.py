@@ -30,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import linen as nn
 
 from jaxdp import data
 from jaxdp.data import Examples
@@ -159,8 +160,12 @@ def fresh(network: Pretrained, seed: int) -> Params:
     """Returns the parameters of the network's checkpoint, or initial ones if it has none."""
     if network.params:
         return network.params
-    inputs = blank_inputs(network.preprocessing)
-    return jax.jit(network.model.init)(jax.random.key(seed), inputs)["params"]
+    return _initial(network.model, jax.random.key(seed), blank_inputs(network.preprocessing))
+
+
+@functools.partial(jax.jit, static_argnums=0)  # seeds and equal models share a program
+def _initial(model: nn.Module, key: jax.Array, inputs: jax.Array) -> Params:
+    return model.init(key, inputs)["params"]
 
 
 def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:

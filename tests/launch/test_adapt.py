@@ -20,7 +20,7 @@ from jaxdp.data.shifts import STRENGTHS, Shift, shifted
 from jaxdp.privacy import GaussianDpEvent, Ledger, SelfComposedDpEvent
 from jaxdp.tta.adapter import Adapter
 from launch import adapt, adapt_figures, adapt_results, adapt_settings, frame, settings
-from tests.launch import golden, program, tiny
+from tests.launch import golden, program, settling, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 def finished(tmp_path_factory):
     """Returns the workdir and the result of a study, and what its launcher printed."""
     root = tmp_path_factory.mktemp("adapt")
+    settling.begin(root, "ledger.sqlite")
     return root, *program.study("adapt", "configs/tta/digits.py", root, tiny.ADAPT)
 
 
@@ -140,6 +141,11 @@ def test_both_epsilons_are_exact_and_in_the_ledger(finished):
         )
         for setting in ("original", "clipped"):
             assert ledger.epsilon(f"Tent-COME, {setting}, stream 1") == math.inf
+
+
+def test_a_restored_ledger_is_charged_for_what_it_lacks(finished, tmp_path):
+    root = shutil.copytree(finished[0], tmp_path / "run")
+    settling.check(adapt.STUDY, tiny.adapt(), root, "ledger.sqlite")
 
 
 def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished, task):
