@@ -188,11 +188,12 @@ def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monk
         2 * batches + 2,
         2 * batches + 4,
     }
+    study = tiny.opened_once(adapt.STUDY)
     for _ in crashes:
         with pytest.raises(KeyboardInterrupt):
-            frame.run(adapt.STUDY, tiny.adapt(), tmp_path)
+            frame.run(study, tiny.adapt(), tmp_path)
         assert len(list(tmp_path.glob("cells/runs/**/scratch/secret_seed"))) == 1
-    again = frame.run(tiny.undrawn(adapt.STUDY), tiny.adapt(), tmp_path)
+    again = frame.run(study, tiny.adapt(), tmp_path)
     assert not list(tmp_path.rglob("scratch"))
     assert cell(again, "Tent-COME", "clipped") == cell(result, "Tent-COME", "clipped")
     with Ledger(tmp_path / "ledger.sqlite") as ledger:
