@@ -295,7 +295,7 @@ def charged_scaler(
     release = Release(
         label="scaler",
         charges=[(account, GaussianDpEvent(noise_multiplier))],
-        facts=lambda: [source.fingerprint, *measured, noise_multiplier],
+        facts=lambda: [source.fingerprint, *measured, noise_multiplier, step],
         compute=estimate,
     )
     with Till(workdir, seed=seed) as till:
