@@ -38,15 +38,22 @@ OF_THE_NOISE = {
     "the noise of the step before",
 }
 
-# The page has many trials, so that its bounds are tight. Fewer catch the twins too. With at most
-# 2,000 trials for recalibration, and 20,000 for the others, each of six seeds caught every twin.
+# The page has many trials, so that its bounds are tight. Fewer catch the twins too. For a Gaussian
+# of the claimed multiplier 1, a twin of multiplier 1/2 is caught with 512 trials in each of 300
+# simulated audits. With at most 2,000 trials for recalibration, and 20,000 for the others, each of
+# six seeds caught every twin.
 RECALIBRATION = {"NLL-T", "ECE-T", "Acc-T", "Acc-T by bisection", "histogram binning"}
 RECALIBRATION |= {"histogram binning as published", "logistic binning"}
-FEW = dict.fromkeys(RECALIBRATION, 2500)
+FEW = dict.fromkeys({case.mechanism for case in (*finetune.CASES, *tta.CASES)}, 512)
+FEW |= dict.fromkeys(("correlated noise", "correlated noise of buffers"), 512)
+FEW |= dict.fromkeys(("charged accuracy", "charged scaler", "charged scaler, owners"), 512)
+FEW |= dict.fromkeys(RECALIBRATION, 2000)
 FEW |= {"randomised response of a certified vote": 20_000, "Cauchy noise on values": 20_000}
-# The page's 1,000 trials miss the noise for the largest part under some seeds. 2,000 caught it
-# under each of six.
+# 1,000 trials miss the noise for the largest part under some seeds. 2,000 caught it under each of
+# six.
 FEW |= dict.fromkeys(("DP-SGD by parts", "AdpClip by parts"), 2000)
+# An audit of batches draws no noise, and tells less of each.
+FEW["Poisson sampling"] = 1000
 # This twin shows in rare answers only.
 RARE = "Cauchy noise on values", "add/remove charged for replace-one"
 
