@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 from typing import Any
 
+from launch import trainers
+
 
 def _config(module: str, tiny: dict[str, Any], changes: dict[str, Any], *variant: str) -> Any:
     config = importlib.import_module(f"configs.{module}").get_config(*variant)
@@ -16,6 +18,11 @@ def undrawn(study: Any) -> Any:
     """Returns a study without its figures, for a run that another test has drawn. Each takes a
     tenth of a second."""
     return dataclasses.replace(study, figures=lambda result, work: None)
+
+
+def few_draws(*terms: Any) -> Any:
+    """Returns a sampler of balls in bins whose account is simulated by few draws."""
+    return dataclasses.replace(trainers._balls_in_bins(*terms), draws=2**12)
 
 
 FINETUNE = {
