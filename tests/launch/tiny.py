@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 from typing import Any
 
+from launch import trainers
+
 
 def _config(module: str, tiny: dict[str, Any], changes: dict[str, Any], *variant: str) -> Any:
     config = importlib.import_module(f"configs.{module}").get_config(*variant)
@@ -29,6 +31,11 @@ def opened_once(study: Any) -> Any:
         return opened[0]
 
     return dataclasses.replace(undrawn(study), open=open_once)
+
+
+def few_draws(*terms: Any) -> Any:
+    """Returns a sampler of balls in bins whose account is simulated by few draws."""
+    return dataclasses.replace(trainers._balls_in_bins(*terms), draws=2**12)
 
 
 FINETUNE = {
