@@ -100,10 +100,17 @@ def network(
             "config.model.preprocessing must be given to train a source model, for example a size "
             "and mean."
         )
-    untrained = Pretrained(model, {}, preprocessing)
+    untrained = _untrained(model, preprocessing)
     if config.name in _FIXED:
         return dataclasses.replace(untrained, params=fresh(untrained, 0))
     return untrained
+
+
+@functools.cache
+def _untrained(model: nn.Module, preprocessing: Any) -> Pretrained:
+    # One object for all runs of a process with this network: JAX finds programs by the function
+    # `apply_fn` of the object, and compiles those of another seed again otherwise.
+    return Pretrained(model, {}, preprocessing)
 
 
 def has_backbone(config: Any) -> bool:
