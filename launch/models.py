@@ -26,6 +26,7 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,7 +83,9 @@ def network(
     """
     classes = config.num_classes if num_classes is None else num_classes
     with named("model", config), named("model.preprocessing", config.preprocessing or ()):
-        model = create(config.name, num_classes=classes, **dict(config.options))
+        # A list of JSON has no hash.
+        options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.options.items()}
+        model = create(config.name, num_classes=classes, **options)
         preprocessing: Any = Vectors(width) if width else None
         if config.preprocessing:
             preprocessing = Preprocessing(**config.preprocessing)
@@ -99,10 +102,18 @@ def network(
             "config.model.preprocessing must be given to train a source model, for example a size "
             "and mean."
         )
-    untrained = Pretrained(model, {}, preprocessing)
+    untrained = _untrained(model, preprocessing)
     if config.name in _FIXED:
         return dataclasses.replace(untrained, params=fresh(untrained, 0))
     return untrained
+
+
+# A compiled function of a network is known by the object. So equal networks are one, which the
+# cells of a study and the stages of a lifecycle share.
+@functools.lru_cache(maxsize=32)
+def _untrained(model: nn.Module, preprocessing: Any) -> Pretrained:
+    """Returns a network without parameters."""
+    return Pretrained(model, {}, preprocessing)
 
 
 def has_backbone(config: Any) -> bool:
@@ -160,7 +171,11 @@ def fresh(network: Pretrained, seed: int) -> Params:
     if network.params:
         return network.params
     inputs = blank_inputs(network.preprocessing)
-    return jax.jit(network.model.init)(jax.random.key(seed), inputs)["params"]
+    return _initial(network.model, jax.random.key(seed), inputs)["params"]
+
+
+# Equal models share one program. A study makes its model for several cells.
+_initial = jax.jit(nn.Module.init, static_argnums=0)
 
 
 def loss(network: Pretrained) -> Callable[[Params, Any], jax.Array]:

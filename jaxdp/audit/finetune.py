@@ -107,10 +107,11 @@ def audit_step(
 
     state = _started(trainer, params, runs.seed, "steps before", "views")
     others = np.asarray(others, np.int64)
+    read = jax.jit(functools.partial(_read, trainer))
     for _ in range(step):
         state = trainer.refreshed(state)
         sums = trainer.sums(state, source, others)
-        state = _updated(trainer, state, sums)
+        state = read(state, *_drawn_once(trainer, state, sums))
     # The sums of the audited step, without and with each candidate.
     state = trainer.refreshed(state)
     base = trainer.sums(state, source, others)
@@ -139,19 +140,28 @@ def audit_step(
     return runs.judge(scores, present, absent)
 
 
-def _updated(
+def _drawn_once(
     trainer: PrivateTrainer,
     state: TrainState,
     sums: Any,
-) -> TrainState:
-    """Returns the state after a step, whose noise the compiled draws of the audit give."""
+) -> tuple[Any, PrivatizeState]:
+    """Returns noisy means and next states [R] of a step, by the compiled draws of the audit.
+
+    All R are equal. Programs of the audit have this number of keys.
+    """
     keys = jnp.broadcast_to(state.noise.key, _at_once(sums))
     step = int(jax.device_get(state.step))
     states = _states(keys, step)
-    noisy, noise = _released(trainer.privatizer.update, sums, states)
+    return _released(trainer.privatizer.update, sums, states)
+
+
+def _read(
+    trainer: PrivateTrainer, state: TrainState, noisy: Any, noise: PrivatizeState
+) -> TrainState:
+    """Returns the state after a step, from the first of the noisy means and next states [R]."""
     first_mean, first_noise = jax.tree.map(lambda leaf: leaf[0], (noisy, noise))
-    state, _ = trainer.read(state, first_mean, first_noise)
-    return state
+    after, _ = trainer.read(state, first_mean, first_noise)
+    return after
 
 
 def _sampling_probability(trainer: PrivateTrainer) -> float:

@@ -57,6 +57,8 @@ class Preprocessing:
     def __post_init__(self) -> None:
         for field in ("mean", "std"):
             object.__setattr__(self, field, tuple(float(value) for value in getattr(self, field)))
+        if isinstance(self.resize, Sequence):  # a list of JSON has no hash
+            object.__setattr__(self, "resize", tuple(self.resize))
         if len(self.mean) != len(self.std) or not all(value > 0 for value in self.std):
             raise ValueError(
                 f"std must be positive and as long as mean, got mean={self.mean}, std={self.std}."

@@ -25,6 +25,13 @@ from launch import colab
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 NOTEBOOK = ROOT / "launch" / "colab.ipynb"
+# `python -m ipykernel_launcher`, which rarely looks for garbage: that takes a third of imports.
+KERNEL = """
+import gc
+gc.set_threshold(100_000, 50, 1000)
+import runpy
+runpy.run_module("ipykernel_launcher", run_name="__main__", alter_sys=True)
+"""
 
 
 def needed(*wanted):
@@ -81,13 +88,7 @@ def executed(folder):
     (folder / "jaxdp").symlink_to(ROOT)  # cloned already
     kernel = folder / "share" / "kernels" / "colab"
     kernel.mkdir(parents=True)
-    command = [
-        str(runtime(folder / "runtime")),
-        "-m",
-        "ipykernel_launcher",
-        "-f",
-        "{connection_file}",
-    ]
+    command = [str(runtime(folder / "runtime")), "-c", KERNEL, "-f", "{connection_file}"]
     (kernel / "kernel.json").write_text(
         json.dumps({"argv": command, "display_name": "", "language": "python"})
     )

@@ -6,7 +6,6 @@ a field that does not exist, a value of another type, a config that no study acc
 
 import ast
 import contextlib
-import dataclasses
 import importlib
 import io
 import re
@@ -26,7 +25,7 @@ from jaxdp.models.checkpoints import blank_inputs
 from jaxdp.transforms.noise import correlated
 from launch import catalogue, command, models, plans, report, trainers
 from launch.frame import program as frame_program
-from tests.launch import program
+from tests.launch import program, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -120,11 +119,6 @@ def zeros(network, seed):
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def few_draws(*terms):
-    """Balls in bins whose account is simulated by few draws, which is faster."""
-    return dataclasses.replace(trainers._balls_in_bins(*terms), draws=2**12)
-
-
 def one_buffer(pattern, buffers):
     """The noise of a buffered Toeplitz matrix that nobody has optimised."""
     with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
@@ -170,7 +164,7 @@ def mistake(line):
         else:
             # The plan is built. What it would compile and time is another test's.
             patched.enter_context(replace(models, "fresh", zeros))
-            patched.enter_context(mock.patch.dict(trainers._PATTERNS, balls_in_bins=few_draws))
+            patched.enter_context(mock.patch.dict(trainers._PATTERNS, balls_in_bins=tiny.few_draws))
             patched.enter_context(mock.patch.dict(strategies.STRATEGIES, blt=one_buffer))
             patched.enter_context(replace(plans, "_here", lambda item: plans._Estimate()))
             patched.enter_context(replace(plans, "_elsewhere", lambda *_: plans._Estimate()))

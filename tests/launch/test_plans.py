@@ -364,7 +364,8 @@ def test_a_recalibration_is_planned_by_the_rounds_of_a_source(capsys, sent):
     assert rows["a step"].startswith("3 million cycles")
 
 
-def test_the_field_of_participation_reaches_the_sampler():
+def test_the_field_of_participation_reaches_the_sampler(monkeypatch):
+    monkeypatch.setitem(trainers._PATTERNS, "balls_in_bins", tiny.few_draws)
     config = tiny.finetune()
     config.private.participation = {"kind": "cyclic_poisson", "separation": 6}
     examples = range(1216)

@@ -3,6 +3,7 @@ less."""
 
 import dataclasses
 import logging
+import types
 
 import jax
 import jax.flatten_util
@@ -13,6 +14,7 @@ import pytest
 from jaxdp.data import bundled
 from jaxdp.models import Preprocessing, ViT
 from jaxdp.split.backbone import Backbone
+from launch.ginver import Ginver
 from launch.representation_attacks import (
     Attacker,
     Decoder,
@@ -26,6 +28,7 @@ from launch.representation_attacks import (
     standard_attackers,
     train_decoder,
 )
+from launch.split_attackers import ATTACKERS, Knowledge, attackers_of
 
 pytestmark = pytest.mark.slow
 
@@ -312,6 +315,35 @@ def test_alignment_moves_another_frontend_to_the_uploads(world):
         )
     with pytest.raises(ValueError, match=r"uploads must be \[c, n, T, D\], got \(60, 17, 16\)"):
         align(jax.random.key(4), simulation, start, uploads[0], steps=1, **how)
+
+
+def test_attackers_have_what_the_server_knows(world):
+    """Those of FORA and of Ginver are the ones whose reconstructions are tested above and in
+    test_ginver.py."""
+    public, _, shipped, true, uploads = world
+    # The steps and the batch size of the test above share its program.
+    options = types.SimpleNamespace(fora_steps=30, ginver_steps=7, batch_size=32)
+    knowledge = Knowledge(BACKBONE, EXTRACT, shipped, public, options, model_noise, release)
+    key = jax.random.key(4)
+    found = attackers_of(knowledge, ATTACKERS, uploads, true=true, key=key)
+    assert tuple(found) == ATTACKERS
+    standard = standard_attackers(
+        EXTRACT, shipped=shipped, true=true, model_noise=model_noise, release=release, copies=COPIES
+    )
+    for name, expected in standard.items():
+        assert found[name].simulation == expected.simulation
+        assert found[name].front is expected.front
+    simulation = Simulation(EXTRACT, release=release)
+    aligned = align(key, simulation, shipped, uploads, public=public, steps=30, batch_size=32)
+    for end, copies in (("", 1), (", aggregating", COPIES)):
+        fora, ginver = found[f"FORA{end}"], found[f"Ginver{end}"]
+        assert fora.simulation == dataclasses.replace(simulation, copies=copies)
+        jax.tree.map(np.testing.assert_array_equal, fora.front, aligned)
+        assert ginver == Ginver(extract=EXTRACT, front=shipped, copies=copies, steps=7)
+    # One copy has no median.
+    names = ("noise-aware", "aggregating", "Ginver", "Ginver, aggregating")
+    alone = attackers_of(knowledge, names, uploads[:1], true=true, key=key)
+    assert list(alone) == ["noise-aware", "Ginver"]
 
 
 def test_the_discrepancy_is_that_of_its_definition():

@@ -25,18 +25,17 @@ def bench(root, **changes):
 # --- Offsite tuning -----------------------------------------------------------------------------
 
 
-def emulator(whole, seed, method=split_runs.OT_RANDOM):
+def emulator(whole, params, seed, method=split_runs.OT_RANDOM):
     """Returns the blocks that a client trains with. Nothing is computed."""
     client = split_runs.Client(whole.client, {}, seed)
     baseline = whole._baseline(method, client)
     recipes = []
 
-    def begin(images):
-        params = whole.backbone.model.init(jax.random.key(0), images)["params"]
+    def begin(params):
         recipe, _ = baseline(whole.backbone, params, num_classes=3, key=jax.random.key(0))
         recipes.append(recipe)
 
-    jax.eval_shape(begin, jnp.zeros((1, 8, 8, 1)))
+    jax.eval_shape(begin, params)
     last = recipes[0].training[-1].backbone.model.num_blocks
     return [k for piece in recipes[0].training for k in range(last)[piece.start : piece.stop]]
 
@@ -44,14 +43,16 @@ def emulator(whole, seed, method=split_runs.OT_RANDOM):
 @pytest.mark.slow
 def test_random_emulators_have_public_seeds(tmp_path):
     whole = bench(tmp_path, model__options__depth=8, auxiliary__model__options__depth=8)
-    by_seed = [emulator(whole, seed) for seed in (2, 3, 4)]
+    key, images = jax.random.key(0), jnp.zeros((1, 8, 8, 1))
+    params = jax.eval_shape(whole.backbone.model.init, key, images)["params"]
+    by_seed = [emulator(whole, params, seed) for seed in (2, 3, 4)]
     assert len({tuple(blocks) for blocks in by_seed}) > 1
     assert all(blocks[:2] == [0, 1] and blocks[-2:] == [6, 7] for blocks in by_seed)
     assert {len(blocks) for blocks in by_seed} == {6}
     whole.config.baselines.drop_seed = 1
-    assert [emulator(whole, seed) for seed in (2, 3)] == by_seed[1:]
+    assert [emulator(whole, params, seed) for seed in (2, 3)] == by_seed[1:]
     # The even form has one emulator for all.
-    assert emulator(whole, 0, "Offsite tuning") == [0, 1, 2, 5, 6, 7]
+    assert emulator(whole, params, 0, "Offsite tuning") == [0, 1, 2, 5, 6, 7]
 
 
 # --- Another model's backend --------------------------------------------------------------------
@@ -142,14 +143,14 @@ MODEL = ViT(num_classes=5, patch_size=4, width=4, depth=2, num_heads=1, mlp_widt
 @pytest.mark.slow
 def test_augmentations_are_scored_against_the_originals(tmp_path):
     whole = bench(tmp_path)
-    params = MODEL.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    params = jax.jit(MODEL.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
     backbone = split_runs.split.Backbone(MODEL, whole.backbone.preprocessing, 1)
     public = {name: array[:40] for name, array in whole.public.items()}
     images = public["image"]
     score = functools.partial(split_augmentations.scores, backbone, params, public)
     same = score(images)
     assert same["distance"] == 0 and same["ssim"] == pytest.approx(1)
-    logits = MODEL.apply({"params": params}, (images - 0.3) / 0.4)
+    logits = jax.jit(MODEL.apply)({"params": params}, (images - 0.3) / 0.4)
     right = np.argmax(logits, axis=1) == public["label"]
     assert same["accuracy"] == pytest.approx(right.mean())
     # Another image in the place of the original is further away, and has another label.

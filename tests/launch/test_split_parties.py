@@ -14,6 +14,7 @@ from jaxdp.files import read_package, unpack
 from jaxdp.privacy import Ledger
 from tests import forked
 from tests.launch import program
+from tests.launch.federation import SPLIT_SERVER  # the programs of a network, compiled once
 
 pytestmark = pytest.mark.slow
 
@@ -28,18 +29,6 @@ def hook(event, args):
             raise PermissionError(f"{{event}} of {{args[0]!r}}")
 sys.addaudithook(hook)
 """
-SERVER = {
-    "model.options.depth": 2,
-    "model.options.width": 16,
-    "model.options.num_heads": 2,
-    "model.options.mlp_width": 16,
-    "train.steps": 100,
-    "calibration.frontends": 0,
-    "calibration.samples": 4,
-    "copies": 2,
-    "adaptation.epochs": 2,
-    "directions": 4,
-}
 # Each party must never read these fields of the other.
 POISON = {"server": {"client.data.name": "nowhere"}, "client": {"server.data.name": "nowhere"}}
 
@@ -49,7 +38,7 @@ def arguments(party, root, *flags, **overrides):
     "exchange"."""
     config = {
         f"{party}.{name}": value
-        for name, value in {**(SERVER if party == "server" else {}), **overrides}.items()
+        for name, value in {**(SPLIT_SERVER if party == "server" else {}), **overrides}.items()
     }
     config |= POISON[party]
     places = [
@@ -89,7 +78,7 @@ def images(tmp_path_factory):
     source = bundled("digits").of_classes([5, 6, 7, 8, 9])
     batch = source.gather(np.arange(len(source)))
     few = np.concatenate([np.flatnonzero(batch["label"] == k)[:5] for k in range(5)])
-    rest = np.setdiff1d(np.arange(len(source)), few)[:100]
+    rest = np.setdiff1d(np.arange(len(source)), few)[:20]
     path = tmp_path_factory.mktemp("client") / "images.npz"
     np.savez(
         path,
@@ -127,12 +116,12 @@ def test_two_processes_adapt_privately(private, images):
         f"epsilon = {result['epsilon']:.6g} at delta = 1e-05 for replacing one image and its label"
         in client
     )
-    assert f"accuracy {result['accuracy']:.4f} on 100 test images" in client
+    assert f"accuracy {result['accuracy']:.4f} on 20 test images" in client
     assert (
-        "The 100 queries are representations of other images, with epsilon = inf on the ledger"
+        "The 20 queries are representations of other images, with epsilon = inf on the ledger"
         in client
     )
-    assert f"uploaded {result['bytes']:,} bytes (private). 100 queries were answered" in server
+    assert f"uploaded {result['bytes']:,} bytes (private). 20 queries were answered" in server
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
         assert ledger.epsilon("images/images") == result["epsilon"]
     assert not (root / "client" / "secret_seed").exists()
@@ -156,7 +145,7 @@ def test_parties_that_start_again_pay_and_send_nothing_twice(private, images):
         start("server", root, forbidden=[root / "client"]),
         start("client", root, *flags, forbidden=[root / "server"]),
     )
-    assert again[1] == client and "100 queries were answered" in again[0]
+    assert again[1] == client and "20 queries were answered" in again[0]
     assert not (root / "client" / "secret_seed").exists()
     assert {path: path.read_bytes() for path in kept} == kept
     with Ledger(root / "client" / "ledger.sqlite") as ledger:
@@ -183,9 +172,9 @@ def test_two_processes_adapt_as_published(private, images, tmp_path):
     client = start("client", tmp_path, *flags, forbidden=[tmp_path / "server"])
     server, client = finish(server, client)
     assert "epsilon = inf (empirical only)" in client and "accuracy" in client
-    assert "(published). 100 queries were answered" in server
+    assert "(published). 20 queries were answered" in server
     arrays = unpack(read_package(tmp_path / "client" / "upload"), "upload").arrays
-    assert {name: x.shape for name, x in arrays.items()} == {"copies": (3, 25, 17, 16)}
+    assert {name: x.shape for name, x in arrays.items()} == {"copies": (3, 25, 17, 8)}
     assert list((tmp_path / "exchange").iterdir()) == []
     with Ledger(ledger) as opened:
         assert opened.epsilon("images/images", delta=1e-5) == math.inf

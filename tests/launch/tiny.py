@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 from typing import Any
 
+from launch import trainers
+
 
 def _config(module: str, tiny: dict[str, Any], changes: dict[str, Any], *variant: str) -> Any:
     config = importlib.import_module(f"configs.{module}").get_config(*variant)
@@ -16,6 +18,24 @@ def undrawn(study: Any) -> Any:
     """Returns a study without its figures, for a run that another test has drawn. Each takes a
     tenth of a second."""
     return dataclasses.replace(study, figures=lambda result, work: None)
+
+
+def opened_once(study: Any) -> Any:
+    """Returns a study that opens its config once. A run after a crash then has the programs of the
+    first one, and compiles nothing again."""
+    opened: list[Any] = []
+
+    def open_once(config: Any, root: Any) -> Any:
+        if not opened:
+            opened.append(study.open(config, root))
+        return opened[0]
+
+    return dataclasses.replace(undrawn(study), open=open_once)
+
+
+def few_draws(*terms: Any) -> Any:
+    """Returns a sampler of balls in bins whose account is simulated by few draws."""
+    return dataclasses.replace(trainers._balls_in_bins(*terms), draws=2**12)
 
 
 FINETUNE = {
@@ -142,11 +162,9 @@ SPLIT = {
         "one noisy copy (no patch retrieval)",
     ),
     "attack.uploads": ("Split learning", "Split Adaptation"),
-    "attack.attackers": ("noise-aware", "aggregating", "FORA", "Ginver"),
+    "attack.attackers": ("noise-aware", "aggregating"),
     "attack.images": 40,
     "attack.epochs": 1,
-    "attack.fora_steps": 2,
-    "attack.ginver_steps": 2,
     "attack.epsilons": (8.0,),
     "noise.scales": (0.8,),
     "noise.seeds": 1,
