@@ -24,7 +24,8 @@ from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import derive, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
-# Histories that stand for the law of a secret sampler in the score, and draws for the covariance.
+# Histories that stand for the law of a secret sampler in the score, draws for the covariance, and
+# runs at a time.
 _HISTORIES = 512
 # Of the mean variance. Noise of less variance in some direction hides nothing there.
 _LEAST_VARIANCE = 1e-8
@@ -91,9 +92,14 @@ def audit_whole_run(
     def released(share: float, purpose: str, count: int) -> np.ndarray:
         keys = jax.random.split(stream(runs.seed, purpose), count)
         is_in = steps_of(count, f"{purpose}, participation")
-        shares = np.broadcast_to(share * is_in, (count, noise.steps))
-        noisy = _runs(trainer.privatizer, (nobody, canary), keys, shares.astype(np.float32))
-        return np.asarray(jax.device_get(noisy), np.float64)
+        shares = np.broadcast_to(share * is_in, (count, noise.steps)).astype(np.float32)
+        noisy = []
+        for start in range(0, count, _HISTORIES):
+            # Calls of one size compile the runs once, so the last one repeats some.
+            rows = np.arange(start, start + _HISTORIES) % count
+            of_call = _runs(trainer.privatizer, (nobody, canary), keys[rows], shares[rows])
+            noisy.append(np.asarray(jax.device_get(of_call), np.float64))
+        return np.concatenate(noisy)[:count]
 
     covariance = _covariance(released(0.0, "what the noise is like", _HISTORIES))
     # Most histories of a few steps are alike.
