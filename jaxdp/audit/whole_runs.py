@@ -24,7 +24,8 @@ from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import derive, stream
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
-# Histories that stand for the law of a secret sampler in the score, and draws for the covariance.
+# Histories that stand for the law of a secret sampler in the score, draws for the covariance, and
+# runs at a time.
 _HISTORIES = 512
 # Of the mean variance. Noise of less variance in some direction hides nothing there.
 _LEAST_VARIANCE = 1e-8
@@ -91,12 +92,18 @@ def audit_whole_run(
     def released(share: float, purpose: str, count: int) -> np.ndarray:
         keys = jax.random.split(stream(runs.seed, purpose), count)
         is_in = steps_of(count, f"{purpose}, participation")
-        shares = np.broadcast_to(share * is_in, (count, noise.steps))
-        noisy = _runs(trainer.privatizer, (nobody, canary), keys, shares.astype(np.float32))
-        return np.asarray(jax.device_get(noisy), np.float64)
+        shares = np.broadcast_to(share * is_in, (count, noise.steps)).astype(np.float32)
+        noisy = []
+        for start in range(0, count, _HISTORIES):
+            # Calls of one size compile the runs once, so the last one repeats some.
+            rows = np.arange(start, start + _HISTORIES) % count
+            of_call = _runs(trainer.privatizer, (nobody, canary), keys[rows], shares[rows])
+            noisy.append(np.asarray(jax.device_get(of_call), np.float64))
+        return np.concatenate(noisy)[:count]
 
     covariance = _covariance(released(0.0, "what the noise is like", _HISTORIES))
-    law = steps_of(_HISTORIES, "law")
+    # Most histories of a few steps are alike.
+    law, counts = np.unique(steps_of(_HISTORIES, "law"), axis=0, return_counts=True)
 
     def log_ratio(values: np.ndarray, share: float) -> np.ndarray:
         """Returns the logarithm of the density ratio to no participation, [runs]."""
@@ -105,7 +112,7 @@ def audit_whole_run(
         squares = (shifts.T * solved).sum(axis=0)
         moved = direction @ direction
         exponents = values @ solved - moved * squares / 2
-        ratio: np.ndarray = special.logsumexp(exponents, axis=1)
+        ratio: np.ndarray = special.logsumexp(exponents, axis=1, b=counts)
         return ratio
 
     def scores(share: float, purpose: str) -> np.ndarray:
@@ -137,13 +144,13 @@ def _runs(
         leaves = [x.reshape(-1) for x in jax.tree.leaves(mean)]
         return state, privatizer.divisor * jnp.concatenate(leaves)
 
-    def run(terms: tuple[jax.Array, jax.Array]) -> jax.Array:
-        key, of_steps = terms
-        start = PrivatizeState(key, jnp.int32(0), privatizer.init_buffers(nobody))
+    def run(key: jax.Array, first: jax.Array, of_steps: jax.Array) -> jax.Array:
+        start = PrivatizeState(key, first, privatizer.init_buffers(nobody))
         _, noisy = jax.lax.scan(step, start, of_steps)
         return noisy
 
-    return jax.lax.map(run, (keys, shares))
+    # The first step is an array, so that runs with one key, a mistake, are audited too.
+    return jax.vmap(run)(keys, jnp.zeros(len(shares), jnp.int32), shares)
 
 
 def _flat(sums: Any) -> np.ndarray:

@@ -14,24 +14,25 @@ from jaxdp.privacy import GaussianDpEvent
 from jaxdp.privacy.events import composition
 from launch.command import main
 
-SAMPLER = FixedOrderSampler(40, 10)
-STEPS = 8
+# Three epochs of six steps, as in the plan below, which shares the optimised bands.
+SAMPLER = FixedOrderSampler(60, 10)
+STEPS = 18
 
 
 @pytest.mark.slow
 def test_the_number_of_bands_is_the_best_that_participations_allow():
     best = optimal_noise(SAMPLER, steps=STEPS)
-    assert (best.participations, best.min_separation) == (2, 4)
+    assert (best.participations, best.min_separation) == (3, 6)
     errors = {
         bands: optimal_noise(SAMPLER, steps=STEPS, bands=bands).error().mean() for bands in (1, 2)
     }
     assert best.error().mean() < errors[2] < errors[1]
     assert best.error().mean() < 0.8 * errors[1]
-    assert best.buffers + 1 == 4
-    # The number of jax_privacy, for a sensitivity of sqrt(2) times the largest column.
+    assert best.buffers + 1 == 6
+    # The number of jax_privacy, for a sensitivity of sqrt(3) times the largest column.
     with jax.enable_x64(True):
         theirs = float(toeplitz.loss(jnp.asarray(best.strategy.bands), STEPS))
-    assert best.error().mean() == pytest.approx(2 * theirs, rel=1e-9)
+    assert best.error().mean() == pytest.approx(3 * theirs, rel=1e-9)
 
 
 @pytest.mark.slow
@@ -47,7 +48,7 @@ def test_the_inverse_square_root_has_its_bands_in_the_inverse():
 
 @pytest.mark.slow
 def test_a_plan_costs_its_target_and_compares_equal_budgets(capsys, monkeypatch):
-    steps = 18
+    steps = STEPS
     target = {"epsilon": 4.0, "delta": 1e-5}
     plan = plan_correlated(records=60, batch_size=10, steps=steps, **target)
     assert 3.99 < jaxdp.privacy.epsilon(plan.event, delta=1e-5) <= 4.0
