@@ -1,4 +1,5 @@
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +8,12 @@ import pytest
 from jaxdp import models
 
 
-@functools.cache
 def count(name: str, shape: tuple[int, ...], num_classes: int, **attributes) -> int:
-    model = models.create(name, num_classes=num_classes, **attributes)
+    return size(models.create(name, num_classes=num_classes, **attributes), shape)
+
+
+@functools.cache  # several names have one architecture
+def size(model: Any, shape: tuple[int, ...]) -> int:
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *shape)))
     assert set(variables) == {"params"}
     assert "head" in variables["params"]

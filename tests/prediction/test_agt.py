@@ -254,10 +254,10 @@ PARITY = {
         ),
         {"lr_min": 0.2},
     ),
-    "three layers": (
+    "two layers": (
         Case(
             "ce",
-            (3, 4, 4, 3),
+            (3, 5, 3),
             "replace_per_batch",
             8,
             2,
@@ -307,7 +307,7 @@ def assert_as_published(case, options, order, gaps=()):
 def test_published_algorithm(name, monkeypatch):
     case, options = PARITY[name]
     batches = -(-case.n // case.batch_size)
-    drops = name == "three layers"
+    drops = name == "two layers"
     order = (
         None
         if drops
@@ -1201,12 +1201,12 @@ def test_frozen_convolution():
     """As if trained on features computed outside, up to the rounding of the features."""
     rng = np.random.default_rng(0)
     images, y = (
-        rng.normal(size=(24, 4, 4, 1)).astype(np.float32),
+        rng.normal(size=(24, 2, 6, 1)).astype(np.float32),
         rng.integers(2, size=24).astype(np.float32),
     )
-    w, b = network(rng, (8, 1))
-    params = {"conv": rng.normal(size=(2, 2, 1, 2)).astype(np.float32), "head": {"b": b, "w": w}}
-    settings = {"ks": (0, 2, 4), "batch_size": 24, "epochs": 2, "clip": 0.2, "learning_rate": 0.3}
+    w, b = network(rng, (3, 1))
+    params = {"conv": rng.normal(size=(2, 2, 1, 1)).astype(np.float32), "head": {"b": b, "w": w}}
+    settings = {"ks": SMALL.ks, "batch_size": SMALL.batch_size, "epochs": 2, **SMALL.optimizer}
     bounds = train_with_bounds(
         lambda params, example: jaxdp.losses.sigmoid_cross_entropy(
             behind_convolution(params, example[0]), example[1]
@@ -1227,8 +1227,8 @@ def test_frozen_convolution():
     ):
         for name, leaf in zip(("w", "b"), theirs, strict=True):
             np.testing.assert_allclose(ours["head"][name], leaf, rtol=1e-5, atol=1e-5)
-        assert ours["conv"].shape[-4:] == (2, 2, 1, 2) and (ours["conv"] == params["conv"]).all()
-    assert bounds.lower["conv"].shape == (3, 2, 2, 1, 2)
+        assert ours["conv"].shape[-4:] == (2, 2, 1, 1) and (ours["conv"] == params["conv"]).all()
+    assert bounds.lower["conv"].shape == (3, 2, 2, 1, 1)
     ours, theirs = certify(bounds, behind_convolution, images), certify(outer, logits, features)
     np.testing.assert_array_equal(ours.label, theirs.label)
     np.testing.assert_array_equal(ours.distance, theirs.distance)
@@ -1245,9 +1245,6 @@ def test_one_program():
         certify(case.bounds(params, x, y, order), logits, queries)
         dataclasses.replace(case, learning_rate=0.1, lr_decay=0.3).bounds(params, x, y, order)
     assert not seen
-    with compilations() as seen:
-        dataclasses.replace(case, momentum=0.1, ks=0, epochs=1).bounds(params, x, y, None)
-    assert seen
 
 
 @pytest.mark.parametrize(

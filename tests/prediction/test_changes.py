@@ -2,7 +2,6 @@
 training: they contain what retraining gives, and smaller boxes do not."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,8 @@ OWN = {"features": "0", "label": "1"}  # the leaves of (x, y)
 
 
 def logits(params, x):
-    for weight, bias in zip(params[:-2:2], params[1:-2:2], strict=True):
-        x = jax.nn.relu(x @ weight + bias)
-    return x @ params[-2] + params[-1]
+    weight, bias = params
+    return x @ weight + bias
 
 
 def bce(params, example):
@@ -35,11 +33,9 @@ LOSSES = {"bce": bce, "mae": mae}
 
 
 @functools.cache
-def problem(loss="bce", hidden=()):
+def problem(loss="bce"):
     rng = np.random.default_rng(0)
-    params, sizes = [], (3, *hidden, 1)
-    for a, b in itertools.pairwise(sizes):
-        params += [rng.normal(size=(a, b)) / np.sqrt(a), 0.1 * rng.normal(size=b)]
+    params = [rng.normal(size=(3, 1)) / np.sqrt(3), 0.1 * rng.normal(size=1)]
     x = np.float32(rng.normal(size=(N, 3)))
     y = x[:, 0] + 0.5 * rng.normal(size=N)
     y = np.float32(y > 0 if loss == "bce" else y)
@@ -53,17 +49,17 @@ def outside(theta, bounds, k):
 
 
 SGD = {"clip": 0.4, "learning_rate": 0.3}
-# name: (loss, hidden units, batch size, epochs, options, what a poisoned record may become)
+# name: (loss, batch size, epochs, options, what a poisoned record may become)
 CASES = {
-    "removed": ("bce", (), 12, 1, SGD | {"momentum": 0.5, "dampening": 0.3, "l1": 0.02}, {}),
-    "poisoned": ("bce", (4,), 12, 1, SGD, {"radius": 0.2, "labels": (0.0, 1.0)}),
-    "targets": ("mae", (), 24, 2, SGD | {"l1": 0.02}, {"label_radius": 0.5}),
+    "removed": ("bce", 12, 1, SGD | {"momentum": 0.5, "dampening": 0.3, "l1": 0.02}, {}),
+    "poisoned": ("bce", 12, 1, SGD, {"radius": 0.2, "labels": (0.0, 1.0)}),
+    "targets": ("mae", 24, 2, SGD | {"l1": 0.02}, {"label_radius": 0.5}),
 }
 
 
 def solve(name, **options):
-    loss, hidden, batch_size, epochs, training, change = CASES[name]
-    params, x, y = problem(loss, hidden)
+    loss, batch_size, epochs, training, change = CASES[name]
+    params, x, y = problem(loss)
     kind = {"threat": "remove"}
     if change:
         kind = {"threat": "poison", "poisoning": Poisoning(**change, **OWN)}
@@ -87,8 +83,8 @@ def witnesses(name, trials=150, **larger):
 
     Half of them change the records whose gradients move most along a random direction. `larger` is
     a change that the bounds do not cover."""
-    loss, hidden, batch_size, epochs, training, change = CASES[name]
-    params, x, y = problem(loss, hidden)
+    loss, batch_size, epochs, training, change = CASES[name]
+    params, x, y = problem(loss)
     rng = np.random.default_rng(1)
     batches = list(np.tile(np.arange(N).reshape(-1, batch_size), (epochs, 1)))
     before = retraining.clipped(params, x, y, loss, SGD["clip"])
@@ -124,7 +120,7 @@ def test_retrained_parameters_are_inside(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["removed", "targets"])
 def test_one_step_is_the_float64_formula(name):
-    loss, _, _, _, training, change = CASES[name]
+    loss, _, _, training, change = CASES[name]
     params, x, y = problem(loss)
     bounds = solve(name, order=np.arange(N)[None], batch_size=N, epochs=1)
     clip, rate = SGD["clip"], SGD["learning_rate"]
