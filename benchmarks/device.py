@@ -12,7 +12,7 @@ installed, on the same shapes. Ratios are medians of those within a round.
 "mfu" is the share of the peak of the device in bfloat16 that the operations of the PLAIN step would
 take in the time of the step. "memory_mb" is what XLA allocates for the largest program beyond its
 arguments. For torch it is the peak. The programs of a case in JAX are compiled at the same time, in
-"compile_s" seconds.
+"compile_s" seconds. "kernels" are the longest ones of a step, by the JAX name that they come from.
 
 Every case has its share of --minutes. A step that fails or finds no time left has an "error" in the
 report, and the others go on. The report is written after every case."""
@@ -36,7 +36,16 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import bench_adaptation, bench_lm, bench_prediction, counts, pages, problems, timing
+from benchmarks import (
+    bench_adaptation,
+    bench_lm,
+    bench_prediction,
+    counts,
+    device_kernels,
+    pages,
+    problems,
+    timing,
+)
 from jaxdp import models
 
 CLIP, NOISE = 1.0, 1.0
@@ -47,10 +56,17 @@ PEAKS |= {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5p": 459e12, "TPU v6 li
 
 
 class Work(NamedTuple):
-    """A step that is measured, and the megabytes that it allocates, None for torch on a CPU."""
+    """A step that is measured.
+
+    Attributes:
+      call: The step.
+      memory_mb: The megabytes that it allocates, None for torch on a CPU.
+      text: The text of its largest program, "" for torch.
+    """
 
     call: Callable
     memory_mb: float | None
+    text: str = ""
 
 
 Steps = Mapping[str, Callable[[], Work]]
@@ -121,7 +137,7 @@ class Training(NamedTuple):
             now[:] = update(*now)
             return now
 
-        return Work(step, timing.allocated_mb(added))
+        return Work(step, timing.allocated_mb(added), added.as_text())
 
 
 def adaptation(shape: bench_adaptation.Shape, batch_size: int) -> Steps:
@@ -186,6 +202,7 @@ def measured(
     """
     rows = {}
     calls = {}
+    texts = {}
     started = time.perf_counter()
 
     def in_time(make):
@@ -209,6 +226,8 @@ def measured(
             continue
         rows[name] = {"memory_mb": work.memory_mb}
         calls[name] = work.call
+        if work.text:
+            texts[name] = work.text
     wall = {name: [] for name in calls}
     for k in range(rounds):
         if k and time.perf_counter() > deadline:
@@ -228,6 +247,9 @@ def measured(
             rows[name]["mfu"] = flops / (np.median(seconds) * peak)
         if name.startswith(("jax_privacy", "Opacus", "fastDP")) and "private" in wall:
             rows[name]["over_private"] = timing.median_ratio(seconds, wall["private"])
+    # After all rounds, since a trace slows down what it sees.
+    for name, text in texts.items():
+        rows[name]["kernels"] = device_kernels.profiled(calls[name], text)
     return {"compile_s": compile_s, "steps": rows}
 
 

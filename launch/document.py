@@ -1,7 +1,7 @@
 """The parts of every launcher's report, which `jaxdp.report` fills."""
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxdp.files import write_durably
@@ -19,6 +19,7 @@ def write(
     *,
     output: pathlib.Path | None = None,
     released: Mapping[pathlib.Path, str],
+    place: Callable[[pathlib.Path], pathlib.Path] = lambda path: path,
     **facts: Any,
 ) -> pathlib.Path:
     """Writes a report from a template that extends report.html.jinja.
@@ -28,9 +29,14 @@ def write(
       template: The file in `PAGES`.
       output: The HTML file, by default report.html in the workdir.
       released: What each released file is, by its path.
+      place: `place(path)` is what the page shows of the path of a released file in the workdir. The
+        page may be published, so no part of it may be a hash of private records.
       **facts: What `jaxdp.report.document.page` and the template take besides.
     """
-    rows = [file_row(root, path, what) for path, what in released.items() if path.exists()]
+    rows = []
+    for path, what in released.items():
+        if path.exists():
+            rows.append(file_row(place(path.relative_to(root)), path, what))
     path = output or root / "report.html"
     write_durably(path, page(PAGES / template, released=rows, **facts))
     return path

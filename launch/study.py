@@ -29,7 +29,7 @@ def noise_of_training(config: Mapping[str, Any]) -> list[str]:
         return []
     sentences = noise_of(private.get("exact", False), "private training in this run")
     if private.get("scaler_noise_multiplier"):
-        sentences += noise_of(False, "the scaler of columns")
+        sentences += noise_of(True, "the scaler of columns")
     return sentences
 
 

@@ -33,6 +33,7 @@ VAGUE = {"found", "made", "kept", "given", "parts", "how", "asked", "wanted"}
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+LOOKED_AT = (*FUNCTIONS, *COMPREHENSIONS, ast.Assign)
 
 
 @dataclasses.dataclass
@@ -65,7 +66,7 @@ class Density:
 
     def add(self, name: str, source: str) -> None:
         """Counts one file."""
-        tree = ast.parse(source)
+        tree = list(ast.walk(ast.parse(source)))
         prose = docstring_lines(tree)
         code: set[int] = set()
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -80,10 +81,11 @@ class Density:
         for number, line in enumerate(every, start=1):
             if len(line) > COLUMNS:
                 self.wide.append(f"{name}:{number}")
-        for node in ast.walk(tree):
-            self.nodes += 1
+        self.nodes += len(tree)
+        for node in tree:
             self.statements += isinstance(node, ast.stmt)
-            self._look_at(node, name, code)
+            if isinstance(node, LOOKED_AT):
+                self._look_at(node, name, code)
 
     def _look_at(self, node: ast.AST, name: str, code: set[int]) -> None:
         if isinstance(node, FUNCTIONS):
@@ -105,11 +107,13 @@ class Density:
                 self.loops.append(f"{name}:{node.lineno}")
 
 
-def docstring_lines(tree: ast.AST) -> set[int]:
+def docstring_lines(nodes: Iterable[ast.AST]) -> set[int]:
     """Returns the numbers of the lines that docstrings take."""
     numbers: set[int] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(node):
+    for node in nodes:
+        if isinstance(node, (ast.Module, ast.ClassDef, *FUNCTIONS)) and ast.get_docstring(
+            node, clean=False
+        ):
             numbers.update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return numbers
 

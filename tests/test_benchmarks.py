@@ -11,10 +11,11 @@ import subprocess
 import sys
 import types
 
+import jax
 import pytest
 
 from benchmarks import __main__ as runner
-from benchmarks import device, evidence, hospitals, suites, timing
+from benchmarks import device, device_kernels, evidence, hospitals, problems, suites, timing
 from benchmarks.registry import BENCHMARKS, COMMANDS, RESULTS, ROOT, Benchmark
 
 # The gate as `python -m` runs it, for each of several arguments. One process imports JAX for all of
@@ -75,6 +76,7 @@ def test_every_benchmark_of_a_suite_has_rows_in_the_table(suite):
 def test_a_device_is_measured_and_a_case_that_fails_leaves_the_others(tmp_path, monkeypatch):
     """The case of a language model with LoRA at tiny shapes stands for all: they share their
     steps."""
+    monkeypatch.setitem(problems.TINY_TEXT, "depth", 1)
     tiny = device.cases(tiny=True)
 
     def too_large():
@@ -106,9 +108,45 @@ def test_a_device_is_measured_and_a_case_that_fails_leaves_the_others(tmp_path, 
         and steps["plain"]["over_plain"] == 1
     )
     assert all(row["ms"] > 0 and row["memory_mb"] > 0 for row in steps.values())
+    assert steps["clipped"]["kernels"] == []  # a CPU's trace has none
     late = device.measured({"plain": too_large}, deadline=0, rounds=1)
     assert "no time left" in late["steps"]["plain"]["error"]
     assert list(report["cases"]) == ["lora", "too large"]
+
+
+KERNELS = """
+planes {
+  name: "/device:GPU:0"
+  lines {
+    name: "Stream #7(Compute)"
+    events { metadata_id: 1 duration_ps: 3000000000 stats { metadata_id: 1 str_value: "fusion.2" } }
+    events { metadata_id: 1 duration_ps: 1000000000 stats { metadata_id: 1 str_value: "fusion.2" } }
+    events { metadata_id: 2 duration_ps: 6000000000 }
+  }
+  lines { name: "Steps" events { metadata_id: 2 duration_ps: 9000000000 } }
+  event_metadata { key: 1 value { id: 1 name: "loop_fusion" } }
+  event_metadata { key: 2 value { id: 2 name: "memset" } }
+  stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
+}
+planes { name: "/host:CPU" lines { name: "Stream" events { metadata_id: 1 duration_ps: 7 } } }
+"""
+PROGRAM = """HloModule jit_f
+
+ENTRY %main (x: f32[2]) -> f32[2] {
+  %x = f32[2]{0} parameter(0)
+  ROOT %fusion.2 = f32[2]{0} negate(%x), metadata={op_name="jit(f)/neg"}
+}
+"""
+
+
+def test_the_kernels_of_a_trace_have_the_names_of_jax():
+    trace = jax.profiler.ProfileData.from_serialized_xspace(
+        jax.profiler.ProfileData.text_proto_to_serialized_xspace(KERNELS)
+    )
+    rows = device_kernels.by_source(trace, PROGRAM, turns=2)
+    found = [(row["source"], row["kernel"], row["ms"], row["launches"]) for row in rows]
+    assert found == [("", "memset", 3.0, 0.5), ("jit(f)/neg", "loop_fusion", 2.0, 1.0)]
+    assert [row["share"] for row in rows] == [0.6, 0.4]
 
 
 def test_the_cases_of_a_device_are_those_of_its_page():

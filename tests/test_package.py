@@ -122,57 +122,52 @@ def module_level_imports(tree: ast.Module) -> set[str]:
     return names
 
 
-def test_import_is_quiet_fast_and_without_tensorflow(run_in_subprocess):
+def distribution(folder: Path, name: str) -> Path:
+    """Returns a folder in which a distribution of this name is installed."""
+    (folder / f"{name}-0.0.5.dist-info").mkdir()
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.5\n"
+    (folder / f"{name}-0.0.5.dist-info" / "METADATA").write_text(metadata)
+    return folder
+
+
+@pytest.mark.slow
+def test_import_is_quiet_and_fast_and_a_ledger_opens_without_jax(run_in_subprocess, tmp_path):
+    """A project of another name beside it gets no warning, which would be an error here.
+
+    The limit on a ledger allows for twice the time of `dp_accounting`, which imports SciPy.
+    `tests/test_wheel.py` imports every name without TensorFlow."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert declared["tool"]["hatch"]["version"]["path"] == "jaxdp/version.py"
-    code = """
+    code = f"""
 import importlib.metadata, sys, time
+sys.path.append({str(distribution(tmp_path, "another"))!r})
 start = time.perf_counter()
 import jaxdp
 assert time.perf_counter() - start < 3, time.perf_counter() - start
-for name in ("tensorflow", "tensorflow_datasets", "torch"):
-    assert name not in sys.modules, name
 assert jaxdp.__version__ == importlib.metadata.version("jaxdp-ledger")
+with jaxdp.Ledger.in_memory() as ledger:
+    ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
+assert time.process_time() < 2, time.process_time()
+for name in ("jax", "tensorflow", "tensorflow_datasets", "torch"):
+    assert name not in sys.modules, name
+assert set(jaxdp.__all__) <= set(dir(jaxdp))
 """
     result = run_in_subprocess(code)
     assert result.stdout == "" and result.stderr == ""
 
 
-@pytest.mark.parametrize("name", ["jaxdp", "another"])
-def test_the_other_project_of_this_name_is_noticed(run_in_subprocess, tmp_path, name):
-    (tmp_path / f"{name}-0.0.5.dist-info").mkdir()
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.0.5\n"
-    (tmp_path / f"{name}-0.0.5.dist-info" / "METADATA").write_text(metadata)
+@pytest.mark.slow
+def test_the_other_project_of_this_name_is_noticed(run_in_subprocess, tmp_path):
+    """The test above has the twin: a project of another name."""
     code = f"""
 import sys, warnings
-sys.path.append({str(tmp_path)!r})
+sys.path.append({str(distribution(tmp_path, "jaxdp"))!r})
 import jaxdp
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     jaxdp.Ledger, jaxdp.Ledger
-texts = [str(one.message) for one in caught if "jaxdp-ledger" in str(one.message)]
-assert len(texts) == {int(name == "jaxdp")}, texts
-assert all("pip uninstall -y jaxdp jaxdp-ledger" in text for text in texts)
-"""
-    run_in_subprocess(code)
-
-
-@pytest.mark.slow
-def test_a_ledger_opens_without_jax_in_two_seconds_and_every_name_without_tensorflow(
-    run_in_subprocess,
-):
-    """Allows for twice the time of `dp_accounting`, which imports SciPy."""
-    code = """
-import sys, time
-import jaxdp
-with jaxdp.Ledger.in_memory() as ledger:
-    ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
-assert "jax" not in sys.modules
-assert time.process_time() < 2, time.process_time()
-for name in jaxdp.__all__:
-    getattr(jaxdp, name)
-assert set(jaxdp.__all__) <= set(dir(jaxdp))
-assert "tensorflow" not in sys.modules
+(text,) = [str(one.message) for one in caught if "jaxdp-ledger" in str(one.message)]
+assert "pip uninstall -y jaxdp jaxdp-ledger" in text
 """
     run_in_subprocess(code)
 

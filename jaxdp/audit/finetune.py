@@ -150,7 +150,8 @@ def _drawn_once(
     All R are equal. Programs of the audit have this number of keys.
     """
     keys = jnp.broadcast_to(state.noise.key, _at_once(sums))
-    states = _states(keys, int(jax.device_get(state.step)))
+    step = int(jax.device_get(state.step))
+    states = _states(keys, step)
     return _released(trainer.privatizer.update, sums, states)
 
 

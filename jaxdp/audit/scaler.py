@@ -17,7 +17,7 @@ from jaxdp.audit import bounds
 from jaxdp.audit.trials import NoiseTerms, Trials
 from jaxdp.data import Examples, Groups, take
 from jaxdp.files import shows_keywords
-from jaxdp.finetune.scaler import column_sums, columns_of, draw, sensitivity
+from jaxdp.finetune.scaler import column_sums, columns_of, draw, step_of
 from jaxdp.privacy import GaussianDpEvent
 
 
@@ -56,12 +56,12 @@ def audit_scaler(
     rows = everything if rows is None else np.asarray(rows)
     runs.check_candidates("rows must name", len(rows), "rows")
     measured = columns_of(source, ranges)
-    std = noise_multiplier * sensitivity(measured)
+    step = step_of(measured, noise_multiplier, len(source))
     without = []
     for row in rows:
         others = take(source, np.delete(everything, row))
-        without.append(column_sums(others, measured))
-    whole = [column_sums(source, measured)]
+        without.append(column_sums(others, measured, step))
+    whole = [column_sums(source, measured, step)]
     # With two candidates, the data without one of them contain the other.
     canaries = without if runs.adjacency == "replace_one" else whole
 
@@ -75,7 +75,7 @@ def audit_scaler(
 
     def scores(sums: np.ndarray, purpose: str) -> np.ndarray:
         keys = runs.keys(purpose, runs.trials)
-        draw_sums = jax.vmap(lambda key: draw(key, sums.shape, std))
+        draw_sums = jax.vmap(lambda key: draw(key, sums.shape))
         noise = np.asarray(draw_sums(keys), np.float64)
         noisy = sums + noise
         return (noisy * change).sum(axis=(1, 2))

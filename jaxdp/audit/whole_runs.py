@@ -148,7 +148,11 @@ def _runs(
 
 def _flat(sums: Any) -> np.ndarray:
     """Returns a sum as float64 [values]."""
-    return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(sums)])
+    leaves = []
+    for leaf in jax.tree.leaves(sums):
+        wide = np.asarray(leaf, np.float64)
+        leaves.append(wide.ravel())
+    return np.concatenate(leaves)
 
 
 def _covariance(draws: np.ndarray) -> np.ndarray:

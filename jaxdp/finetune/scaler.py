@@ -10,9 +10,10 @@ A scaler or an imputer that is fitted to private rows is a release. This one is 
     1. u = cell, cut to its public range, from [low, high] to [-1, 1]
     2. v = (u, u^2 - 1/2) of a column, and (u, u^2 - 1/2, 1/2) if its missing cells are known;
        a missing cell or NaN then has (0, 0, -1/2), and NaN of the first kind 0     `contributions`
-    3. S = sum over rows of v, or over owners of the mean of v over their rows      `column_sums`
+    3. S = sum over rows of v, or over owners of the mean of v over their rows, each in steps and
+       rounded towards 0                                                            `column_sums`
     4. S + z C N(0, I), with C = sqrt(5/4 a + 3/2 b) for a columns of the first kind and b of the
-       second                                                                       `sensitivity`
+       second, in steps and rounded                                                 `sensitivity`
     5. mean and deviation of u by the public number n, or by the noisy number of cells `_fitted`
 
 **Proof.** Step 2 has ||v||^2 = u^2 + (u^2 - 1/2)^2 = u^4 + 1/4 <= 5/4, or 1/4 more with the third
@@ -21,6 +22,13 @@ C. The mean of vectors in a ball is in the ball, so the same holds for an owner.
 joins, leaves or is zeroed moves S by at most C, and one that is replaced by at most 2 C: steps 3
 and 4 are one Gaussian of multiplier z. Steps 5 and after are post-processing. The shift by 1/2
 makes C smaller: without it, C^2 would be 2 a + 3 b.
+
+**In integers.** A step is z C 2^-24, and the noise is 2^24 N(0, 1), rounded to integers and drawn
+by integers (`jaxdp.transforms.noise.rounded`). An integer plus such noise is the rounding of the
+integer plus the normal, so what is released is post-processing of step 4. To round v towards 0
+makes it no longer, and C (1 - 2^-30) stands for C there, which is more than the rounding of
+float64. Noise in floats has a coarser grid than a sum in float64. The last digits of their total
+would be those of the sum, whatever the noise.
 """
 
 import dataclasses
@@ -42,8 +50,13 @@ from jaxdp.finetune.units import check_unit
 from jaxdp.privacy import Account, GaussianDpEvent
 from jaxdp.release import Release, Till, digest, stream
 from jaxdp.transforms import noise
+from jaxdp.transforms.grids import MOST_BITS
 
 _ROWS_AT_ONCE = 4096
+_STD = 2.0**MOST_BITS  # of the noise, in steps
+_MOST_SUM = 2.0**62
+# The room for the rounding of float64, in v and in its mean over the rows of an owner.
+_ROOM = 1 - 2.0**-30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,9 +161,9 @@ def contributions(features: np.ndarray, measured: Columns) -> np.ndarray:
     return np.stack([first, second, third], axis=-2)
 
 
-def column_sums(source: Source, measured: Columns) -> np.ndarray:
-    """Returns the sums S, float64 [3, k]. They are private, and for audits."""
-    sums = np.zeros((3, len(measured.columns)))
+def column_sums(source: Source, measured: Columns, step: float) -> np.ndarray:
+    """Returns the sums S in steps, int64 [3, k]. They are private, and for audits."""
+    sums = np.zeros((3, len(measured.columns)), np.int64)
     for start in range(0, len(source), _ROWS_AT_ONCE):
         end = min(start + _ROWS_AT_ONCE, len(source))
         rows = np.arange(start, end)
@@ -163,8 +176,13 @@ def column_sums(source: Source, measured: Columns) -> np.ndarray:
             each = totals / present.sum(axis=1)
         else:
             each = contributions(np.asarray(batch["features"]), measured)
-        sums += each.sum(axis=0)
+        sums += rounded(each, step).sum(axis=0)
     return sums
+
+
+def rounded(vectors: np.ndarray, step: float) -> np.ndarray:
+    """Returns vectors in steps, rounded towards 0, which makes none longer. int64."""
+    return np.trunc(vectors * (_ROOM / step)).astype(np.int64)
 
 
 def sensitivity(measured: Columns) -> float:
@@ -174,9 +192,28 @@ def sensitivity(measured: Columns) -> float:
     return math.sqrt(5 / 4 * others + 3 / 2 * counted)
 
 
-def draw(key: jax.Array, shape: tuple[int, ...], std: float) -> jax.Array:
-    """Draws the noise of the sums, float32."""
-    return noise.gaussian(key, jnp.zeros(shape, jnp.float32), std)
+def step_of(measured: Columns, noise_multiplier: float, total: int) -> float:
+    """Returns the public step of the sums of `total` rows or owners.
+
+    Raises:
+      ValueError: noise_multiplier is so small that the sums could overflow, or so large or small
+        that float32 has no such noise.
+    """
+    noise.check_product("noise_multiplier", noise_multiplier, sensitivity(measured))
+    # No coordinate of a row exceeds C.
+    if total * (_STD / noise_multiplier) > _MOST_SUM:
+        least = total * (_STD / _MOST_SUM)
+        raise ValueError(
+            f"noise_multiplier must be at least {least:.2g} for {total} rows, whose sums are "
+            f"integers of 64 bits, got {noise_multiplier!r}. Such an epsilon protects nobody: "
+            "compute a scaler of public rows with NumPy."
+        )
+    return noise_multiplier * sensitivity(measured) / _STD
+
+
+def draw(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Draws the noise of the sums in steps, int32."""
+    return noise.rounded_gaussian(key, jnp.zeros(shape, jnp.float32), MOST_BITS)
 
 
 def charged_scaler(
@@ -217,14 +254,16 @@ def charged_scaler(
 
     Raises:
       BudgetExceeded: The account cannot pay. Only the first and last rows are read, for a check.
-      ValueError: noise_multiplier is not positive and finite, or a range is none, or a name is no
-        feature, or the account has another unit. Nothing is spent.
+      ValueError: noise_multiplier is not positive and finite, or below 2^-38 for each row, or a
+        range is none, or a name is no feature, or the account has another unit. Nothing is spent.
       TypeError: source is no `Source`, or its rows have several owners (`by_owners`).
 
     Formal guarantees:
       GaussianDpEvent(noise_multiplier), charged before the rows are read. The module has the proof
       for add/remove, zero-out and replace-one, for rows and for owners with several rows, and for
-      every content of the cells. The number of rows or owners is taken to be public.
+      every content of the cells. The number of rows or owners is taken to be public. Sums and noise
+      are integers, so that the guarantee covers the last digits too: delta grows by at most
+      (1 + e^epsilon) 2^-94 for each sum.
     """
     if not 0 < noise_multiplier < math.inf:
         raise ValueError(
@@ -245,24 +284,23 @@ def charged_scaler(
         remedy="Rows of one patient need jaxdp.data.by_group.",
     )
     measured = columns_of(source, ranges)
-    noise.check_product("noise_multiplier", noise_multiplier, sensitivity(measured))
-    std = noise_multiplier * sensitivity(measured)
+    step = step_of(measured, noise_multiplier, len(source))
 
     def estimate(secret: bytes) -> dict[str, np.ndarray]:
-        exact = column_sums(source, measured)
-        drawn = draw(stream(secret, "scaler"), exact.shape, std)
-        # float64 holds a sum of a billion rows to a ten-millionth of C.
-        return {"sums": exact + np.asarray(drawn, np.float64)}
+        exact = column_sums(source, measured, step)
+        noisy = exact + np.asarray(draw(stream(secret, "scaler"), exact.shape), np.int64)
+        # To read the integers as floats is post-processing.
+        return {"sums": noisy * step}
 
     release = Release(
         label="scaler",
         charges=[(account, GaussianDpEvent(noise_multiplier))],
-        facts=lambda: [source.fingerprint, *measured, noise_multiplier],
+        facts=lambda: [source.fingerprint, *measured, noise_multiplier, step],
         compute=estimate,
     )
     with Till(workdir, seed=seed) as till:
         sums = till.once(release)["sums"]
-    return _fitted(sums, measured, len(source), std)
+    return _fitted(sums, measured, len(source), std=step * _STD)
 
 
 def columns_of(source: Examples | Groups, ranges: Mapping[str, tuple[float, float]]) -> Columns:

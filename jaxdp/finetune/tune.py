@@ -128,7 +128,8 @@ def tune(
         tests.
 
     Returns:
-      The best model. The file "released.safetensors" of the workdir has it too.
+      The best model. The file "released.safetensors" of the workdir has it too, beside a check that
+        can confirm a guess of the records. Publish the model, not that file.
 
     Raises:
       BudgetExceeded: The search does not fit. Nothing is computed or charged.

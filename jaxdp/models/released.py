@@ -3,10 +3,11 @@
 The folder holds nothing else of a workdir: no hash of records, no time, no path, no name of a user.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ _FILES = (_README, CARD, _PARAMS, _PROGRAM, _PROBE, _REPORT)
 # A program for any number of inputs would compile for each number. Inputs are padded to this one.
 _BATCH = 32
 _PLATFORMS = ("cpu", "cuda", "tpu")
+_LOCATIONS = "jax_traceback_in_locations_limit"
 _REMEDY = "Get the folder again from whoever released it, or write it again."
 
 
@@ -162,7 +164,19 @@ def _exported(
     shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     dtype = jax.dtypes.canonicalize_dtype(inputs.dtype)
     batch = jax.ShapeDtypeStruct((_BATCH, *inputs.shape[1:]), dtype)
-    return jax.export.export(jax.jit(by_list), platforms=_PLATFORMS)(shapes, batch)
+    with _without_locations():
+        return jax.export.export(jax.jit(by_list), platforms=_PLATFORMS)(shapes, batch)
+
+
+@contextlib.contextmanager
+def _without_locations() -> Iterator[None]:
+    """Programs that are lowered in the context hold no paths and lines of source files."""
+    limit = getattr(jax.config, _LOCATIONS)
+    jax.config.update(_LOCATIONS, 0)
+    try:
+        yield
+    finally:
+        jax.config.update(_LOCATIONS, limit)
 
 
 def _answer(program: Any, leaves: list[Any], inputs: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from jaxdp.privacy.events import (
 from jaxdp.privacy.losses import tamed
 from jaxdp.privacy.relations import RELATIONS, Adjacency, distance_factor
 from jaxdp.privacy.renyi_conversions import RDP_ORDERS, SLACK
+from jaxdp.privacy.sampled_gaussian import sampled_gaussian_rdp
 from jaxdp.privacy.selection import selection_rdp
 
 
@@ -63,9 +64,15 @@ def _computed_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) 
     if isinstance(leaf, RepeatAndSelectDpEvent):
         run = total_rdp(composition(leaf.event), adjacency, orders)
         return selection_rdp(orders, run, mean=leaf.mean, shape=leaf.shape) + SLACK
+    event = rdp_event(tamed(leaf), adjacency)
+    match event:
+        case PoissonSampledDpEvent(
+            sampling_probability=q, event=GaussianDpEvent(noise_multiplier=sigma)
+        ) if 0 < q < 1 and sigma > 0 and adjacency in ("add_remove", "zero_out"):
+            return sampled_gaussian_rdp(q, sigma, orders).clip(0.0) + SLACK
     accountant = RdpAccountant(orders, RELATIONS[adjacency])
     with _without_unused_orders(), np.errstate(over="ignore"):
-        accountant.compose(rdp_event(tamed(leaf), adjacency))
+        accountant.compose(event)
     return np.asarray(accountant.rdp).clip(0.0) + SLACK
 
 

@@ -36,7 +36,7 @@ def page(
     Args:
       template: The file.
       books: The accounts.
-      released: The path, the meaning and the SHA-256 of each released file, of `file_row`.
+      released: The place, the meaning and the SHA-256 of each released file, of `file_row`.
       config: The settings of the run.
       versions: The versions of the libraries that ran last.
       audits: The attacks on releases, as the lifecycle keeps them.
@@ -106,6 +106,6 @@ def audited(audits: Sequence[Mapping[str, Any]], account: str) -> str:
     return "none"
 
 
-def file_row(root: pathlib.Path, path: pathlib.Path, what: str) -> list[str]:
-    """Returns the path of a released file in its workdir, what it is, and its SHA-256."""
-    return [str(path.relative_to(root)), what, sha256_of(path)]
+def file_row(place: pathlib.Path | str, path: pathlib.Path, what: str) -> list[str]:
+    """Returns the place of a released file in its workdir, what it is, and its SHA-256."""
+    return [str(place), what, sha256_of(path)]

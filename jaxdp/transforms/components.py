@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdp.transforms import channel_weights, forms, jaxprs, rounding, sites, walker
+from jaxdp.transforms import channel_weights, dense, forms, jaxprs, rounding, sites, walker
 from jaxdp.transforms.grids import Outer
 
 # (sites of a component, number of entries of its leaves, whether a kernel forms its gradients) ->
@@ -197,8 +197,7 @@ class Component:
         if method != "keep":
             self._tapped = [one.with_distinct_rows() for one in self._tapped]
         if method == "factors":
-            lanes = all_sites[0].rule.lanes
-            pairs = self._oriented_factors()
+            pairs, lanes = self._oriented_factors()
             self.squared_norms = sites.squared_norms(pairs, lanes)
         elif method == "drop":
             self.squared_norms = self._norms_of_dropped()
@@ -267,20 +266,22 @@ class Component:
         error = error + 2 * rounding.of_sum(terms, squares.dtype) * longest * apart
         return rounding.covered(squares, spread, error)
 
-    def _oriented_factors(self) -> list[sites.Pair]:
-        """Returns the factors of all sites, swapped where a site applies the transposed weight."""
+    def _oriented_factors(self) -> tuple[list[sites.Pair], list[dense.Lanes]]:
+        """Returns the factors of all sites, and which of them have their positions on the lanes.
+
+        Those of a site that applies the transposed weight are swapped.
+        """
         pairs = [one.factors() for one in self._tapped]
+        lanes = [one.site.lanes for one in self._tapped]
         if len(pairs) == 1:
-            return pairs
+            return pairs, lanes
         first_axes = _axes(self._tapped[0].site)
-        oriented: list[sites.Pair] = []
-        for one, (parts, w) in zip(self._tapped, pairs, strict=True):
-            if _axes(one.site) == first_axes:
-                oriented.append((parts, w))
-            else:
-                (u,) = parts
-                oriented.append(((w,), u))
-        return oriented
+        for number, one in enumerate(self._tapped):
+            if _axes(one.site) != first_axes:
+                (u,), w = pairs[number]
+                pairs[number] = ((w,), u)
+                lanes[number] = lanes[number][::-1]
+        return pairs, lanes
 
     def in_parts(self, part_of: Sequence[int]) -> dict[int, "Component"]:
         """Returns the component by the number of its part, cut where it spans several.

@@ -103,7 +103,7 @@ def _site_costs(
 
     Args:
       site: The site.
-      alone: Whether its component has no other site. Only then kernels compute norms.
+      alone: Whether its component has no other site. Only then a kernel forms gradients for norms.
       lookups_only: Whether all sites of its component are lookups.
     """
     rule = site.rule
@@ -125,7 +125,7 @@ def _site_costs(
     form_for_norm = form
     if alone and "formed" in kernels:  # the kernel writes no gradient
         form_for_norm = min(form, slices * kernels["formed"])
-    if alone and "gram" in kernels:
+    if "gram" in kernels:
         gram = slices * kernels["gram"]
     elif lookups_only:
         gram = 2 * work + _WRITTEN_AND_READ * slices * positions * rule.cols

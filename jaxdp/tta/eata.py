@@ -157,18 +157,11 @@ def fisher(
     if not first:
         raise ValueError("batches is empty. Give at least one batch of public source images.")
     paths = adapting(apply_fn, params, adapted, first[0])
-    mean_loss = functools.partial(_mean_loss, apply_fn)
     square = _squared_batch if gradients == "batch" else _squared_examples
-
-    @jax.jit
-    def squared(params: Any, images: jax.Array) -> tuple[Any, jax.Array]:
-        gradient = jax.grad(mean_loss, has_aux=True)
-        return square(gradient, trainable_part(params, paths), params, images)
-
     squares = []
     presence = []
     for images in itertools.chain(first, arrays):
-        batch_squares, present = squared(params, images)
+        batch_squares, present = _squared(square, apply_fn, paths, params, images)
         squares.append(batch_squares)
         presence.append(present)
     presence = jax.device_get(presence)
@@ -203,6 +196,20 @@ def _mean_loss(
     losses = -jax.nn.log_softmax(logits).max(-1)  # the predicted label is the most probable one
     mean = jnp.where(present, losses, 0).sum() / jnp.maximum(present.sum(), 1)
     return mean, jnp.isfinite(losses)
+
+
+# Source models of one network share a program.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _squared(
+    square: Callable[..., tuple[Any, jax.Array]],
+    apply_fn: Callable[[Any, jax.Array], jax.Array],
+    paths: frozenset[str],
+    params: Any,
+    images: jax.Array,
+) -> tuple[Any, jax.Array]:
+    """Returns what `square` returns for the parameters at `paths`."""
+    gradient = jax.grad(functools.partial(_mean_loss, apply_fn), has_aux=True)
+    return square(gradient, trainable_part(params, paths), params, images)
 
 
 def _squared_batch(

@@ -249,12 +249,22 @@ def doubled(trainer: PrivateTrainer) -> PrivateTrainer:
     made for.
     """
 
-    class Doubled(type(trainer.query)):  # type: ignore[misc]
-        def sums(self, *args: Any) -> Any:
-            sums = super().sums(*args)
-            return sums._replace(total=_times(2, sums.total))
+    def part_sum(*args: Any) -> QuerySums:
+        sums = trainer.part_sum(*args)
+        return sums._replace(total=_times(2, sums.total))
 
-    return dataclasses.replace(trainer, query=Doubled(**_fields(trainer.query)))
+    return _with_sums_of(trainer, dataclasses.replace(trainer), part_sum=part_sum)
+
+
+def _with_sums_of(honest: PrivateTrainer, twin: PrivateTrainer, **functions: Any) -> PrivateTrainer:
+    """Returns a twin that shares the compiled sums of the honest trainer, but for some functions.
+
+    A trainer compiles its own sums. Those of a twin with other noise are the same.
+    """
+    shared = {name: getattr(honest, name) for name in ("zeros", "part_sum", "add")}
+    for name, function in (shared | functions).items():
+        object.__setattr__(twin, name, function)
+    return twin
 
 
 def with_one_key(trainer: PrivateTrainer) -> PrivateTrainer:
@@ -282,7 +292,7 @@ def _with_noise(
 
     broken = Privatizer(honest.init, update)
     broken.__dict__.update(honest.__dict__)
-    return dataclasses.replace(trainer, privatizer=broken)
+    return _with_sums_of(trainer, dataclasses.replace(trainer, privatizer=broken))
 
 
 class TwiceAsOften(PoissonSampler):

@@ -72,12 +72,12 @@ def twice(*args: Any, whole: Callable[..., np.ndarray] = scaler.column_sums) -> 
     return 2 * whole(*args)
 
 
-def of_every_record(source: Any, measured: scaler.Columns) -> np.ndarray:
+def of_every_record(source: Any, measured: scaler.Columns, step: float) -> np.ndarray:
     """Adds up the records of owners in place of their means."""
     batch = source.gather(np.arange(len(source)))
     vectors = scaler.contributions(batch.records["features"], measured)
     present = batch.present[:, :, None, None]
-    return (vectors * present).sum(axis=(0, 1))
+    return scaler.rounded(vectors * present, step).sum(axis=(0, 1))
 
 
 def with_one_key(

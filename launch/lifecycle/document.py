@@ -64,6 +64,7 @@ def write(
             title=f"Privacy report: a model's life on {name}",
             books=life.books,
             released=life.released,
+            place=_without_key,
             config=life.config,
             versions=bound["versions"],
             audits=life.audits,
@@ -73,6 +74,11 @@ def write(
             grouped=bool(life.config["data"].get("group")),
             percentage=lambda share: f"{100 * share:.0f} %",
         )
+
+
+def _without_key(path: pathlib.Path) -> pathlib.Path:
+    """Returns the path of a stage's file with "*" for its folder, whose name hashes records."""
+    return path.parent.with_name("*") / path.name
 
 
 def _noise(config: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ import numpy as np
 from jaxdp import prediction, privacy
 from jaxdp.audit import prediction as canaries
 from jaxdp.data import Examples, Groups, Records, from_arrays, read_column
+from jaxdp.models import save_params
 from jaxdp.prediction import checks
 from jaxdp.prediction.features import FeatureMap
 from jaxdp.transforms import losses
@@ -44,6 +45,8 @@ def answer(job: Job) -> dict[str, Any]:
         epsilon=epsilon,
         workdir=job.folder,
     )
+    # The file of the till has a check of the private records beside the answers.
+    save_params(job.folder / "answers.safetensors", {"answers": answers})
     event = prediction.event(options.queries, epsilon=epsilon)
     spent = privacy.epsilon(event, delta=options.delta, adjacency="add_remove")
     return {
@@ -185,7 +188,7 @@ PREDICT = Stage(
         "queries": int,
         **dict.fromkeys(("epsilon", "delta", "epsilon_per_query", "accuracy"), float),
     },
-    released={"released.safetensors": "certified answers"},
+    released={"answers.safetensors": "certified answers"},
     title="Certified private answers",
     page="life_predict.html.jinja",
 )

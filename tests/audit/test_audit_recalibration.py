@@ -1,12 +1,10 @@
-"""Audits of recalibration: sources that keep their promise pass, halved noise and a forgotten clip
-are caught.
+"""Audits of recalibration: how much they find, and by which candidates.
+
+`tests/launch/test_audit.py` has broken twins of every method.
 
 Runs have fixed seeds. Over the choice of a seed, a healthy source fails with probability below
 0.001, the confidence of the bounds; that broken ones are caught and that much is found fails with
 probability of about 0.01."""
-
-import dataclasses
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +14,6 @@ import pytest
 from jaxdp.audit import recalibration as canaries
 from jaxdp.recalibration import AccT, HistogramBinning, NllT, Party
 
-# the package shows the function of this name
-MODULE = sys.modules["jaxdp.recalibration.recalibrate"]
 SEED, CLASSES = bytes(range(16)), 3
 RNG = np.random.default_rng(0)
 LOGITS, LABELS = RNG.normal(size=(5, CLASSES)).astype(np.float32), RNG.integers(0, CLASSES, 5)
@@ -26,15 +22,6 @@ LOGITS, LABELS = RNG.normal(size=(5, CLASSES)).astype(np.float32), RNG.integers(
 def audit(method, *, epsilon=1.0, trials=400, **options):
     options = {"confidence": 0.999, "seed": SEED, **options}
     return canaries.audit_source(method, LOGITS, LABELS, epsilon=epsilon, trials=trials, **options)
-
-
-@pytest.fixture
-def half_the_noise(monkeypatch):
-    def noise_scale(*args, whole=MODULE.noise_scale, **kwargs):
-        scale = whole(*args, **kwargs)
-        return scale if scale is None else scale._replace(noise=scale.noise / 2)
-
-    monkeypatch.setattr(MODULE, "noise_scale", noise_scale)
 
 
 @pytest.mark.slow
@@ -46,29 +33,6 @@ def test_private_answers_pass_and_much_of_epsilon_is_found(method, adjacency):
     found = audit(method, epsilon=2.0, adjacency=adjacency, trials=1000)
     assert found.upper == 2.0 and found.delta == 0.0 and found.trials == 2000
     assert 0.3 * found.upper < found.lower <= found.upper
-
-
-@pytest.mark.slow
-def test_half_the_noise_is_caught(half_the_noise):
-    found = audit(HistogramBinning(bins=2), epsilon=2.0, trials=800)
-    assert found.violated and found.upper == 2.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Unbounded(NllT):
-    """Losses that are not clipped, with noise for those that are."""
-
-    def summand(self, k, records, temperature):
-        return dataclasses.replace(NllT(), bound=1e6).summand(k, records, temperature)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [NllT, Unbounded])
-def test_a_clip_passes_and_a_forgotten_one_is_caught(kind):
-    lost = np.array([[1000, 0, 0], [0, 0, 0]], np.float32), np.array([1, 0])
-    method = kind(bound=10.0, iterations=1)
-    found = audit(method, epsilon=2.0, trials=300, candidates=lost, adjacency="replace_one")
-    assert found.upper == 2.0 and found.violated == (kind is Unbounded)
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Audits of private test-time adaptation: what keeps its promise passes, what breaks it is caught.
+"""Audits of private test-time adaptation: how much they find, and by which scores.
+
+`tests/launch/test_audit.py` has broken twins of every method.
 
 Runs have fixed seeds. Over the choice of a seed, a healthy adapter fails with probability below
 0.001, the confidence of the bounds; that broken ones are caught and that much is found fails with
@@ -20,7 +22,6 @@ from jaxdp import tta
 from jaxdp.audit import tta as canaries
 from jaxdp.privacy import GaussianDpEvent, epsilon
 from jaxdp.transforms.clipping import clipped_grad
-from jaxdp.transforms.noise import gaussian
 from jaxdp.tta.method import entropy
 
 _spec = importlib.util.spec_from_file_location(
@@ -43,13 +44,14 @@ BATCH, CANDIDATES = (
 SGD, TENT = optax.sgd(1.0), tta.Tent()
 
 
-def adapter_of(*, sigma=SIGMA, optimizer=SGD, **settings):
+def adapter_of(*, sigma=SIGMA):
     """With the same method and optimizer, the same compiled steps."""
     method = tta.private(TENT, clip_norm=0.01, noise_multiplier=sigma)
-    return tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, optimizer, **settings)
+    return tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, SGD)
 
 
-def audit(adapter, *, trials=240, adjacency="zero_out", **options):
+# One call of the audit has 257 trials. With as many at most, all tests share its program.
+def audit(adapter, *, trials=257, adjacency="zero_out", **options):
     options = {"delta": DELTA, "confidence": 0.999, "seed": SEED, **options}
     return canaries.audit_stream(
         adapter, BATCH, CANDIDATES, trials=trials, adjacency=adjacency, **options
@@ -63,38 +65,16 @@ def test_a_private_stream_passes_and_most_of_epsilon_is_found(adjacency):
     found = audit(adapter_of(sigma=sigma), adjacency=adjacency)
     assert found.upper == pytest.approx(epsilon(GaussianDpEvent(SIGMA), delta=DELTA))
     assert 0.35 * found.upper < found.lower <= found.upper
-    assert found.trials == 480 and not found.violated
-
-
-@pytest.mark.slow
-def test_half_the_noise_is_caught(monkeypatch):
-    half = lambda key, tree, std, number: gaussian(key, tree, std / 2, number=number)  # noqa: E731
-    monkeypatch.setattr(jaxdp.tta.step, "gaussian", half)
-    found = audit(adapter_of(optimizer=optax.sgd(1.0)))
-    assert found.violated and found.upper == pytest.approx(
-        epsilon(GaussianDpEvent(SIGMA), delta=DELTA)
-    )
-
-
-@pytest.mark.slow
-def test_a_forgotten_clip_is_caught(monkeypatch):
-    def unclipped(loss, *, clip_norm, **options):
-        return clipped_grad(loss, clip_norm=1e6 * clip_norm, **options)
-
-    monkeypatch.setattr(jaxdp.tta.step, "clipped_grad", unclipped)
-    assert audit(
-        adapter_of(optimizer=optax.sgd(1.0)),
-    ).violated
+    assert found.trials == 514 and not found.violated
 
 
 EATA = tta.EATA(tiny.CLASSES, margin=MARGIN)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("outside", [False, True])
-def test_a_filter_passes_inside_the_clip_and_is_caught_outside(outside, monkeypatch):
+def test_a_filter_outside_of_the_clip_is_caught(monkeypatch):
     """As published, the mean is over the images that the filter lets pass: their number tells about
-    each of them."""
+    each of them. `launch.audits.tta` has the filter inside of the clip."""
 
     def mean_over_the_kept(loss, **options):
         inside = clipped_grad(loss, **options)
@@ -109,18 +89,10 @@ def test_a_filter_passes_inside_the_clip_and_is_caught_outside(outside, monkeypa
 
         return grads_of
 
-    if outside:
-        monkeypatch.setattr(jaxdp.tta.step, "clipped_grad", mean_over_the_kept)
+    monkeypatch.setattr(jaxdp.tta.step, "clipped_grad", mean_over_the_kept)
     method = tta.private(EATA, clip_norm=0.01, noise_multiplier=SIGMA, filters="keep")
     found = audit(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, optax.sgd(1.0)))
-    assert found.lower > 0 and found.violated == outside
-
-
-@pytest.mark.slow
-def test_canaries_in_accumulated_batches():
-    found = audit(adapter_of(accumulate=2))
-    assert found.upper == pytest.approx(epsilon(GaussianDpEvent(SIGMA), delta=DELTA))
-    assert 0 < found.lower <= found.upper
+    assert found.violated
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A charged scaler equals float64 up to its noise, which has the scale that the ledger charged."""
 
 import dataclasses
+import fractions
 import math
 
 import numpy as np
@@ -93,10 +94,13 @@ def test_sums_equal_a_loop_in_float64_for_rows_and_owners(rows):
     measured = stage.columns_of(hostile([0]), RANGES)
     places = {0: RANGES["age"], 2: RANGES["bmi"]}
     each = np.array([loop(row, places, {0: 1}) for row in HOSTILE])
-    np.testing.assert_allclose(stage.column_sums(hostile(range(6)), measured), each.sum(axis=0))
+    step = stage.step_of(measured, 1e-3, 6)
+    sums = step * stage.column_sums(hostile(range(6)), measured, step)
+    np.testing.assert_allclose(sums, each.sum(axis=0), rtol=1e-8, atol=6 * step)
     owners = data.by_group(hostile(range(6)), [1, 2, 1, 1, 3, 1], max_records=3)
     expected = each[[0, 2, 3]].mean(axis=0) + each[1] + each[4]
-    np.testing.assert_allclose(stage.column_sums(owners, measured), expected)
+    sums = step * stage.column_sums(owners, measured, step)
+    np.testing.assert_allclose(sums, expected, rtol=1e-8, atol=3 * step)
 
 
 @pytest.mark.parametrize("names", [NAMES, ("age", "x", "bmi")])
@@ -116,6 +120,54 @@ def test_no_row_moves_the_sums_by_more_than_the_sensitivity(names, monkeypatch):
     monkeypatch.setattr(stage.np, "clip", lambda cells, low, high: cells)
     unclipped = stage.contributions(HOSTILE[:1], measured)
     assert np.linalg.norm(unclipped) > most
+
+
+@pytest.mark.parametrize("noise_multiplier", [1e-3, 1.0, 77.7])
+def test_no_row_exceeds_the_limit_in_steps(noise_multiplier):
+    """By integers alone. The longest rows there are, of 100 columns, and owners of seven rows."""
+    ends = np.where(np.arange(700).reshape(7, 100) % 3, 120.0, 0.0).astype(np.float32)
+    source = data.from_arrays(features=ends)
+    measured = stage.columns_of(source, {str(column): (0, 120) for column in range(100)})
+    step = stage.step_of(measured, noise_multiplier, 7)
+    vectors = stage.rounded(stage.contributions(ends, measured), step)
+    squares = [sum(int(x) ** 2 for x in vector.flat) for vector in vectors]
+    owner = data.by_group(source, [0] * 7, max_records=7)
+    mean = stage.column_sums(owner, measured, step)
+    squares.append(sum(int(x) ** 2 for x in mean.flat))
+    limit = (2**24 / fractions.Fraction(noise_multiplier)) ** 2
+    assert 0.999 * limit < max(squares) <= limit
+
+
+def test_the_last_digits_tell_nothing_of_a_row():
+    """A sum in float64 and noise in float32 told at epsilon 0.06 which of two tables it was of.
+
+    Noise is a float32, and the released sum less the exact one of the other table is none.
+    """
+    ages = np.linspace(3, 117, 200, dtype=np.float32)[:, None]
+    others = ages.copy()
+    others[0] = 3.7
+    tables = [data.from_arrays(features=features) for features in (ages, others)]
+    measured = stage.columns_of(tables[0], {"0": (0, 120)})
+    exact = [stage.contributions(table, measured).sum(axis=0)[:2] for table in (ages, others)]
+    step = stage.step_of(measured, 100.0, 200)
+    for table in tables:
+        scaler = scaler_of(table, 100.0, {"0": (0, 120)})
+        released = (scaler.mean[0] - 60) / 60 * 200
+        assert abs(released) < 200  # it is not cut
+
+        def is_float32(number):
+            return abs(number - np.float64(np.float32(number))) < 1e-9
+
+        assert [is_float32(released - sums[0, 0]) for sums in exact] == [False, False]
+        assert released / step == pytest.approx(round(released / step), abs=1e-3)
+
+
+def test_noise_that_integers_of_64_bits_cannot_carry_is_refused_before_it_is_paid(rows):
+    pays = account(delta=1e-5)
+    with pytest.raises(ValueError, match=r"noise_multiplier must be at least 8\.7e-11 for 24 rows"):
+        scaler_of(rows, 1e-11, account=pays)
+    assert pays.epsilon() == 0
+    assert scaler_of(rows, 1e-10, account=pays).mean[1] == pytest.approx(26.5, rel=1e-6)
 
 
 WIDE = data.from_arrays(features=np.full((500, 400), 0.5, np.float32))

@@ -20,7 +20,7 @@ from jaxdp.data.shifts import STRENGTHS, Shift, shifted
 from jaxdp.privacy import GaussianDpEvent, Ledger, SelfComposedDpEvent
 from jaxdp.tta.adapter import Adapter
 from launch import adapt, adapt_figures, adapt_results, adapt_settings, frame, settings
-from tests.launch import golden, program, tiny
+from tests.launch import golden, program, settling, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,7 @@ pytestmark = pytest.mark.slow
 def finished(tmp_path_factory):
     """Returns the workdir and the result of a study, and what its launcher printed."""
     root = tmp_path_factory.mktemp("adapt")
+    settling.begin(root, "ledger.sqlite")
     return root, *program.study("adapt", "configs/tta/digits.py", root, tiny.ADAPT)
 
 
@@ -142,6 +143,11 @@ def test_both_epsilons_are_exact_and_in_the_ledger(finished):
             assert ledger.epsilon(f"Tent-COME, {setting}, stream 1") == math.inf
 
 
+def test_a_restored_ledger_is_charged_for_what_it_lacks(finished, tmp_path):
+    root = shutil.copytree(finished[0], tmp_path / "run")
+    settling.check(adapt.STUDY, tiny.adapt(), root, "ledger.sqlite")
+
+
 def test_hyper_parameters_come_from_the_held_out_corruptions_only(finished, task):
     root, result, _ = finished
     tried = row(root, "tuning", "Tent-COME", "original", "0")["tried"]
@@ -182,11 +188,12 @@ def test_a_crash_in_the_middle_of_a_run_is_charged_once(finished, tmp_path, monk
         2 * batches + 2,
         2 * batches + 4,
     }
+    study = tiny.opened_once(adapt.STUDY)
     for _ in crashes:
         with pytest.raises(KeyboardInterrupt):
-            frame.run(adapt.STUDY, tiny.adapt(), tmp_path)
+            frame.run(study, tiny.adapt(), tmp_path)
         assert len(list(tmp_path.glob("cells/runs/**/scratch/secret_seed"))) == 1
-    again = frame.run(tiny.undrawn(adapt.STUDY), tiny.adapt(), tmp_path)
+    again = frame.run(study, tiny.adapt(), tmp_path)
     assert not list(tmp_path.rglob("scratch"))
     assert cell(again, "Tent-COME", "clipped") == cell(result, "Tent-COME", "clipped")
     with Ledger(tmp_path / "ledger.sqlite") as ledger:

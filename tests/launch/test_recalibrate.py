@@ -16,7 +16,7 @@ from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
 from launch import frame, optimizers, recalibrate, release
 from launch.simulation import Order
-from tests.launch import program, tiny
+from tests.launch import program, settling, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +42,7 @@ def launched(tmp_path_factory):
         tmp_path_factory.mktemp("config") / "tiny.py",
     )
     config.write_text("from tests.launch.tiny import recalibrate as get_config")
+    settling.begin(root, "ledger.sqlite")
     return root, *program.study("recalibrate", str(config), root, {})
 
 
@@ -312,6 +313,11 @@ def test_figures_are_drawn(finished):
     names = {path.name for path in (root / "figures").iterdir()}
     assert names == {"clean.png", "contrast.png", "fog.png", "all_shifts.png", "reliability.png"}
     assert all((root / "figures" / name).stat().st_size > 10_000 for name in names)
+
+
+def test_a_restored_ledger_is_charged_for_what_it_lacks(finished, tmp_path):
+    root = shutil.copytree(finished[0], tmp_path / "run")
+    settling.check(recalibrate.STUDY, tiny.recalibrate(), root, "ledger.sqlite")
 
 
 @pytest.mark.parametrize("place", ["computed", "kept"])

@@ -20,6 +20,19 @@ def undrawn(study: Any) -> Any:
     return dataclasses.replace(study, figures=lambda result, work: None)
 
 
+def opened_once(study: Any) -> Any:
+    """Returns a study that opens its config once. A run after a crash then has the programs of the
+    first one, and compiles nothing again."""
+    opened: list[Any] = []
+
+    def open_once(config: Any, root: Any) -> Any:
+        if not opened:
+            opened.append(study.open(config, root))
+        return opened[0]
+
+    return dataclasses.replace(undrawn(study), open=open_once)
+
+
 def few_draws(*terms: Any) -> Any:
     """Returns a sampler of balls in bins whose account is simulated by few draws."""
     return dataclasses.replace(trainers._balls_in_bins(*terms), draws=2**12)

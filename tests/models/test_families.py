@@ -35,6 +35,8 @@ TINY = {
     ),
     "convnext": ("convnext_tiny", {"widths": (4, 6), "depths": (1, 2)}),
 }
+# Kinds whose gradients are looked at. Others have the same layers.
+TRAINED = {"resnet", "wide resnet", "vit", "vit distilled", "vit post", "convnext", "cnn group"}
 IMAGES = np.random.default_rng(0).random((3, 8, 8, 2), np.float32)
 
 
@@ -56,6 +58,30 @@ def build(kind: str, dtype=None):
     if "batch_stats" in variables:
         variables["batch_stats"] = jax.tree.map(np.abs, variables["batch_stats"])
     return model, variables
+
+
+@functools.cache
+def program(kind: str):
+    """Returns a compiled function of parameters and images: the logits, and the gradient of the
+    first logit of the first image if the kind is in `TRAINED`."""
+    model, variables = build(kind)
+
+    def outputs(params, images):
+        def first_logit(params):
+            logits = model.apply({**variables, "params": params}, images)
+            return logits[0, 0], logits
+
+        if kind not in TRAINED:
+            return first_logit(params)[1], None
+        gradient, logits = jax.grad(first_logit, has_aux=True)(params)
+        return logits, gradient
+
+    return jax.jit(outputs)
+
+
+@functools.cache
+def outputs(kind: str):
+    return program(kind)(build(kind)[1]["params"], IMAGES)
 
 
 def conv(x, kernel, stride=1, padding=None):
@@ -243,9 +269,8 @@ def reference(kind, x, variables):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(kind):
-    model, variables = build(kind)
-    apply = jax.jit(model.apply)
-    logits = apply(variables, IMAGES)
+    _, variables = build(kind)
+    logits, _ = outputs(kind)
     assert logits.shape == (3, 5) and logits.dtype == jnp.float32
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables)
     expected = reference(kind, IMAGES.astype(np.float64), wide)
@@ -254,40 +279,30 @@ def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(ki
     # The other examples of the batch do not matter, not even when they are not numbers.
     poisoned = IMAGES.copy()
     poisoned[1:] = np.nan
-    np.testing.assert_allclose(apply(variables, poisoned)[0], logits[0], rtol=1e-5, atol=1e-6)
+    others, _ = program(kind)(variables["params"], poisoned)
+    np.testing.assert_allclose(others[0], logits[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 def test_bfloat16_computes_close_to_float32_and_gives_float32_logits(kind):
     model, variables = build(kind, jnp.bfloat16)
-    logits = jax.eval_shape(model.apply, variables, IMAGES)
-    assert logits.dtype == jnp.float32
+    jaxpr = jax.make_jaxpr(model.apply)(variables, IMAGES)
+    assert [aval.dtype for aval in jaxpr.out_avals] == [jnp.float32]
     fresh = jax.eval_shape(model.init, jax.random.key(0), IMAGES)
     assert {leaf.dtype for leaf in jax.tree.leaves(fresh)} == {jnp.dtype("float32")}
-    text = str(jax.make_jaxpr(model.apply)(variables, IMAGES))
-    assert "bf16" in text
+    assert "bf16" in str(jaxpr)
     if kind in ("mlp", "wide resnet", "vit"):
-        exact = jax.jit(build(kind)[0].apply)(variables, IMAGES)
+        exact, _ = outputs(kind)
         np.testing.assert_allclose(
             jax.jit(model.apply)(variables, IMAGES), exact, atol=0.15, rtol=0.1
         )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["resnet", "wide resnet", "vit", "vit distilled", "vit post", "convnext", "cnn group"]
-)
+@pytest.mark.parametrize("kind", sorted(TRAINED))
 def test_every_parameter_receives_a_gradient(kind):
-    model, variables = build(kind)
-    target = np.eye(5, dtype=np.float32)[[0]]
-
-    def loss(params):
-        return jnp.sum(model.apply({**variables, "params": params}, IMAGES[:1]) * target)
-
-    for path, gradient in jax.tree_util.tree_leaves_with_path(
-        jax.jit(jax.grad(loss))(variables["params"])
-    ):
+    for path, gradient in jax.tree_util.tree_leaves_with_path(outputs(kind)[1]):
         name = jax.tree_util.keystr(path)
         if "'key']['bias'" in name:
             continue  # softmax does not see a shift that all keys share
@@ -367,7 +382,7 @@ def test_without_its_head_the_distillation_token_only_takes_part_in_attention() 
         "head_distilled": silent,
         "head": jax.tree.map(lambda x: 2 * x, params["head"]),
     }
-    expected = jax.jit(build("vit distilled")[0].apply)({"params": doubled}, IMAGES)
+    expected, _ = program("vit distilled")(doubled, IMAGES)
     np.testing.assert_allclose(
         jax.jit(model.apply)({"params": params}, IMAGES), expected, rtol=1e-5, atol=1e-6
     )

@@ -4,6 +4,7 @@ file."""
 import getpass
 import hashlib
 import json
+import pathlib
 import re
 import shutil
 import socket
@@ -101,6 +102,28 @@ def test_it_tells_no_machine_no_user_and_no_time(folder, copied):
     assert private_words(folder) == {}
     (copied / "README.md").write_text(f"trained by {getpass.getuser()} on 2026-01-31")
     assert private_words(copied).keys() == {"README.md"}
+
+
+@pytest.fixture
+def users_locations():
+    """The locations that JAX notes where nobody chose others, as the tests do."""
+    tests = jax.config.jax_traceback_in_locations_limit
+    jax.config.update("jax_traceback_in_locations_limit", 10)
+    yield
+    jax.config.update("jax_traceback_in_locations_limit", tests)
+
+
+def test_its_program_tells_no_path_of_a_source_file(users_locations, tmp_path):
+    """JAX writes the paths of source files into what it exports: names of a user, of projects."""
+    here = pathlib.Path(__file__)
+    released = write_release(
+        tmp_path / "release", predict, PARAMS, card=CARD, probe=PROBE, workdir=None
+    )
+    program = (released / "predict.stablehlo").read_text("latin-1")
+    assert here.name not in program and str(here.parent) not in program
+    assert jax.config.jax_traceback_in_locations_limit == 10
+    exported = jax.export.export(jax.jit(predict))(PARAMS, PROBE)
+    assert here.name in bytes(exported.serialize()).decode("latin-1")  # what it would tell
 
 
 def test_a_model_of_public_data_has_a_report_without_accounts(folder, tmp_path):

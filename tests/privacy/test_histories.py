@@ -28,7 +28,7 @@ from tests.privacy import second_accountant
 
 # The last two hold rare truncated batches and a delta of 2e-15: bounds of rounding hid it once.
 SEEDS = range(1000) if os.environ.get("JAXDP_SLOW") else (*range(8), 195, 643)
-SHORT = 1000 if os.environ.get("JAXDP_SLOW") else 500
+SHORT = 1000 if os.environ.get("JAXDP_SLOW") else 250
 RELEASES = 1000
 # The second accountant solves up to 1e-6. Discretisation may cost 1 %.
 BELOW, ABOVE = 2e-6, 0.01
@@ -169,7 +169,7 @@ def test_short_histories():
         leaves, delta, unit = short_history(rng)
         truth = exact(leaves, "replace_one", delta, unit, None)
         check(epsilon_at(compose(leaves), delta=delta, adjacency="replace_one"), truth)
-        if number % 50 == 0 and truth > 0:
+        if number % 25 == 0 and truth > 0:
             # The twin counts each kind of release once, as dp_accounting does randomised response.
             once = compose(collections.Counter(dict.fromkeys(leaves, 1)))
             if once != compose(leaves):

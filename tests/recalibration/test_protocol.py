@@ -219,8 +219,9 @@ def test_the_largest_source_with_the_largest_contributions_stays_in_range():
 
 # --- What an answer gives away ------------------------------------------------------------------
 
-# As many as keep the errors of two rounds below the caps of their test.
-DRAWS = 210_000
+# As many as keep the errors below the caps of the tests. A cap is below half of the distance to the
+# ratio of noise that is scaled by 0.7 or 1.3, so that the test rejects such noise.
+DRAWS = 60_000
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -228,14 +229,14 @@ def many_answers(key, exact, scale, draws):
     return with_noise(key, jnp.broadcast_to(exact, (draws, exact.shape[1])), scale)
 
 
-def answers(method, source, epsilon, key, rounds=1, draws=DRAWS, columns=None):
+def answers(method, source, epsilon, key, rounds=1, columns=None):
     """Returns many independent answers of a source in the first rounds, float64 [rounds, draws,
     s], or the first columns of them."""
     scale = scale_of(method, epsilon, num_classes=source.logits.shape[1])
     owner, out = np.zeros(len(source.labels), np.int32), []
     for k in range(rounds):
         exact = sums_of(method, k, source.logits, source.labels, owner, 1, scale, 1.0)
-        drawn = many_answers(jax.random.fold_in(key, k), exact[:, :columns], scale, draws)
+        drawn = many_answers(jax.random.fold_in(key, k), exact[:, :columns], scale, DRAWS)
         out.append(np.asarray(drawn, np.float64))
     return np.stack(out)
 
@@ -251,7 +252,7 @@ def log_ratio(first, second):
 def test_likelihood_ratios_of_neighbours_stay_within_epsilon_and_reach_it():
     epsilon, method = 0.5, HistogramBinning(bins=1)
     logits, labels = np.tile(np.float32([[2.0, 0.0]]), (6, 1)), np.array([0, 0, 0, 1, 1, 0])
-    first = functools.partial(answers, method, draws=120_000, columns=1)
+    first = functools.partial(answers, method, columns=1)
     one = first(Party(logits, labels), epsilon, jax.random.fold_in(KEY, 1))[0, :, 0]
     two = first(Party(logits[:5], labels[:5]), epsilon, jax.random.fold_in(KEY, 2))[0, :, 0]
     edges = np.quantile(np.concatenate([one, two]), np.linspace(0, 1, 21))
@@ -269,29 +270,31 @@ def test_likelihood_ratios_of_neighbours_stay_within_epsilon_and_reach_it():
             sign * two > sign * (4.0 if sign > 0 else 3.0),
         )
         # 0.7 and 1.3 times the noise are 0.71 and 0.38
-        assert error < 0.03 and abs(sign * ratio - epsilon) <= error
+        assert error < 0.045 and abs(sign * ratio - epsilon) <= error
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("search", ["golden", "grid"])
-def test_all_rounds_together_cost_epsilon(search):
-    """A noise of one release for both would show a ratio of 2, and 0.7 times the noise 1.43."""
-    epsilon, method = 1.0, AccT(iterations=1, search=search)
+def test_all_rounds_together_cost_epsilon():
+    """A noise of one release for both would show a ratio of 2, 0.7 times the noise 1.43, and 1.3
+    times the noise 0.77. The second round alone would show 1, 0.71 and 0.38."""
+    epsilon, method = 1.0, AccT(iterations=1)
     sure_and_wrong = np.float32([[200.0, 0.0]])
-    one = answers(
-        method, Party(sure_and_wrong, np.array([1])), epsilon, jax.random.fold_in(KEY, 3), rounds=2
-    )[..., 0]
-    two = answers(
-        method,
+    # The other search adds the same numbers and the same noise in its two rounds.
+    other = AccT(iterations=1, search="grid")
+    assert other.rounds == method.rounds == 2
+    assert scale_of(other, epsilon, num_classes=2) == scale_of(method, epsilon, num_classes=2)
+    both = [
+        Party(sure_and_wrong, np.array([1])),
         Party(sure_and_wrong[:0], np.array([], int)),
-        epsilon,
-        jax.random.fold_in(KEY, 4),
-        rounds=2,
-    )[..., 0]
+    ]
+    one, two = (
+        answers(method, source, epsilon, jax.random.fold_in(KEY, number), rounds=2)[..., 0]
+        for number, source in enumerate(both, start=3)
+    )
     ratio, error = log_ratio((one <= -1).all(0), (two <= -1).all(0))
-    assert error < 0.05 and abs(ratio - epsilon) <= error
+    assert error < 0.1 and abs(ratio - epsilon) <= error
     (alone, error) = log_ratio(one[1] <= -1, two[1] <= -1)
-    assert error < 0.02 and abs(alone - epsilon / 2) <= error
+    assert error < 0.04 and abs(alone - epsilon / 2) <= error
     assert abs(np.corrcoef(one)[0, 1]) < 5 / math.sqrt(DRAWS)  # rounds do not share noise
     assert abs(np.corrcoef(one[0, 1:], one[0, :-1])[0, 1]) < 5 / math.sqrt(DRAWS)  # nor do sources
 

@@ -2,7 +2,6 @@
 
 import struct
 import sys
-import time
 
 import pytest
 
@@ -29,15 +28,17 @@ def test_a_bar_is_shown_where_somebody_looks(monkeypatch, terminal, setting, sho
 
 @pytest.mark.slow
 def test_a_bar_has_the_time_that_is_left_and_short_work_has_no_bar(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     list(progress_bar(range(1000), label="quick", unit="step"))
     assert capsys.readouterr().err == ""
     with progress_bar(total=4, initial=1, label="long", unit="step") as bar:
-        time.sleep(1.1)
+        now[0] += 1.1
         bar.update()
     assert "long:  50%" in (shown := capsys.readouterr().err) and "2/4 [00:01<00:02" in shown
     with counting(lambda x: 2 * x, label="noise", unit="trial") as tried:
-        time.sleep(1.1)
+        now[0] += 1.1
         assert [tried(x) for x in (1.0, 3.0)] == [2.0, 6.0]
     assert "noise: 2trial" in capsys.readouterr().err
 

@@ -194,8 +194,8 @@ def hard_sums(n):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [100_000, 1_000_000])
-def test_long_sums_contain_the_exact_sum(n):
+def test_long_sums_contain_the_exact_sum():
+    n = 1_000_000
     cases = {name: x.astype(np.float32) for name, x in hard_sums(n).items()}
     together = np.stack(list(cases.values()))
     sums = jax.jit(jaxdp.interval(lambda x: jnp.sum(x, axis=1)))(together)
@@ -653,15 +653,15 @@ class Perceptron(nn.Module):
 
     @nn.compact
     def __call__(self, x):
-        x = jax.nn.silu(nn.Dense(6)(x))
-        return nn.Dense(3)(jnp.maximum(nn.Dense(5)(x), 0))
+        x = jax.nn.silu(nn.Dense(3)(x))
+        return nn.Dense(3)(jnp.maximum(nn.Dense(2)(x), 0))
 
 
 @functools.cache
 def task(model, shape):
     """Returns value and gradient of the loss of an example, their bounds, drawn parameters and an
     example."""
-    rng = np.random.default_rng(430)  # with it all units of Perceptron are alive
+    rng = np.random.default_rng(538)  # with it all units of Perceptron are alive
     x = rng.normal(size=shape).astype(np.float32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), x[None])["params"]
 
@@ -974,6 +974,7 @@ def test_float64_is_as_tight_as_float64():
             bounds_of(around(params, 1e-9), example),
         )
         value = jax.jit(fun)(params, example)
+        point, wide, value = jax.tree.map(np.asarray, (point, wide, value))
         assert all(v.dtype == jnp.float64 for v in jax.tree.leaves(point))
         for x, around_it, exact in zip(
             jax.tree.leaves(point, is_leaf=is_interval),
