@@ -35,7 +35,8 @@ def opened_once(study: Any) -> Any:
 
 def few_draws(*terms: Any) -> Any:
     """Returns a sampler of balls in bins whose account is simulated by few draws."""
-    return dataclasses.replace(trainers._balls_in_bins(*terms), draws=2**12)
+    sampler: Any = trainers._balls_in_bins(*terms)
+    return dataclasses.replace(sampler, draws=2**12)
 
 
 FINETUNE = {
