@@ -83,7 +83,8 @@ def network(
     """
     classes = config.num_classes if num_classes is None else num_classes
     with named("model", config), named("model.preprocessing", config.preprocessing or ()):
-        model = create(config.name, num_classes=classes, **dict(config.options))
+        options = {name: _hashable(value) for name, value in dict(config.options).items()}
+        model = create(config.name, num_classes=classes, **options)
         preprocessing: Any = Vectors(width) if width else None
         if config.preprocessing:
             preprocessing = Preprocessing(**config.preprocessing)
@@ -104,6 +105,11 @@ def network(
     if config.name in _FIXED:
         return dataclasses.replace(untrained, params=fresh(untrained, 0))
     return untrained
+
+
+def _hashable(value: Any) -> Any:
+    """Returns an option with tuples in place of the lists of a config that was read from JSON."""
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 @functools.cache
