@@ -83,8 +83,7 @@ def network(
     """
     classes = config.num_classes if num_classes is None else num_classes
     with named("model", config), named("model.preprocessing", config.preprocessing or ()):
-        # A list of JSON has no hash.
-        options = {k: tuple(v) if isinstance(v, list) else v for k, v in config.options.items()}
+        options = {name: _hashable(value) for name, value in dict(config.options).items()}
         model = create(config.name, num_classes=classes, **options)
         preprocessing: Any = Vectors(width) if width else None
         if config.preprocessing:
@@ -106,6 +105,11 @@ def network(
     if config.name in _FIXED:
         return dataclasses.replace(untrained, params=fresh(untrained, 0))
     return untrained
+
+
+def _hashable(value: Any) -> Any:
+    """Returns an option with tuples in place of the lists of a config that was read from JSON."""
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 # A compiled function of a network is known by the object. So equal networks are one, which the

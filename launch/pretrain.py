@@ -175,6 +175,11 @@ def _tested(config: Any, task: _Task) -> Row:
     return task.test.gather(np.arange(count))
 
 
+# Compiled, because each operation on each shape would be a program.
+_norm = jax.jit(optax.tree.norm)
+_add_scale = jax.jit(optax.tree.add_scale)
+
+
 def _changes(config: Any, task: _Task, params: Any) -> Lines:
     """Returns what Lemma A.1 allows beside the change along the gradient of the public loss and
     along noise, for each length.
@@ -199,8 +204,8 @@ def _changes(config: Any, task: _Task, params: Any) -> Lines:
     directions = {"gradient": gradient, "noise": jax.tree.map(normal, params)}
     rows = []
     for (name, direction), length in itertools.product(directions.items(), lengths):
-        scale = length / float(optax.tree.norm(direction))
-        moved = optax.tree.add_scale(params, scale, direction)
+        scale = length / float(_norm(direction))
+        moved = _add_scale(params, scale, direction)
         change = pretrain.parameter_change(task.network.apply_fn, params, moved, images, labels)
         row = {"direction": name}
         rows.append(row | change._asdict())

@@ -21,6 +21,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -378,6 +379,12 @@ def _moments(outcomes: Sequence[simulation.Outcome]) -> dict[str, list[float]]:
     }
 
 
+@jax.jit
+def _correct(records: Records) -> jax.Array:
+    """Returns `records.correct`. Its operations are one program."""
+    return records.correct
+
+
 def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
     """Recalibrates the first trial at the centre with sources that pay. Judges on records that no
     source has.
@@ -403,7 +410,7 @@ def _diagrams(cell: Diagrams, work: frame.Work) -> dict[str, Any]:
                 workdir=scratch / frame.file_name(name),
             )
     test = np.setdiff1d(np.arange(len(logits)), rows)
-    right = records.correct[test]
+    right = np.asarray(_correct(records))[test]
     diagrams = {}
     temperatures = {}
     for name, one in recalibrations.items():
@@ -506,7 +513,8 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     levels = severities(config)
     accuracy = {}
     for shift in levels:
-        accuracy[shift] = float(_records(work, shift).correct.mean())
+        right = np.asarray(_correct(_records(work, shift)))
+        accuracy[shift] = float(right.mean(dtype=np.float32))
     settings = parts(config)
     cells: dict[str, Any] = {shift: {} for shift in levels}
     swept: dict[str, Any] = {}

@@ -5,6 +5,7 @@ import os
 import pathlib
 from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -197,8 +198,10 @@ def test_the_frozen_network_falls_back_on_the_digits_and_looks_at_one_image_at_a
 
     images = np.random.default_rng(0).random((11, 28, 28, 1), np.float32)
 
+    apply = jax.jit(features.Convolutions(0).apply)
+
     def extract(images):
-        return np.asarray(features.Convolutions(0).apply({"params": task.network}, images))
+        return np.asarray(apply({"params": task.network}, images))
 
     found = extract(images)
     assert found.shape == (11, 3200)
@@ -222,7 +225,7 @@ def test_the_published_network_goes_on_from_its_own_dense_layers(tmp_path):
     assert task.train.num_classes == 2 and sorted(task.network) == NETWORK
     spec = data.DataSpec(source="npz", path=str(tmp_path / "file.npz"), part="test", num_classes=4)
     images = rows(data.open(spec).of_classes((3, 2)))["image"]
-    logits = features.Convolutions(2).apply({"params": task.network}, images)
+    logits = jax.jit(features.Convolutions(2).apply)({"params": task.network}, images)
     model = models.Dense(3200, 2, hidden=(100,), bias=True, init_seed=0)
     single = model._batched(task.start, rows(task.test)["features"])
     np.testing.assert_allclose(single, logits[:, 1] - logits[:, 0], rtol=1e-3, atol=1e-4)

@@ -312,6 +312,7 @@ def test_fine_tuning_twice_does_not_fit_one_budget(files, home):
     config = digits_dpsgd.get_config()
     config.data = own_data(files)
     config.references = False
+    config.model.options.widths = (4,)
     config.pretrain.steps = 0
     config.private.update({"steps": 2, "batch_size": 24, "physical_batch_size": 48, "augmult": 0})
     finetune.experiment(config, files / "a")

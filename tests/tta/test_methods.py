@@ -28,6 +28,7 @@ EVERY, LOWER = (0, 1, 2, 3), (0, 1)
 RATE, MOMENTUM = 0.1, 0.9
 
 
+@functools.cache  # equal methods share a compiled step only with one optimizer
 def sgd(rate=RATE):
     return optax.sgd(rate, momentum=MOMENTUM)
 
@@ -89,6 +90,7 @@ HOOKS = (
 )
 
 
+@functools.cache
 def built(name):
     """Returns the method of a row of METHODS, made from the arguments that its constructor
     needs."""
@@ -283,7 +285,7 @@ def test_the_oracles_gradients_are_those_of_its_losses(uncertainty):
 @pytest.mark.slow
 @pytest.mark.parametrize("come", [False, True])
 def test_tent(come):
-    method = tta.COME(tta.Tent(), tiny.CLASSES) if come else tta.Tent()
+    method = built("COME" if come else "Tent")
     reference = oracle("Tent", rows=EVERY, come=come)
     agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(0))
     assert moved(reference) > 0.05
@@ -474,6 +476,7 @@ def test_sar_resets_parameters_momentum_and_average_when_the_loss_is_low():
 # --- DeYO -----------------------------------------------------------------------------------------
 
 
+@functools.cache
 def deyo(augmentation, come=False, **changes):
     constants = {
         "entropy_threshold": 1.38 if come else 1.2,
