@@ -12,7 +12,6 @@ are means over settings and medians over shifts after the first, which compiles.
 `--shifts 15`."""
 
 import functools
-import itertools
 import math
 import resource
 import time
@@ -28,7 +27,9 @@ from jaxdp.memory import keep_freed_memory
 from jaxdp.recalibration import AccT, Bracket, EceT, HistogramBinning, NllT, Records
 from launch.simulation import Order, Setting, simulate, unchanged
 
-RECORDS, CLASSES, BINS = 10_000, 10, 15
+RECORDS = 10_000
+CLASSES = 10
+BINS = 15
 PUBLISHED = Bracket(spacing="linear")
 SETTINGS = [
     *(Setting(sources, 10, 1.0) for sources in range(25, 251, 25)),
@@ -57,44 +58,56 @@ def logits_of(shift: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numpy_confidence(logits: np.ndarray, temperature: float) -> np.ndarray:
+    """Returns the largest probability of each record."""
     scaled = logits / temperature
-    exponentials = np.exp(scaled - scaled.max(1, keepdims=True))
-    return (exponentials / exponentials.sum(1, keepdims=True)).max(1)
+    exponentials = np.exp(scaled - scaled.max(axis=1, keepdims=True))
+    probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
+    return probabilities.max(axis=1)
 
 
 def numpy_bin_of(confidence: np.ndarray) -> np.ndarray:
-    return np.minimum((confidence * BINS).astype(int), BINS - 1)
+    number = (confidence * BINS).astype(int)
+    return np.minimum(number, BINS - 1)
 
 
 def numpy_bins(confidence: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.bincount(numpy_bin_of(confidence), values, minlength=BINS)
 
 
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
 def numpy_golden(objective: Callable, low: float, high: float, iterations: int) -> float:
-    golden = (math.sqrt(5) - 1) / 2
-    left, right = high - golden * (high - low), low + golden * (high - low)
-    at_left, at_right = objective(left), objective(right)
+    """Returns the minimum by golden-section search. It asks once more than it iterates."""
+    left = high - GOLDEN * (high - low)
+    right = low + GOLDEN * (high - low)
+    at_left = objective(left)
+    at_right = objective(right)
     for k in range(iterations):
+        is_last = k == iterations - 1
         if at_left >= at_right:
-            low, left, at_left = left, right, at_right
-            right = low + golden * (high - low)
-            at_right = objective(right) if k < iterations - 1 else math.nan
+            low = left
+            left, at_left = right, at_right
+            right = low + GOLDEN * (high - low)
+            at_right = math.nan if is_last else objective(right)
         else:
-            high, right, at_right = right, left, at_left
-            left = high - golden * (high - low)
-            at_left = objective(left) if k < iterations - 1 else math.nan
+            high = right
+            right, at_right = left, at_left
+            left = high - GOLDEN * (high - low)
+            at_left = math.nan if is_last else objective(left)
     return (low + high) / 2
 
 
 ITERATIONS = 5  # of the search, which asks once more than that
+CLIP = 10.0  # of each negative log likelihood
 OBJECTIVES = {"one source": "nll", "Acc-T": "acc", "NLL-T": "nll", "ECE-T": "ece"}
 
 
 def numpy_trial(name: str, logits: np.ndarray, labels: np.ndarray, setting: Setting, rng) -> float:
     """Returns the ECE of the test split after one recalibration."""
     order = rng.permutation(len(labels))
-    used, sources = setting.sources * setting.samples, setting.sources
-    test, calibration = order[used:], order[:used]
+    sources = setting.sources
+    calibration, test = np.split(order, [sources * setting.samples])
     if name == "one source":  # which alone adds no noise
         calibration, sources = order[: setting.samples], 0
     trial = NumpyTrial(logits[calibration], labels[calibration], sources, setting.epsilon, rng)
@@ -105,8 +118,9 @@ def numpy_trial(name: str, logits: np.ndarray, labels: np.ndarray, setting: Sett
     confidence = numpy_confidence(logits[test], temperature)
     if name == "histogram binning":
         confidence = trial.binned(confidence)
-    correct = logits[test].argmax(1) == labels[test]
-    return float(np.abs(numpy_bins(confidence, correct - confidence)).sum() / len(test))
+    correct = logits[test].argmax(axis=1) == labels[test]
+    gaps = numpy_bins(confidence, correct - confidence)
+    return float(np.abs(gaps).sum() / len(test))
 
 
 class NumpyTrial(NamedTuple):
@@ -120,7 +134,8 @@ class NumpyTrial(NamedTuple):
 
     @property
     def right(self) -> np.ndarray:
-        return (self.logits.argmax(1) == self.labels).astype(float)
+        guesses = self.logits.argmax(axis=1)
+        return (guesses == self.labels).astype(float)
 
     def noise(self, size: int, sensitivity: float) -> np.ndarray:
         """Returns the sum of the Laplace noise of all sources."""
@@ -128,32 +143,37 @@ class NumpyTrial(NamedTuple):
         return self.rng.laplace(scale=scale, size=(self.sources, size)).sum(0)
 
     def acc(self, temperature: float) -> float:
-        gap = (self.right - numpy_confidence(self.logits, temperature)).sum()
-        return abs(float(gap + self.noise(1, ITERATIONS + 1)[0]))
+        gaps = self.right - numpy_confidence(self.logits, temperature)
+        (noise,) = self.noise(1, ITERATIONS + 1)
+        return abs(float(gaps.sum() + noise))
 
     def nll(self, temperature: float) -> float:
         scaled = self.logits / temperature
-        top = scaled.max(1)
-        normaliser = np.log(np.exp(scaled - top[:, None]).sum(1)) + top
+        top = scaled.max(axis=1)
+        sums = np.exp(scaled - top[:, None]).sum(axis=1)
+        normaliser = np.log(sums) + top
         losses = normaliser - scaled[np.arange(len(scaled)), self.labels]
-        noise = self.noise(1, 10.0 * (ITERATIONS + 1))[0]  # each loss is clipped to 10
-        return float(np.clip(losses, 0, 10).sum() + noise)
+        clipped = np.clip(losses, 0, CLIP)
+        (noise,) = self.noise(1, CLIP * (ITERATIONS + 1))
+        return float(clipped.sum() + noise)
 
     def ece(self, temperature: float) -> float:
         confidence = numpy_confidence(self.logits, temperature)
         gaps = numpy_bins(confidence, self.right - confidence)
-        return float(np.abs(gaps + self.noise(BINS, ITERATIONS + 1)).sum())
+        noisy = gaps + self.noise(BINS, ITERATIONS + 1)
+        return float(np.abs(noisy).sum())
 
     def binned(self, test_confidence: np.ndarray) -> np.ndarray:
         """Returns the noisy accuracy of the bin of each test record."""
         confidence = numpy_confidence(self.logits, 1.0)
-        noise = self.noise(2 * BINS, 2.0)
-        hits = numpy_bins(confidence, self.right) + noise[:BINS]
-        total = numpy_bins(confidence, np.ones(len(confidence))) + noise[BINS:]
+        of_hits, of_total = np.split(self.noise(2 * BINS, 2.0), 2)
+        hits = numpy_bins(confidence, self.right) + of_hits
+        total = numpy_bins(confidence, np.ones(len(confidence))) + of_total
         middle = (np.arange(BINS) + 0.5) / BINS
         filled = total > 0
         accuracy = np.clip(hits / np.where(filled, total, 1), 0, 1)
-        return np.where(filled, accuracy, middle)[numpy_bin_of(test_confidence)]
+        curve = np.where(filled, accuracy, middle)
+        return curve[numpy_bin_of(test_confidence)]
 
 
 # --- Side by side -------------------------------------------------------------------------------
@@ -177,56 +197,77 @@ FLAGS = {
 }
 
 
-def row_of(seconds: dict, means: dict) -> dict[str, float]:
-    """Returns the row of a method, from seconds per trial and mean ECEs of both sides."""
-    return {
-        "ours, us per trial": 1e6 * float(np.median(seconds["ours"])),
-        "NumPy, us per trial": 1e6 * float(np.median(seconds["numpy"])),
-        "ratio": float(np.median(np.divide(seconds["numpy"], seconds["ours"]))),
-        "mean ECE, ours": float(np.mean(means["ours"])),
-        "mean ECE, numpy": float(np.mean(means["numpy"])),
-    }
+class Sweep:
+    """The shifts of one run: seconds per trial and mean errors of both sides, by method."""
+
+    def __init__(self, trials: int, sample: int):
+        self.order = Order.draw(0, records=RECORDS, trials=trials, settings=SETTINGS)
+        self.settings = [setting for setting in SETTINGS for _ in range(sample)]
+        self.rng = np.random.default_rng(0)
+        self.seconds = {name: {"ours": [], "numpy": []} for name in NAMES}
+        self.errors = {name: {"ours": [], "numpy": []} for name in NAMES}
+
+    def ours(self, name: str, shift: int) -> float:
+        """Runs a method under a shift. Returns the seconds, which count if it was compiled."""
+        records = Records(*map(jnp.asarray, logits_of(shift)))
+        call = functools.partial(ours, name, records, self.order, jax.random.key(shift))
+        return self._timed(name, "ours", call, counts=shift > 0)
+
+    def plain(self, name: str, shift: int):
+        """Runs the loop of a method under a shift."""
+        logits, labels = logits_of(shift)
+
+        def loop():
+            return [
+                numpy_trial(name, logits, labels, setting, self.rng) for setting in self.settings
+            ]
+
+        self._timed(name, "numpy", loop, counts=True)
+
+    def _timed(self, name: str, side: str, call: Callable, *, counts: bool) -> float:
+        start = time.perf_counter()
+        errors = call()
+        elapsed = time.perf_counter() - start
+        if counts:
+            self.seconds[name][side].append(elapsed / np.size(errors))
+            self.errors[name][side].append(float(np.mean(errors)))
+        return elapsed
+
+    def row(self, name: str) -> dict:
+        """Returns the row of a method."""
+        seconds, errors = self.seconds[name], self.errors[name]
+        ratios = np.divide(seconds["numpy"], seconds["ours"])
+        return {
+            "method": name,
+            "ours, us per trial": 1e6 * float(np.median(seconds["ours"])),
+            "NumPy, us per trial": 1e6 * float(np.median(seconds["numpy"])),
+            "ratio": float(np.median(ratios)),
+            "mean ECE, ours": float(np.mean(errors["ours"])),
+            "mean ECE, numpy": float(np.mean(errors["numpy"])),
+        }
 
 
 def measure(flags) -> dict:
     keep_freed_memory()
-    order = Order.draw(0, records=RECORDS, trials=flags.trials, settings=SETTINGS)
-    rng = np.random.default_rng(0)
-    seconds = {name: {"ours": [], "numpy": []} for name in NAMES}
-    means = {name: {"ours": [], "numpy": []} for name in NAMES}
-    first_shift = all_shifts = 0.0
+    sweep = Sweep(flags.trials, flags.sample)
+    by_shift = []
     for shift in range(flags.shifts + 1):
-        logits, labels = logits_of(shift)
-        records = Records(jnp.asarray(logits), jnp.asarray(labels))
+        total = 0.0
         for name in NAMES:
-
-            def plain(name=name, logits=logits, labels=labels):
-                trials = itertools.product(SETTINGS, range(flags.sample))
-                return [numpy_trial(name, logits, labels, setting, rng) for setting, _ in trials]
-
-            key = jax.random.key(shift)
-            sides = {"ours": functools.partial(ours, name, records, order, key), "numpy": plain}
-            for side, call in sides.items():
-                if shift == 0 and side == "numpy":
-                    continue
-                start = time.perf_counter()
-                eces = call()
-                elapsed = time.perf_counter() - start
-                if side == "ours" and shift < flags.shifts:
-                    all_shifts += elapsed
-                if shift == 0:  # it compiles
-                    first_shift += elapsed
-                else:
-                    seconds[name][side].append(elapsed / np.size(eces))
-                    means[name][side].append(float(np.mean(eces)))
-    rows = [{"method": name} | row_of(seconds[name], means[name]) for name in NAMES]
-    totals = [sum(row[f"{side}, us per trial"] for row in rows) for side in ("ours", "NumPy")]
+            total += sweep.ours(name, shift)
+            if shift > 0:  # the first one compiles
+                sweep.plain(name, shift)
+        by_shift.append(total)
+    rows = [sweep.row(name) for name in NAMES]
+    ours_us = sum(row["ours, us per trial"] for row in rows)
+    numpy_us = sum(row["NumPy, us per trial"] for row in rows)
     trials = len(SETTINGS) * flags.trials * flags.shifts
+    with_compilation = sum(by_shift[: flags.shifts])
     summary = {
-        "ratio of all methods, compiled": totals[1] / totals[0],
-        "ratio of all methods, with compilation": totals[1] / 1e6 * trials / all_shifts,
-        "first shift, with compilation, seconds": first_shift,
-        "as many shifts, with compilation, seconds": all_shifts,
+        "ratio of all methods, compiled": numpy_us / ours_us,
+        "ratio of all methods, with compilation": numpy_us / 1e6 * trials / with_compilation,
+        "first shift, with compilation, seconds": by_shift[0],
+        "as many shifts, with compilation, seconds": with_compilation,
         "peak memory, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
     print(jaxdp.report.format_table(rows, digits=3))

@@ -35,33 +35,42 @@ def faded(images: np.ndarray) -> np.ndarray:
     return np.clip(0.6 * images + 0.15 + 0.08 * noise, 0, 1).astype(np.float32)
 
 
+def everything(source: data.Examples) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the images and labels of a source."""
+    batch = source.gather(np.arange(len(source)))
+    return batch["image"], batch["label"]
+
+
 class Task:
     """The source model, and the images of the stream."""
 
     def __init__(self):
         public, private = data.bundled("digits").split((0.6, 0.4), seed=0)
         sizes = {"patch_size": 2, "width": 32, "depth": 2, "num_heads": 4, "mlp_width": 64}
-        model = models.create("vit_tiny", num_classes=10, **sizes)
+        self._model = models.create("vit_tiny", num_classes=10, **sizes)
+        self.params = self._trained(*everything(public))
+        images, labels = everything(private)
+        shifted = faded(images)
+        self.stream = data.from_arrays(image=shifted, label=labels, num_classes=10)
+        guesses = self.apply_fn(self.params, shifted).argmax(axis=1)
+        self.before = float(np.mean(guesses == labels))
 
-        def apply_fn(params, images):
-            return model.apply({"params": params}, (images - 0.3) / 0.4)
+    def apply_fn(self, params, images: jax.Array) -> jax.Array:
+        """Returns the logits of images in [0, 1]."""
+        normalised = (images - 0.3) / 0.4
+        return self._model.apply({"params": params}, normalised)
 
-        self.apply_fn = apply_fn
-        batch = public.gather(np.arange(len(public)))
-        self.params = self._trained(model, batch["image"], batch["label"])
-        batch = private.gather(np.arange(len(private)))
-        image = faded(batch["image"])
-        self.stream = data.from_arrays(image=image, label=batch["label"], num_classes=10)
-        guesses = self.apply_fn(self.params, image).argmax(axis=1)
-        self.before = float((guesses == batch["label"]).mean())
-
-    def _trained(self, model, images: np.ndarray, labels: np.ndarray):
+    def _trained(self, images: np.ndarray, labels: np.ndarray):
+        """Returns the parameters after 400 steps of Adam."""
         optimizer = optax.adam(3e-3)
-        params = jax.jit(model.init)(jax.random.key(0), images[:1])["params"]
+        initial = jax.jit(self._model.init)(jax.random.key(0), images[:1])
+        params = initial["params"]
+        images, labels = jnp.asarray(images), jnp.asarray(labels)
 
         def mean_loss(params, rows):
             logits = self.apply_fn(params, images[rows])
-            return jax.vmap(losses.softmax_cross_entropy)(logits, labels[rows]).mean()
+            each = jax.vmap(losses.softmax_cross_entropy)(logits, labels[rows])
+            return each.mean()
 
         @jax.jit
         def step(params, state, rows):
@@ -69,11 +78,11 @@ class Task:
             updates, state = optimizer.update(gradient, state)
             return optax.apply_updates(params, updates), state
 
-        images, labels = jnp.asarray(images), jnp.asarray(labels)
         state = optimizer.init(params)
         rng = np.random.default_rng(0)
         for _ in range(400):
-            params, state = step(params, state, jnp.asarray(rng.integers(len(images), size=64)))
+            rows = rng.integers(len(images), size=64)
+            params, state = step(params, state, jnp.asarray(rows))
         return params
 
 
@@ -93,10 +102,24 @@ def row_of(task: Task, rate: float, runs: int, name: str, epsilon: float) -> dic
     target = {"epsilon": epsilon, "delta": DELTA, "adjacency": "replace_one"}
     sigma = jaxdp.privacy.calibrate_noise(make_event, **target)
     method = tta.private(tta.Tent(), clip_norm=CLIP, noise_multiplier=sigma, noise=noise)
-    row = {"noise": name, "epsilon": epsilon, "updates": updates, "rate": rate}
-    row["accuracies"] = accuracies_of(task, method, rate, runs)
-    row["buffers"] = noise.buffers if noise else 0
-    return row | {"error": problems.noise_error(sigma, noise, updates)}
+    return {
+        "noise": name,
+        "epsilon": epsilon,
+        "updates": updates,
+        "rate": rate,
+        "accuracies": accuracies_of(task, method, rate, runs),
+        "buffers": noise.buffers if noise else 0,
+        "error": problems.noise_error(sigma, noise, updates),
+    }
+
+
+def account_of(method) -> tta.StreamAccount | None:
+    """Returns a fresh account for the releases of a method, None where it releases nothing."""
+    if not isinstance(method, tta.Private):
+        return None
+    ledger = jaxdp.Ledger.in_memory()
+    ledger.register("stream", adjacency="replace_one", unit="image", delta=DELTA)
+    return tta.StreamAccount(ledger.account("stream"), event=method.event)
 
 
 def accuracies_of(task: Task, method, rate: float, runs: int) -> list[float]:
@@ -104,27 +127,25 @@ def accuracies_of(task: Task, method, rate: float, runs: int) -> list[float]:
     adapter = tta.Adapter(task.apply_fn, task.params, method, optax.sgd(rate))
     accuracies = []
     for seed in range(runs):
-        account = None
-        if isinstance(method, tta.Private):
-            ledger = jaxdp.Ledger.in_memory()
-            ledger.register("stream", adjacency="replace_one", unit="image", delta=DELTA)
-            account = tta.StreamAccount(ledger.account("stream"), event=method.event)
         stream = tta.Stream({"faded": task.stream}, batch_size=BATCH, seed=seed)
-        served = tta.serve(adapter, stream, account=account)
+        served = tta.serve(adapter, stream, account=account_of(method))
         accuracies.append(served.accuracy["faded"])
     return accuracies
 
 
 def tables(report) -> dict:
-    more = {"buffers": "{buffers}"}
-    return {"drift": pages.by_epsilon(report["rows"], "noise", "noise", correlated.cell, more)}
+    """Returns the accuracy of each noise by epsilon."""
+    buffers = {"buffers": "{buffers}"}
+    rows = report["rows"]
+    return {"drift": pages.by_epsilon(rows, "noise", "noise", correlated.cell, buffers)}
 
 
 def measure(flags) -> dict:
     task = Task()
     method = tta.clipped(tta.Tent(), CLIP)
     without = {rate: accuracies_of(task, method, rate, flags.runs) for rate in RATES}
-    rate = max(without, key=lambda rate: float(np.mean(without[rate])))
+    means = {rate: np.mean(accuracies) for rate, accuracies in without.items()}
+    rate = max(means, key=means.__getitem__)
     print(json.dumps({"before": task.before, "without": without}), flush=True)
     run = functools.partial(row_of, task, rate, flags.runs)
     rows = timing.swept(run, NOISES, EPSILONS)

@@ -30,11 +30,16 @@ from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
 from jaxdp.report import plot_curves
 from launch import results
 
-Array, Generator = np.ndarray, np.random.Generator
-CLASSES, DELTA, DRAWS = 10, 1e-5, 5
+Array = np.ndarray
+Generator = np.random.Generator
+CLASSES = 10
+DELTA = 1e-5
+DRAWS = 5
 EPSILONS = (1.0, 2.0, 4.0, 8.0, 32.0, math.inf)
 PER_CLASS = (10, 50, 200)
-DIMENSIONS, CENTRES, QUERIES = 16, 50, 100
+DIMENSIONS = 16
+CENTRES = 50
+QUERIES = 100
 WAYS = ("images", "means", "prototypes", "votes")
 
 
@@ -44,17 +49,24 @@ def multiplier(epsilon: float, sensitivity: float, count: int = 1) -> float:
     DELTA)-DP."""
     if epsilon == math.inf:
         return 0.0
-    make = lambda s: SelfComposedDpEvent(GaussianDpEvent(s), count)  # noqa: E731
-    return sensitivity * calibrate_noise(make, epsilon=epsilon, delta=DELTA)
+
+    def answers(noise_multiplier):
+        return SelfComposedDpEvent(GaussianDpEvent(noise_multiplier), count)
+
+    return sensitivity * calibrate_noise(answers, epsilon=epsilon, delta=DELTA)
 
 
 def nearest(x: Array, points: Array) -> Array:
     """Returns the index of the nearest point [m, r] for each row of x [n, r]."""
-    return (np.square(points).sum(1) - 2 * x @ points.T).argmin(1)
+    # The squares of x are the same for all points.
+    distances = np.square(points).sum(axis=1) - 2 * x @ points.T
+    return distances.argmin(axis=1)
 
 
 def clipped(x: Array, norm: float) -> Array:
-    return x * np.minimum(1, norm / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12))
+    """Returns the rows of x, shortened to an L2 norm."""
+    norms = np.linalg.norm(x, axis=1, keepdims=True)
+    return x * np.minimum(1, norm / np.maximum(norms, 1e-12))
 
 
 def class_means(x: Array, y: Array) -> Array:
@@ -93,13 +105,14 @@ class Server:
         # The coordinates are on public directions already.
         zero = np.zeros((1, DIMENSIONS), np.float32)
         same = split.Projection(zero, np.eye(DIMENSIONS, dtype=np.float32))
-        key = jax.random.key(int(random.integers(2**31)), impl="threefry2x32")
+        seed = int(random.integers(2**31))
+        key = jax.random.key(seed, impl="threefry2x32")
         sent = release.release(key, x[:, None], labels=y, projection=same)
         return class_means(np.asarray(sent.features), np.asarray(sent.labels))
 
     def means(self, x: Array, y: Array, epsilon: float, random: Generator) -> Array:
         inside = clipped(x, self.clip)
-        sums = np.stack([inside[y == c].sum(0) for c in range(CLASSES)])
+        sums = np.stack([inside[y == label].sum(axis=0) for label in range(CLASSES)])
         # A replaced image leaves one sum and joins another, or moves one by twice the clip norm.
         noise = multiplier(epsilon, 2 * self.clip) * random.normal(size=sums.shape)
         return (sums + noise) * CLASSES / len(y)
@@ -107,8 +120,9 @@ class Server:
     def prototypes(self, x: Array, y: Array, epsilon: float, random: Generator) -> Array:
         counts = np.zeros((CLASSES, CENTRES))
         np.add.at(counts, (y, nearest(x, self.centres)), 1)
-        noisy = counts + multiplier(epsilon, math.sqrt(2)) * random.normal(size=counts.shape)
-        return noisy @ self.centres * CLASSES / len(y)
+        noise = multiplier(epsilon, math.sqrt(2)) * random.normal(size=counts.shape)
+        sums = (counts + noise) @ self.centres
+        return sums * CLASSES / len(y)
 
     def votes(self, x: Array, y: Array, epsilon: float, random: Generator) -> Array:
         queries = self.public[random.choice(len(self.public), QUERIES, replace=False)]
@@ -116,10 +130,11 @@ class Server:
         part = random.permutation(len(y)) % teachers
         tally = np.zeros((QUERIES, CLASSES))
         for teacher in range(teachers):
-            answers = nearest(queries, class_means(x[part == teacher], y[part == teacher]))
+            mine = part == teacher
+            answers = nearest(queries, class_means(x[mine], y[mine]))
             tally[np.arange(QUERIES), answers] += 1
-        noisy = tally + multiplier(epsilon, math.sqrt(2), QUERIES) * random.normal(size=tally.shape)
-        return class_means(queries, noisy.argmax(1))
+        noise = multiplier(epsilon, math.sqrt(2), QUERIES) * random.normal(size=tally.shape)
+        return class_means(queries, (tally + noise).argmax(axis=1))
 
 
 def run(arrays: Mapping[str, Array]) -> list[dict]:
@@ -134,45 +149,52 @@ def run(arrays: Mapping[str, Array]) -> list[dict]:
         for count in PER_CLASS:
             few = _few_shots(label, count, random)
             for way, epsilon in itertools.product(WAYS, EPSILONS):
-                means = getattr(server, way)(private[few], label[few], epsilon, random)
-                accuracy = float(np.mean(nearest(test, means) == arrays["test_label"]))
+                release = getattr(server, way)
+                means = release(private[few], label[few], epsilon, random)
+                right = nearest(test, means) == arrays["test_label"]
                 row = {"way": way, "epsilon": epsilon, "per_class": count}
-                rows.append(row | {"seed": draw, "accuracy": accuracy})
+                rows.append(row | {"seed": draw, "accuracy": float(right.mean())})
     return rows
 
 
 def _few_shots(label: Array, count: int, random: Generator) -> Array:
     """Returns the rows of `count` random images of each class."""
     rows = []
-    for c in range(CLASSES):
-        rows.append(random.permutation(np.flatnonzero(label == c))[:count])
+    for number in range(CLASSES):
+        shuffled = random.permutation(np.flatnonzero(label == number))
+        rows.append(shuffled[:count])
     return np.concatenate(rows)
 
 
+def _accuracies(report: Mapping, **cell) -> list[float]:
+    """Returns the accuracies of a cell over its draws."""
+    return [row["accuracy"] for row in results.select(report["rows"], **cell)]
+
+
 def tables(report) -> dict:
+    """Returns the accuracy of each release by epsilon."""
     titles = {epsilon: f"epsilon {epsilon:g}" for epsilon in EPSILONS}
     titles[math.inf] = "no privacy"
     lines = []
     for count, way in itertools.product(PER_CLASS, WAYS):
         line = {"images per class": str(count), "release": way}
         for epsilon, title in titles.items():
-            rows = results.select(report["rows"], way=way, per_class=count, epsilon=epsilon)
-            line[title] = pages.mean(row["accuracy"] for row in rows)
+            cell = {"way": way, "per_class": count, "epsilon": epsilon}
+            line[title] = pages.mean(_accuracies(report, **cell))
         lines.append(line)
     return {"private": pages.plain(lines)}
 
 
 def draw(found: Mapping, path: pathlib.Path, count: int = 50):
     """Draws accuracy over epsilon for one number of images per class."""
-    finite = [epsilon for epsilon in EPSILONS if epsilon < math.inf]
-
-    def mean(way, epsilon):
-        rows = results.select(found["rows"], way=way, per_class=count, epsilon=epsilon)
-        return results.moments(row["accuracy"] for row in rows).mean
-
+    finite = EPSILONS[:-1]
+    curves = {way: [] for way in WAYS}
+    for way, epsilon in itertools.product(WAYS, finite):
+        accuracies = _accuracies(found, way=way, per_class=count, epsilon=epsilon)
+        curves[way].append((epsilon, results.moments(accuracies).mean))
     plot_curves(
         path,
-        {way: [(epsilon, mean(way, epsilon)) for epsilon in finite] for way in WAYS},
+        curves,
         title=f"{count} private images per class of CIFAR-10",
         subtitle=f"mean of {DRAWS} draws, delta = {DELTA:g}",
         xlabel="epsilon",
