@@ -33,7 +33,7 @@ import jax
 
 import jaxdp
 from benchmarks import compiled_cases, counts, pages, timing, trust
-from jaxdp.compilers import process, schedules, targets
+from jaxdp.compilers import hlo, process, schedules, targets
 from jaxdp.report import format_table
 
 Row = dict[str, Any]
@@ -50,9 +50,9 @@ def compiled(target: str, case: str, step: str, tiny: bool) -> Row:
     if step == "plain":
         row["operations"] = counts.count(program.function, *program.args).flops
     bundles = schedules.of_kernels(target, found.as_text())
-    if program.open_turns > 1:
-        row["open_turns"] = program.open_turns
-    return row | targets.estimate(target, found, bundles, program.open_turns)
+    if program.assumed != hlo.ASSUMED:
+        row["assumed"] = program.assumed._asdict()
+    return row | targets.estimate(target, found, bundles, program.assumed)
 
 
 def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) -> Row:

@@ -21,6 +21,7 @@ from jax_privacy.matrix_factorization import buffered_toeplitz
 import jaxdp
 from benchmarks import bench_adaptation, bench_lm, bench_prediction, problems
 from jaxdp import models, recalibration, tta
+from jaxdp.compilers import hlo
 from jaxdp.recalibration import protocol
 from jaxdp.transforms import chacha, noise
 from jaxdp.tta.step import compiled_step
@@ -35,13 +36,13 @@ class Program(NamedTuple):
     Attributes:
       function, args: The function and its abstract arguments.
       donate: The places of the arguments whose memory it may take over.
-      open_turns: The turns of a loop that its compiler does not know.
+      assumed: What its compiler does not know.
     """
 
     function: Callable
     args: tuple
     donate: tuple[int, ...] = ()
-    open_turns: int = 1
+    assumed: hlo.Assumed = hlo.ASSUMED
 
 
 Steps = Mapping[str, Callable[[], Program]]
@@ -76,8 +77,8 @@ def training(case: problems.Training) -> Steps:
         **updates(case.trained(case.params), optax.sgd(0.01, momentum=0.9), examples),
     }
     if importlib.util.find_spec("jax_privacy"):
-        turns = math.ceil(examples / case.microbatch)
-        steps["jax_privacy"] = lambda: Program(case.jax_privacy(), args, (), turns)
+        microbatches = hlo.Assumed(open_turns=math.ceil(examples / case.microbatch))
+        steps["jax_privacy"] = lambda: Program(case.jax_privacy(), args, (), microbatches)
     return steps
 
 
@@ -178,7 +179,9 @@ def adaptation_of(model, method: tta.Method, batch: int, side: int, *, private: 
         )
         return state._replace(key=()), logits
 
-    return Program(step, (constants, state, pictures, Shape((batch,), bool)))
+    args = (constants, state, pictures, Shape((batch,), bool))
+    # A plain step computes a batch again only where a record has no finite loss.
+    return Program(step, args, (), hlo.Assumed(cheapest_branches=not private))
 
 
 def certificates(sizes: tuple[int, ...], records: int, ks: int) -> Steps:
@@ -304,6 +307,7 @@ def cases(tiny: bool = False) -> dict[str, Callable]:
         ),
         "a round of Acc-T": lambda: recalibrated(recalibration.AccT(), 8 if tiny else 2500, 10),
     }
+    every["tent on ViT-S/16, float32, 64"] = adapted("vit_s16", "tent")
     for name, model in (("ViT-B/16", "vit_b16"), ("ConvNeXt-T", "convnext_tiny")):
         for method in ("tent", "sar", "eata", "deyo"):
             every[f"{method} on {name}, float32, 64"] = adapted(model, method)

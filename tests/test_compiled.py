@@ -129,11 +129,21 @@ def estimated(text=TPU, **options):
 def test_an_open_loop_counts_as_often_as_it_is_known_to_turn():
     """The loop over the microbatches of jax_privacy counts their number."""
     loop_of_data = 7
-    assert estimated(open_turns=4)["cycles"] - estimated()["cycles"] == 3 * loop_of_data
+    turns = hlo.Assumed(open_turns=4)
+    assert estimated(assumed=turns)["cycles"] - estimated()["cycles"] == 3 * loop_of_data
     case = compiled_cases.cases(tiny=True)["MLP, 256"]()
     if "jax_privacy" in case:
-        assert case["jax_privacy"]().open_turns == 2  # two examples, one at a time
-    assert case["clipped"]().open_turns == 1
+        # Two examples, one at a time.
+        assert case["jax_privacy"]().assumed == hlo.Assumed(open_turns=2)
+    assert case["clipped"]().assumed == hlo.ASSUMED
+
+
+def test_the_branch_that_runs_is_the_dearest_or_is_known_to_be_the_cheapest():
+    """A plain step of adaptation has a dear branch for losses that are not finite."""
+    cheapest = hlo.Assumed(cheapest_branches=True)
+    assert estimated()["cycles"] - estimated(assumed=cheapest)["cycles"] == 1000 - 1
+    case = compiled_cases.cases(tiny=True)["tent on ViT-S/16, float32, 64"]()
+    assert case["plain"]().assumed == cheapest and case["private"]().assumed == hlo.ASSUMED
 
 
 def test_cycles_count_loops_branches_and_kernels():

@@ -168,6 +168,22 @@ class Loop:
 Constants = Mapping[str, int]  # by the name of an instruction
 
 
+class Assumed(NamedTuple):
+    """What the text of a program does not tell of its run.
+
+    Attributes:
+      open_turns: The turns of a loop in no other one, where they depend on data.
+      cheapest_branches: Whether the cheapest branch of a conditional runs, as where the other one
+        is for data that are not finite. Otherwise the dearest one does.
+    """
+
+    open_turns: int = 1
+    cheapest_branches: bool = False
+
+
+ASSUMED = Assumed()
+
+
 @dataclasses.dataclass
 class Program:
     """A compiled program.
@@ -212,14 +228,13 @@ class Program:
         return [inside[name].shape for name in step.instruction.operands if name in inside]
 
     def steps(
-        self, weigh: Callable[[Instruction], float], open_turns: int = 1
+        self, weigh: Callable[[Instruction], float], assumed: Assumed = ASSUMED
     ) -> tuple[list[Step], dict[str, Loop]]:
         """Returns what a device starts, and the loops by name.
 
         Args:
-          weigh: The cost of an instruction. Of the branches of a conditional only the dearest is
-              returned.
-          open_turns: The turns of a loop in no other one, where they depend on data.
+          weigh: The cost of an instruction. Of the branches of a conditional only one is returned.
+          assumed: Which branch, and the turns of loops that depend on data.
         """
         loops: dict[str, Loop] = {}
 
@@ -242,7 +257,7 @@ class Program:
                     unchanged = self._unchanged(instruction.called("body")[0], start)
                     inner = (*around, instruction.name)
                     if turns is None:
-                        turns = 1 if around else open_turns
+                        turns = 1 if around else assumed.open_turns
                     runs = times * turns
                     for body in instruction.called("body") + instruction.called("condition"):
                         steps += walk(body, runs, inner, unchanged)
@@ -250,7 +265,8 @@ class Program:
                     branches = [
                         walk(branch, times, around, {}) for branch in _branches(instruction)
                     ]
-                    steps += max(branches, key=weight)
+                    taken = min if assumed.cheapest_branches else max
+                    steps += taken(branches, key=weight)
                 elif instruction.opcode in ("call", "async-start"):
                     for called in instruction.called("(?:calls|to_apply)"):
                         steps += walk(called, times, around, {})

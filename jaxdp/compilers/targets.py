@@ -210,12 +210,12 @@ def compile_for(
 
 
 def estimate(
-    name: str, compiled: Any, bundles: Mapping[str, float], open_turns: int = 1
+    name: str, compiled: Any, bundles: Mapping[str, float], assumed: hlo.Assumed = hlo.ASSUMED
 ) -> dict[str, Any]:
     """Returns what the compiler of a target says about a program, as numbers for JSON.
 
-    `bundles` are those of Pallas kernels, as `schedules.of_kernels` returns them. `open_turns` is
-    as in `hlo.Program.steps`.
+    `bundles` are those of Pallas kernels, as `schedules.of_kernels` returns them. `assumed` is that
+    of `hlo.Program.steps`.
     """
     program = hlo.Program.parsed(compiled.as_text())
     memory = compiled.memory_analysis()
@@ -223,9 +223,9 @@ def estimate(
     sizes = {kind: getattr(memory, f"{kind}_size_in_bytes") for kind in kinds}
     machine = TARGETS[name]
     if machine.platform == "tpu":
-        numbers = of_tpu(program, machine, bundles, open_turns)
+        numbers = of_tpu(program, machine, bundles, assumed)
     else:
-        numbers = of_gpu(program, machine, open_turns)
+        numbers = of_gpu(program, machine, assumed)
     return numbers | {"memory": sizes}
 
 
@@ -236,14 +236,14 @@ def of_tpu(
     program: hlo.Program,
     target: Target,
     bundles: Mapping[str, float] | None = None,
-    open_turns: int = 1,
+    assumed: hlo.Assumed = hlo.ASSUMED,
 ) -> dict[str, Any]:
     """Returns the estimated cycles of a program, by operation, with those of Pallas kernels apart.
 
-    `bundles` are those of kernels, by `body`. A loop whose turns depend on data counts `open_turns`
-    times, and is listed.
+    `bundles` are those of kernels, by `body`. A loop whose turns depend on data counts as often as
+    `assumed` says, and is listed.
     """
-    steps, loops = program.steps(_cycles, open_turns)
+    steps, loops = program.steps(_cycles, assumed)
     by_source: dict[str, float] = collections.defaultdict(float)
     kernels: dict[str, dict[str, Any]] = {}
     without_estimate = collections.Counter[str]()
@@ -320,12 +320,14 @@ def _kernel(
 # --- GPU ---
 
 
-def of_gpu(program: hlo.Program, target: Target, open_turns: int = 1) -> dict[str, Any]:
+def of_gpu(
+    program: hlo.Program, target: Target, assumed: hlo.Assumed = hlo.ASSUMED
+) -> dict[str, Any]:
     """Returns the bytes, operations and kernels of a program, and its time at the roofline.
 
-    A loop whose turns depend on data counts `open_turns` times, and is listed.
+    A loop whose turns depend on data counts as often as `assumed` says, and is listed.
     """
-    steps, loops = program.steps(lambda step: hlo.byte_size(step.shape), open_turns)
+    steps, loops = program.steps(lambda step: hlo.byte_size(step.shape), assumed)
     by_source: dict[str, float] = collections.defaultdict(float)
     total: dict[str, float] = collections.defaultdict(float)
     for step in steps:
