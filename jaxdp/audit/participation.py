@@ -61,7 +61,8 @@ def audit_participation(
     upper = claimed(event, adjacency="add_remove", delta=bound.delta)
     bound.check(upper)
     root = new_seed() if seed is None else seed
-    rng = np.random.Generator(np.random.Philox(key=int.from_bytes(root, "little")))
+    bits = np.random.Philox(key=int.from_bytes(root, "little"))
+    rng = np.random.Generator(bits)
     drawn = _shifts(sampler, _HISTORIES, derive(root, "law")) / noise_multiplier
     # Most histories of a few steps are alike.
     shifts, counts = np.unique(drawn, axis=0, return_counts=True)
@@ -73,7 +74,9 @@ def audit_participation(
         ratio: np.ndarray = special.logsumexp(exponents, axis=1, b=counts)
         return ratio
 
-    return bounds.multi_run(scores(present), scores(0.0), upper=upper, **dataclasses.asdict(bound))
+    with_canary = scores(present)
+    without = scores(0.0)
+    return bounds.multi_run(with_canary, without, upper=upper, **dataclasses.asdict(bound))
 
 
 def _shifts(sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: bytes) -> np.ndarray:

@@ -39,8 +39,8 @@ class NoisySums(Search):
 
     def trained(self, name: str, workdir: pathlib.Path | None, secret: bytes) -> list[np.ndarray]:
         """Returns the noisy sum of one run."""
-        generator = np.random.Generator(np.random.Philox(key=int.from_bytes(secret, "little")))
-        noise = self.noise_multiplier * generator.normal()
+        bits = np.random.Philox(key=int.from_bytes(secret, "little"))
+        noise = self.noise_multiplier * np.random.Generator(bits).normal()
         return [np.asarray(self.total + noise, np.float32)]
 
 

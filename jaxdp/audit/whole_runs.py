@@ -92,7 +92,8 @@ def audit_whole_run(
     def released(share: float, purpose: str, count: int) -> np.ndarray:
         keys = jax.random.split(stream(runs.seed, purpose), count)
         is_in = steps_of(count, f"{purpose}, participation")
-        shares = np.broadcast_to(share * is_in, (count, noise.steps)).astype(np.float32)
+        shares = np.broadcast_to(share * is_in, (count, noise.steps))
+        shares = shares.astype(np.float32)
         noisy = []
         for start in range(0, count, _HISTORIES):
             # Calls of one size compile the runs once, so the last one repeats some.
