@@ -421,14 +421,17 @@ class _NoisySums:
         `predicted` [leaves] is the share of the first noise that is subtracted from the second. The
         moments [R, leaves, 3] are the mean squares of the two noises and the mean of their product.
         """
-        first, noise = self.release(self.base, _states(keys, self.step - 1))
+        states = _states(keys, self.step - 1)
+        first, noise = self.release(self.base, states)
         second, _ = self.release(sums, noise)
         scores = np.zeros(len(keys))
         moments = []
         for weight, before, now, share in zip(weights, first, second, predicted, strict=True):
-            scores += _flat(now - share * before) @ weight.ravel()
+            news = _flat(now - share * before)
+            scores += news @ weight.ravel()
             products = before * before, now * now, before * now
-            moments.append(np.stack([_flat(product).mean(1) for product in products], axis=1))
+            means = [_flat(product).mean(1) for product in products]
+            moments.append(np.stack(means, axis=1))
         return scores, np.stack(moments, axis=1)
 
     def of(
@@ -463,7 +466,8 @@ def _released(
 
 def _states(keys: jax.Array, step: int) -> PrivatizeState:
     """Returns the states of a step under keys [R]. Steps are an array, as in compiled training."""
-    return PrivatizeState(keys, jnp.asarray(np.full(len(keys), step, np.int32)))
+    steps = np.full(len(keys), step, np.int32)
+    return PrivatizeState(keys, jnp.asarray(steps))
 
 
 def _at_once(sums: Any) -> int:
@@ -512,7 +516,8 @@ def _distance(
     """Returns the squared distance of two sums in standard deviations of the noise."""
     distance = 0.0
     for x, y, variance in zip(_leaves(one), _leaves(other), variances, strict=True):
-        distance += float(np.square(x - y).sum() / variance)
+        squares = np.square(x - y)
+        distance += float(squares.sum() / variance)
     return distance
 
 
