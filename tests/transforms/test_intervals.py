@@ -1051,11 +1051,11 @@ def test_points_are_points():
         jnp.arange(3.0)
     )
     assert all(np.array_equal(v.lower, v.upper) for v in exact)
-    counted = jaxdp.interval(lambda n: (n * 3).astype(jnp.float32))(
+    counted = bounded(lambda n: (n * 3).astype(jnp.float32))(
         jaxdp.Interval(jnp.int32(1), jnp.int32(2))
     )
     assert (float(counted.lower), float(counted.upper)) == (3.0, 6.0)
-    large = jaxdp.interval(lambda n: n.astype(jnp.float32))(jnp.int32(2**24 + 1))
+    large = bounded(lambda n: n.astype(jnp.float32))(jnp.int32(2**24 + 1))
     assert contains(large, 2.0**24 + 1)
 
 
