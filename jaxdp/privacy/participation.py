@@ -38,7 +38,7 @@ from jaxdp.privacy.events import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
-from jaxdp.privacy.simulation import rounded_up, simulated
+from jaxdp.privacy.simulation import falling, rounded_up, simulated
 
 DRAWS = 2**18
 FAILURE_PROBABILITY = 1e-8
@@ -198,10 +198,8 @@ def truncated_event(event: DpEvent, probability: float) -> DpEvent:
     price = probability * (1 + np.exp(event.epsilons))  # (1 + e^epsilon) tau
 
     def raised(curve: tuple[float, ...]) -> tuple[float, ...]:
-        bounds = np.minimum(curve + price, 1.0)
         # Delta falls with epsilon, although the price rises.
-        falling = np.minimum.accumulate(bounds)
-        return tuple(map(rounded_up, falling))
+        return falling(np.minimum(curve + price, 1.0))
 
     forward = raised(event.forward)
     backward = raised(event.backward)

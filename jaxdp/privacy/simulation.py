@@ -112,8 +112,7 @@ def simulated(
         for aim in _AIMS:
             log_most, sums = one_direction(mixture, rng, epsilons, aim * top, draws)
             bound = np.minimum(bound, _upper(sums, log_most, draws, math.log(1 / share)))
-        falling = np.minimum.accumulate(np.minimum(bound * _ROUNDED_UP, 1.0))
-        curves.append(tuple(map(rounded_up, falling)))
+        curves.append(falling(np.minimum(bound * _ROUNDED_UP, 1.0)))
     return MonteCarloDpEvent(
         mechanism, draws, failure_probability, tuple(epsilons.tolist()), *curves
     )
@@ -199,6 +198,16 @@ def _upper(sums: np.ndarray, log_most: np.ndarray, draws: int, log_inverse: floa
     # The upper end is a bound after any number of halvings.
     bounds: np.ndarray = high * most
     return bounds
+
+
+def falling(bounds: np.ndarray) -> tuple[float, ...]:
+    """Returns bounds on deltas in few digits, none above the one before.
+
+    A delta falls with epsilon, so a bound on it holds for all later ones.
+    """
+    short = [rounded_up(bound) for bound in np.minimum.accumulate(bounds)]
+    # Of two numbers that are nearly equal, the smaller one may be rounded to the larger.
+    return tuple(np.minimum.accumulate(short).tolist())
 
 
 def rounded_up(value: float) -> float:

@@ -28,6 +28,7 @@ from jaxdp.privacy.participation import (
     balls_in_bins_event,
     cyclic_poisson_event,
 )
+from jaxdp.privacy.simulation import falling, rounded_up
 
 SEED = bytes(range(16))
 SIGMA = 0.8
@@ -278,6 +279,14 @@ def test_truncation_has_its_price_in_delta():
     curve = np.array(priced.forward)
     assert (np.diff(curve) <= 0).all() and curve.min() > 2 * tau
     assert epsilon(priced, delta=tau) == math.inf
+
+
+def test_bounds_that_are_nearly_equal_stay_in_order():
+    """Rounding up to few digits alone gives the smaller one 1.23502 and the larger one 1.235."""
+    larger, smaller = 0.1234996, 0.1234994
+    assert rounded_up(larger) < rounded_up(smaller)
+    assert falling(np.array([larger, smaller])) == (0.1235, 0.1235)
+    assert falling(np.array([0.5, 0.7, 0.25])) == (0.5, 0.5, 0.25)
 
 
 def test_an_account_without_the_price_is_rejected():
