@@ -11,9 +11,10 @@ images, made on demand. Beside it, a pass over the same copies from an array tha
 (fewer images if they do not fit), and the memory of both."""
 
 import functools
+import operator
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,23 +28,38 @@ from jaxdp.models.vit import Product
 from jaxdp.split import Backbone, Copies, augment_then_noise, search_scales
 
 CANDIDATES = 0.01 + 1.19 / 100 * np.arange(100, dtype=np.float32)
-ROUNDS, BITS = 3, 8
+ROUNDS = 3
+BITS = 8
+COPIES = 65  # of an image, with the image itself
+BATCH = 64
 
 
-def vit_s(cut: int) -> tuple[Backbone, Any, jax.Array, jax.Array]:
-    """Returns an untrained ViT-S/16 and four images, one batch of the search."""
+class Problem(NamedTuple):
+    """An untrained ViT-S/16 and four images, one batch of the search."""
+
+    backbone: Backbone
+    params: Any
+    images: jax.Array
+    labels: jax.Array
+
+
+def vit_s(cut: int) -> Problem:
+    """Returns the problem with a frontend of `cut` blocks."""
     model = create("vit_s16", num_classes=10)
-    params = model.init(jax.random.key(0), jnp.zeros((1, 224, 224, 3)))["params"]
+    initial = model.init(jax.random.key(0), jnp.zeros((1, 224, 224, 3)))
     images = jax.random.uniform(jax.random.key(1), (4, 224, 224, 3))
-    backbone = Backbone(model, Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3), cut)
-    return backbone, params, images, jnp.arange(4)
+    preprocessing = Preprocessing(size=224, mean=(0.5,) * 3, std=(0.5,) * 3)
+    backbone = Backbone(model, preprocessing, cut)
+    return Problem(backbone, initial["params"], images, jnp.arange(4))
 
 
 # --- One candidate at a time --------------------------------------------------------------------
 
 
 def fake(x: jax.Array, scale: jax.Array) -> jax.Array:
-    return jnp.clip(jnp.round(x / scale), -128, 127) * scale
+    """Returns x, rounded to eight bits of a scale."""
+    integers = jnp.round(x / scale)
+    return jnp.clip(integers, -128, 127) * scale
 
 
 def score_of(form: str) -> Callable:
@@ -52,14 +68,17 @@ def score_of(form: str) -> Callable:
     @jax.jit
     def score(a, b, y, g, a_scale, b_scale):
         product = jnp.einsum(form, fake(a, a_scale), fake(b, b_scale))
-        return jnp.mean((g * (product - y)) ** 2)
+        error = g * (product - y)
+        return jnp.mean(error**2)
 
     return score
 
 
-linear_score, product_score, mixture_score = map(
-    score_of, ("nd,dk->nk", "nqd,nkd->nqk", "nqk,nkd->nqd")
-)
+SCORES = {
+    "linear": score_of("nd,dk->nk"),
+    "scores": score_of("nqd,nkd->nqk"),
+    "mixture": score_of("nqk,nkd->nqd"),
+}
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -80,54 +99,78 @@ def observe(
 
         def see(next_fun, args, kwargs, context):
             y = next_fun(*args, **kwargs)
-            if context.method_name == "__call__" and isinstance(context.module, nn.Dense | Product):
-                path = "/".join(context.module.path)
-                seen[path] = (args, y)
-                return y + tap if path == tapped else y
-            return y
+            is_site = isinstance(context.module, nn.Dense | Product)
+            if context.method_name != "__call__" or not is_site:
+                return y
+            path = "/".join(context.module.path)
+            seen[path] = (args, y)
+            return y + tap if path == tapped else y
 
         with nn.intercept_methods(see):
             x = backbone.front(front, images)
-        return jax.vmap(jaxdp.losses.softmax_cross_entropy)(
-            backbone.back(back, x), labels
-        ).sum(), seen
+        logits = backbone.back(back, x)
+        losses = jax.vmap(jaxdp.losses.softmax_cross_entropy)(logits, labels)
+        return losses.sum(), seen
 
     gradient, seen = jax.grad(loss, has_aux=True)(tap)
     return seen, gradient
 
 
-def loop(
-    backbone: Backbone, params, images: jax.Array, labels: jax.Array
-) -> dict[str, tuple[float, float]]:
+class Site(NamedTuple):
+    """A product of two operands, its result y, the weights g of its errors, and its score."""
+
+    a: jax.Array
+    b: jax.Array
+    y: jax.Array
+    g: jax.Array
+    score: Callable
+
+    def at(self, scales) -> float:
+        """Returns the error with scales of both operands."""
+        return float(self.score(self.a, self.b, self.y, self.g, *scales))
+
+
+def site_of(path: str, operands: tuple, y: jax.Array, g: jax.Array, front) -> Site:
+    """Returns the site of a path, a linear map or a product of activations."""
+    if len(operands) == 2:
+        kind = "scores" if path.endswith("scores") else "mixture"
+        return Site(*operands, y, g, SCORES[kind])
+    layer = functools.reduce(operator.getitem, path.split("/"), front)
+    kernel = layer["kernel"]
+    (inputs,) = operands
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    return Site(rows, kernel, rows @ kernel, g.reshape(len(rows), -1), SCORES["linear"])
+
+
+def searched(site: Site) -> tuple[float, float]:
+    """Returns the scales of both operands, each searched in turn by one candidate after another."""
+    levels = 2 ** (BITS - 1) - 0.5
+    tops = [jnp.max(jnp.abs(operand)) / levels for operand in (site.a, site.b)]
+    scales = list(tops)
+    for _ in range(ROUNDS):
+        for which in (1, 0):
+            errors = []
+            for candidate in CANDIDATES:
+                scales[which] = candidate * tops[which]
+                errors.append(site.at(scales))
+            best = int(np.argmin(errors))
+            scales[which] = CANDIDATES[best] * tops[which]
+    first, second = scales
+    return float(first), float(second)
+
+
+def loop(problem: Problem) -> dict[str, tuple[float, float]]:
     """Searches scales of the linear maps. For the two products of activations it does as many
     evaluations."""
-    front, _ = backbone.divide(params)
-    outputs, _ = observe(backbone, "", jnp.zeros(()), params, images, labels)
-    scales_of = {}
-    for path, (args, y) in outputs.items():
-        _, g = observe(backbone, path, jnp.zeros_like(y), params, images, labels)
-        g = g / jnp.max(jnp.abs(g))
-        if len(args) == 1:
-            w = front
-            for name in path.split("/"):
-                w = w[name]
-            a, b = args[0].reshape(-1, args[0].shape[-1]), w["kernel"]
-            score = linear_score
-            y, g = a @ b, g.reshape(len(a), -1)
-        else:
-            a, b = args
-            score = product_score if path.endswith("scores") else mixture_score
-        tops = [jnp.max(jnp.abs(z)) / (2 ** (BITS - 1) - 0.5) for z in (a, b)]
-        scales = list(tops)
-        for _ in range(ROUNDS):
-            for which in (1, 0):
-                values = []
-                for candidate in CANDIDATES:
-                    scales[which] = candidate * tops[which]
-                    values.append(float(score(a, b, y, g, *scales)))
-                scales[which] = CANDIDATES[int(np.argmin(values))] * tops[which]
-        scales_of[path] = (float(scales[0]), float(scales[1]))
-    return scales_of
+    backbone, *arguments = problem
+    front, _ = backbone.divide(problem.params)
+    outputs, _ = observe(backbone, "", jnp.zeros(()), *arguments)
+    scales = {}
+    for path, (operands, y) in outputs.items():
+        _, gradient = observe(backbone, path, jnp.zeros_like(y), *arguments)
+        g = gradient / jnp.max(jnp.abs(gradient))
+        scales[path] = searched(site_of(path, operands, y, g, front))
+    return scales
 
 
 # --- Copies -------------------------------------------------------------------------------------
@@ -138,28 +181,41 @@ def lazy_batch(copies: Copies, images: jax.Array, numbers: jax.Array) -> jax.Arr
     return copies.batch(images, numbers)
 
 
-def passes(
-    images: int, tokens: int, width: int, batch: int
-) -> tuple[dict[str, Callable], float, float]:
-    """Times one pass over all copies either way, with the megabytes of both."""
+class Passes(NamedTuple):
+    """Passes over all copies, "lazy" and from an "array" if it fits, and the megabytes of both."""
+
+    calls: dict[str, Callable]
+    lazy_mb: float
+    array_mb: float
+
+
+def passes(images: int, tokens: int, width: int) -> Passes:
+    """Returns the passes over the copies of so many images."""
     x = jax.random.normal(jax.random.key(0), (images, tokens, width))
-    options = {"copies": 64, "n_patches": (tokens - 1) // 4, "prefix_tokens": 1}
+    patches = (tokens - 1) // 4
+    options = {"copies": COPIES - 1, "n_patches": patches, "prefix_tokens": 1}
     copies = augment_then_noise(jax.random.key(1), x, laplace_scale=0.0, **options)
-    rows, numbers = (np.asarray(column) for column in copies.index())
+    rows, numbers = map(np.asarray, copies.index())
     shuffled = np.random.default_rng(0).permutation(len(rows))
-    order = shuffled[: len(rows) // batch * batch].reshape(-1, batch)
-    compiled = lazy_batch.lower(copies, rows[order[0]], numbers[order[0]]).compile()
+    batches = len(rows) // BATCH
+    order = shuffled[: batches * BATCH].reshape(batches, BATCH)
+
+    def batch(part):
+        return lazy_batch(copies, rows[part], numbers[part])
 
     def lazily():
-        return [lazy_batch(copies, rows[part], numbers[part]).sum() for part in order]
+        return [batch(part).sum() for part in order]
 
+    first = order[0]
+    program = lazy_batch.lower(copies, rows[first], numbers[first]).compile()
+    held_mb = (x.nbytes + copies.neighbors.nbytes) / 1e6
     calls = {"lazy": lazily}
-    whole = x.nbytes * 65 / 1e6
-    if whole < 4000:
+    array_mb = x.nbytes * COPIES / 1e6
+    if array_mb < 4000:
         parts = np.split(np.arange(len(rows)), range(4096, len(rows), 4096))
-        every = np.concatenate([lazy_batch(copies, rows[p], numbers[p]) for p in parts])
+        every = np.concatenate([batch(part) for part in parts])
         calls["array"] = lambda: [jnp.asarray(every[part]).sum() for part in order]
-    return calls, (x.nbytes + copies.neighbors.nbytes) / 1e6 + timing.allocated_mb(compiled), whole
+    return Passes(calls, held_mb + timing.allocated_mb(program), array_mb)
 
 
 FLAGS = {"rounds": 3, "frontend": (False, "search all 8 blocks as well: minutes")}
@@ -181,7 +237,7 @@ def measure(flags) -> dict:
 def search_row(rounds: int) -> dict:
     """Times the scale search of one block against the usual loop."""
     block = vit_s(1)
-    calls = {"search_scales": lambda: search_scales(*block), "loop": lambda: loop(*block)}
+    calls = {"search_scales": lambda: search_scales(*block), "loop": lambda: loop(block)}
     wall, cpu = timing.interleaved(calls, rounds)
     return {
         "wall_seconds": {name: float(np.median(seconds)) for name, seconds in wall.items()},
@@ -192,16 +248,16 @@ def search_row(rounds: int) -> dict:
 
 def copies_row(images: int, tokens: int, width: int, rounds: int) -> dict:
     """Times one pass over augmented copies, made on demand and from an array."""
-    calls, lazy_mb, whole_mb = passes(images, tokens, width, 64)
+    calls, lazy_mb, array_mb = passes(images, tokens, width)
     wall, _ = timing.interleaved(calls, rounds)
     row = {
         "images": images,
         "tokens": tokens,
         "width": width,
         "lazy_mb": lazy_mb,
-        "all_copies_mb": whole_mb,
+        "all_copies_mb": array_mb,
     }
-    batches = images * 65 // 64
+    batches = images * COPIES // BATCH
     for name, seconds in wall.items():
         row[f"{name}_ms_per_batch"] = timing.median_ms(seconds) / batches
     if "array" in wall:

@@ -12,7 +12,7 @@ import functools
 import importlib.resources
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,10 @@ from skimage import color
 
 # Weights of red, green and blue in a pixel's brightness (ITU-R BT.601).
 _LUMA = np.array([0.299, 0.587, 0.114])
+_BROWN = np.array([63, 42, 20]) / 255
+_TURQUOISE = np.array([175, 238, 238])
+# A filter that lights edges from one side.
+_EMBOSS = np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]])
 
 # One thread at a time: NumPy's generator is global.
 _global_state = threading.Lock()
@@ -89,13 +93,16 @@ def _shot_noise(x: Pixels, photons: float, rng: Rng) -> Pixels:
 @_severities(0.01, 0.02, 0.03, 0.05, 0.07)
 def _impulse_noise(x: Pixels, amount: float, rng: Rng) -> Pixels:
     chance = rng.random(x.shape)
-    with_salt = np.where(chance < amount, 1, x)
-    return np.where(chance < amount / 2, 0, with_salt)  # half black, half white
+    is_changed = chance < amount
+    is_black = chance < amount / 2
+    with_white = np.where(is_changed, 1, x)
+    return np.where(is_black, 0, with_white)
 
 
 @_severities(0.06, 0.1, 0.12, 0.16, 0.2)
 def _speckle_noise(x: Pixels, sigma: float, rng: Rng) -> Pixels:
-    return x * (1 + rng.normal(scale=sigma, size=x.shape))
+    factor = 1 + rng.normal(scale=sigma, size=x.shape)
+    return x * factor
 
 
 @_severities(0.4, 0.6, 0.7, 0.8, 1)
@@ -112,7 +119,8 @@ def _gaussian_blur(x: Pixels, sigma: float, rng: Rng) -> Pixels:
 )
 def _defocus_blur(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
     radius, antialias = constants
-    return cv2.filter2D(x, -1, disk(radius=radius, alias_blur=antialias))
+    kernel = disk(radius=radius, alias_blur=antialias)
+    return cv2.filter2D(x, -1, kernel)
 
 
 @_severities(
@@ -127,10 +135,10 @@ def _glass_blur(x: Pixels, constants: tuple[float, int, int], rng: Rng) -> Pixel
     sigma, reach, rounds = constants
     height, width, _ = x.shape
     # The published code stores the blurred image as uint8 before it copies pixels.
-    blurred = np.floor(255 * _gaussian_blur(x, sigma, rng)) / 255
-    inner = np.mgrid[height - reach : reach : -1, width - reach : reach : -1]
-    row, column = inner.reshape(2, -1)
-    target = np.tile(row * width + column, rounds)
+    levels = np.floor(255 * _gaussian_blur(x, sigma, rng))
+    row, column = np.mgrid[height - reach : reach : -1, width - reach : reach : -1]
+    places = row * width + column
+    target = np.tile(places.ravel(), rounds)
     # The upper end is exclusive, as in the published code.
     down, right = rng.integers(-reach, reach, size=(2, target.size))
     neighbour = target + down * width + right
@@ -138,7 +146,8 @@ def _glass_blur(x: Pixels, constants: tuple[float, int, int], rng: Rng) -> Pixel
     origin = list(range(height * width))
     for overwritten, copied in zip(target.tolist(), neighbour.tolist(), strict=True):
         origin[overwritten] = origin[copied]
-    copies = blurred.reshape(-1, 3)[origin].reshape(x.shape)
+    pixels = levels.reshape(-1, 3) / 255
+    copies = pixels[origin].reshape(x.shape)
     return _gaussian_blur(copies, sigma, rng)
 
 
@@ -151,7 +160,8 @@ def _glass_blur(x: Pixels, constants: tuple[float, int, int], rng: Rng) -> Pixel
 )
 def _motion_blur(x: Pixels, constants: tuple[int, float], rng: Rng) -> Pixels:
     radius, sigma = constants
-    return _blur_along(x, radius, sigma, rng.uniform(-45, 45))
+    degrees = rng.uniform(-45, 45)
+    return _blur_along(x, radius, sigma, degrees)
 
 
 def _blur_along(
@@ -164,23 +174,30 @@ def _blur_along(
 
     x is [H, W, C] or [H, W].
     """
-    steps = np.arange(2 * radius + 1)
-    weights = np.exp(-(steps**2) / (2 * sigma**2))
+    reach = 2 * radius
+    steps = np.arange(reach + 1)
+    gaussian = np.exp(-(steps**2) / (2 * sigma**2))
+    weights = gaussian / gaussian.sum()
     angle = np.deg2rad(degrees)
     direction = [np.sin(angle), np.cos(angle)]
-    down, right = np.ceil(np.outer(direction, steps) - 0.5).astype(int)
-    kernel = np.zeros((4 * radius + 1, 4 * radius + 1))
-    centre = 2 * radius
-    np.add.at(kernel, (centre + down, centre + right), weights / weights.sum())
+    offsets = np.ceil(np.outer(direction, steps) - 0.5)
+    row, column = reach + offsets.astype(int)
+    kernel = np.zeros((2 * reach + 1, 2 * reach + 1))
+    np.add.at(kernel, (row, column), weights)
     return cv2.filter2D(x, -1, kernel, borderType=cv2.BORDER_REPLICATE)
 
 
 @_severities(1.06, 1.11, 1.16, 1.21, 1.26)
 def _zoom_blur(x: Pixels, most: float, rng: Rng) -> Pixels:
-    height, width, _ = x.shape
     factors = np.arange(1, most, 0.01)
-    zoomed = [clipped_zoom(x, factor)[:height, :width] for factor in factors]
+    zoomed = [_zoomed(x, factor) for factor in factors]
     return np.mean([x, *zoomed], axis=0)
+
+
+def _zoomed(x: Pixels, factor: float) -> Pixels:
+    """Zooms into the middle, [H, W, C]. The library's result may be a pixel larger."""
+    height, width, _ = x.shape
+    return clipped_zoom(x, factor)[:height, :width]
 
 
 @_severities(
@@ -194,24 +211,31 @@ def _snow(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pixels:
     mean, deviation, zoom, threshold, radius, sigma, keep = constants
     height, width, _ = x.shape
     noise = rng.normal(mean, deviation, (height, width, 1))
-    flakes = clipped_zoom(noise, zoom)[:height, :width, 0]
-    flakes = np.where(flakes < threshold, 0, np.clip(flakes, 0, 1))
-    flakes = _blur_along(flakes, int(radius), sigma, rng.uniform(-135, -45))[..., None]
+    zoomed = _zoomed(noise, zoom)[..., 0]
+    flakes = np.where(zoomed < threshold, 0, np.clip(zoomed, 0, 1))
+    degrees = rng.uniform(-135, -45)
+    falling = _blur_along(flakes, int(radius), sigma, degrees)[..., None]
+    turned = falling[::-1, ::-1]
     brightness = (x @ _LUMA)[..., None]
     whitened = np.maximum(x, 1.5 * brightness + 0.5)
-    return keep * x + (1 - keep) * whitened + flakes + flakes[::-1, ::-1]
+    return keep * x + (1 - keep) * whitened + falling + turned
+
+
+_FROST = ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg")
 
 
 @functools.cache
 def _frost_pictures(side: int) -> list[Pixels]:
     """Returns the library's frost pictures, at a fifth of their size for images of side 32."""
     folder = importlib.resources.files("imagecorruptions") / "frost"
+    scale = 0.2 * side / 32
     pictures = []
-    for name in ("frost1.png", "frost2.png", "frost3.png", "frost4.jpg", "frost5.jpg"):
-        with Image.open(io.BytesIO((folder / name).read_bytes())) as picture:
+    for name in _FROST:
+        file = io.BytesIO((folder / name).read_bytes())
+        with Image.open(file) as picture:
             rgb = np.asarray(picture.convert("RGB"))
-        scale = 0.2 * side / 32
-        pictures.append(cv2.resize(rgb, None, fx=scale, fy=scale) / 255)
+        small = cv2.resize(rgb, None, fx=scale, fy=scale)
+        pictures.append(small / 255)
     return pictures
 
 
@@ -243,15 +267,23 @@ def _frost(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
 def _fog(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
     amount, decay = constants
     height, width, _ = x.shape
-    power_of_two = 1 << (max(height, width) - 1).bit_length()  # the sizes of `plasma_fractal`
+    longest = max(height, width)
+    power_of_two = 1 << (longest - 1).bit_length()  # the sizes of `plasma_fractal`
     with numpy_seeded(rng):
-        cloud = plasma_fractal(mapsize=power_of_two, wibbledecay=decay)
-    return (x + amount * cloud[:height, :width, None]) * x.max() / (x.max() + amount)
+        plasma = plasma_fractal(mapsize=power_of_two, wibbledecay=decay)
+    cloud = plasma[:height, :width, None]
+    foggy = x + amount * cloud
+    return foggy * x.max() / (x.max() + amount)
 
 
 @_severities(0.05, 0.1, 0.15, 0.2, 0.3)
 def _brightness(x: Pixels, amount: float, rng: Rng) -> Pixels:
-    hsv = color.rgb2hsv(x) + np.array([0, 0, amount])
+    return _with_hsv(x, (1, 1, 1), (0, 0, amount))
+
+
+def _with_hsv(x: Pixels, factors: Sequence[float], shifts: Sequence[float]) -> Pixels:
+    """Scales and shifts hue, saturation and value."""
+    hsv = color.rgb2hsv(x) * np.array(factors) + np.array(shifts)
     return color.hsv2rgb(np.clip(hsv, 0, 1))
 
 
@@ -264,8 +296,7 @@ def _brightness(x: Pixels, amount: float, rng: Rng) -> Pixels:
 )
 def _saturate(x: Pixels, constants: tuple[float, float], rng: Rng) -> Pixels:
     factor, shift = constants
-    hsv = color.rgb2hsv(x) * np.array([1, factor, 1]) + np.array([0, shift, 0])
-    return color.hsv2rgb(np.clip(hsv, 0, 1))
+    return _with_hsv(x, (1, factor, 1), (0, shift, 0))
 
 
 @_severities(0.75, 0.5, 0.4, 0.3, 0.15)
@@ -288,19 +319,23 @@ def _elastic_transform(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pix
     strength, sigma, jitter = np.multiply(constants, side)  # constants are shares of the side
     # The affine map moves three points at random.
     centre = np.array([width // 2, height // 2])
-    points = centre + side // 3 * np.array([[1, 1], [1, -1], [-1, -1]])
+    corners = np.array([[1, 1], [1, -1], [-1, -1]])
+    points = centre + side // 3 * corners
     moved = points + rng.uniform(-jitter, jitter, points.shape)
     affine = cv2.getAffineTransform(points.astype(np.float32), moved.astype(np.float32))
-    x = cv2.warpAffine(x, affine, (width, height), borderMode=cv2.BORDER_REFLECT_101)
+    mapped = cv2.warpAffine(x, affine, (width, height), borderMode=cv2.BORDER_REFLECT_101)
 
     def smooth_shift() -> Pixels:
         noise = rng.uniform(-1, 1, (height, width))
-        return strength * ndimage.gaussian_filter(noise, sigma, mode="reflect", truncate=3)
+        smooth = ndimage.gaussian_filter(noise, sigma, mode="reflect", truncate=3)
+        return strength * smooth
 
-    places = np.mgrid[:height, :width] + [smooth_shift(), smooth_shift()]
-    channels = [
-        ndimage.map_coordinates(x[..., k], places, order=1, mode="reflect") for k in range(3)
-    ]
+    shifts = [smooth_shift(), smooth_shift()]
+    places = np.mgrid[:height, :width] + shifts
+    channels = []
+    for channel in np.moveaxis(mapped, -1, 0):
+        moved_channel = ndimage.map_coordinates(channel, places, order=1, mode="reflect")
+        channels.append(moved_channel)
     return np.stack(channels, axis=-1)
 
 
@@ -309,18 +344,21 @@ def _pixelate(x: Pixels, factor: float, rng: Rng) -> Pixels:
     height, width, _ = x.shape
     small_size = (int(width * factor), int(height * factor))
     small = _picture(x).resize(small_size, Image.Resampling.BOX)
-    return np.asarray(small.resize((width, height), Image.Resampling.BOX)) / 255
+    large = small.resize((width, height), Image.Resampling.BOX)
+    return np.asarray(large) / 255
 
 
 @_severities(80, 65, 58, 50, 40)
 def _jpeg_compression(x: Pixels, quality: int, rng: Rng) -> Pixels:
     file = io.BytesIO()
     _picture(x).save(file, "JPEG", quality=quality)
-    return np.asarray(Image.open(file)) / 255
+    compressed = Image.open(file)
+    return np.asarray(compressed) / 255
 
 
 def _picture(x: Pixels) -> Image.Image:
-    return Image.fromarray(np.rint(255 * x).astype(np.uint8))
+    levels = np.rint(255 * x)
+    return Image.fromarray(levels.astype(np.uint8))
 
 
 @_severities(
@@ -337,23 +375,26 @@ def _spatter(x: Pixels, constants: tuple[float, ...], rng: Rng) -> Pixels:
     liquid = ndimage.gaussian_filter(noise, sigma, mode="nearest")
     if is_mud:
         return _with_mud(x, liquid > threshold, strength)
-    return _with_water(x, np.where(liquid < threshold, 0, liquid), strength)
+    drops = np.where(liquid < threshold, 0, liquid)
+    return _with_water(x, drops, strength)
 
 
 def _with_mud(x: Pixels, is_liquid: Pixels, sigma: float) -> Pixels:
-    brown = np.array([63, 42, 20]) / 255
-    amount = ndimage.gaussian_filter(np.where(is_liquid, 1.0, 0.0), sigma, mode="nearest")
-    amount = np.where(amount < 0.8, 0, amount)[..., None]
-    return x * (1 - amount) + amount * brown
+    smooth = ndimage.gaussian_filter(is_liquid.astype(float), sigma, mode="nearest")
+    amount = np.where(smooth < 0.8, 0, smooth)[..., None]
+    return x * (1 - amount) + amount * _BROWN
 
 
 def _with_water(x: Pixels, liquid: Pixels, strength: float) -> Pixels:
     """Adds pale turquoise drops that are lit from one side."""
-    pixels = (255 * np.clip(liquid, 0, 1)).astype(np.uint8)
+    levels = 255 * np.clip(liquid, 0, 1)
+    pixels = levels.astype(np.uint8)
     edges = cv2.Canny(pixels, 50, 150)
     to_edge = cv2.distanceTransform(255 - edges, cv2.DIST_L2, 5)
-    light = cv2.equalizeHist(cv2.blur(np.minimum(to_edge, 20), (3, 3)).astype(np.uint8))
-    relief = cv2.filter2D(light, cv2.CV_8U, np.array([[-2, -1, 0], [-1, 1, 1], [0, 1, 2]]))
-    amount = pixels * cv2.blur(relief, (3, 3)).astype(float)
-    share = (amount / max(amount.max(), 1))[..., None]
-    return x + strength * share * np.array([175, 238, 238]) / 255
+    near_edge = cv2.blur(np.minimum(to_edge, 20), (3, 3))
+    light = cv2.equalizeHist(near_edge.astype(np.uint8))
+    relief = cv2.filter2D(light, cv2.CV_8U, _EMBOSS)
+    smooth_relief = cv2.blur(relief, (3, 3))
+    amount = pixels * smooth_relief.astype(float)
+    share = amount / max(amount.max(), 1)
+    return x + strength * share[..., None] * _TURQUOISE / 255
