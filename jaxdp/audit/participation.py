@@ -20,7 +20,7 @@ from jaxdp.data import BallsInBinsSampler, BMinSepSampler
 from jaxdp.files import check_count, shows_keywords
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim as claimed
-from jaxdp.release import derive, new_seed
+from jaxdp.release import derive, generator, new_seed
 
 # Histories that stand for the law of the pattern in the score.
 _HISTORIES = 512
@@ -61,8 +61,7 @@ def audit_participation(
     upper = claimed(event, adjacency="add_remove", delta=bound.delta)
     bound.check(upper)
     root = new_seed() if seed is None else seed
-    bits = np.random.Philox(key=int.from_bytes(root, "little"))
-    rng = np.random.Generator(bits)
+    rng = generator(root)
     drawn = _shifts(sampler, _HISTORIES, derive(root, "law")) / noise_multiplier
     # Most histories of a few steps are alike.
     shifts, counts = np.unique(drawn, axis=0, return_counts=True)

@@ -168,9 +168,8 @@ def _places(
 
     A record and its replacement have one position.
     """
-    key = int.from_bytes(release.derive(seed, "places"), "little")
-    generator = np.random.Generator(np.random.Philox(key=key))
-    places = generator.integers(records + 1, size=candidates)
+    rng = release.generator(release.derive(seed, "places"))
+    places = rng.integers(records + 1, size=candidates)
     if adjacency == "replace_one":
         return np.full_like(places, places[0])
     return places

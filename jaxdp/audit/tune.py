@@ -20,7 +20,7 @@ from jaxdp.finetune import PublicScore, RandomRuns
 from jaxdp.finetune.tune import Search
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.release import derive
+from jaxdp.release import derive, generator
 
 _CANDIDATES = ("a", "b")  # of equal noise, so that the candidate tells nothing
 
@@ -39,8 +39,7 @@ class NoisySums(Search):
 
     def trained(self, name: str, workdir: pathlib.Path | None, secret: bytes) -> list[np.ndarray]:
         """Returns the noisy sum of one run."""
-        bits = np.random.Philox(key=int.from_bytes(secret, "little"))
-        noise = self.noise_multiplier * np.random.Generator(bits).normal()
+        noise = self.noise_multiplier * generator(secret).normal()
         return [np.asarray(self.total + noise, np.float32)]
 
 

@@ -13,7 +13,7 @@ Eq. 9 of the paper is not used for the noise. As printed it does not depend on e
 
 import numpy as np
 
-from jaxdp.release import derive
+from jaxdp.release import derive, generator
 
 
 def random_round(most: int, *, seed: bytes) -> int:
@@ -40,6 +40,5 @@ def random_round(most: int, *, seed: bytes) -> int:
         raise ValueError(f"most must be an integer in 1..2^63, got {most}.")
     if not isinstance(seed, bytes) or len(seed) != 16:
         raise ValueError(f"seed must be 16 bytes such as (0).to_bytes(16, 'little'), got {seed!r}.")
-    key = int.from_bytes(derive(seed, "rounds"), "little")
-    generator = np.random.Generator(np.random.Philox(key=key))
-    return int(generator.integers(1, most, endpoint=True, dtype=np.uint64))
+    rng = generator(derive(seed, "rounds"))
+    return int(rng.integers(1, most, endpoint=True, dtype=np.uint64))

@@ -10,7 +10,7 @@ from jaxdp.release.hosts import HostFailed, Hosts
 from jaxdp.release.identity import digest, program
 from jaxdp.release.kept_arrays import load_arrays
 from jaxdp.release.marks import Mark, mark_again, marked
-from jaxdp.release.secrets import derive, new_seed, stream
+from jaxdp.release.secrets import derive, generator, new_seed, stream
 from jaxdp.release.till import Payment, Release, Till
 from jaxdp.release.workdir import OwnProcess, alone, locked
 
@@ -28,6 +28,7 @@ __all__ = [
     "claim",
     "derive",
     "digest",
+    "generator",
     "load_arrays",
     "locked",
     "mark_again",

@@ -7,10 +7,12 @@ import contextlib
 import hmac
 import pathlib
 
+import numpy as np
+
 from jaxdp.files import shown, sync_folder, write_durably
 from jaxdp.transforms.noise import new_seed, stream
 
-__all__ = ["FILE", "check_seed", "derive", "forget", "new_seed", "stored", "stream"]
+__all__ = ["FILE", "check_seed", "derive", "forget", "generator", "new_seed", "stored", "stream"]
 
 FILE = "secret_seed"
 _BYTES = 16
@@ -19,6 +21,12 @@ _BYTES = 16
 def derive(seed: bytes, purpose: str) -> bytes:
     """Returns 16 bytes for one purpose. They reveal nothing about the seed or other purposes."""
     return hmac.digest(seed, purpose.encode(), "sha256")[:_BYTES]
+
+
+def generator(seed: bytes) -> np.random.Generator:
+    """Returns NumPy's generator of all bits of a seed. Equal seeds give equal draws."""
+    bits = np.random.Philox(key=int.from_bytes(seed, "little"))
+    return np.random.Generator(bits)
 
 
 def check_seed(seed: bytes | None) -> None:
