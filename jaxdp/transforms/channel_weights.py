@@ -422,15 +422,17 @@ class LowRank(NamedTuple):
 
 
 def scaled(form: Form, rule: Conv, g: jax.Array) -> jax.Array:
-    """Returns cotangents [B, ...] times s in bfloat16, whose gradient is s dV.
+    """Returns cotangents [B, ...] times s, whose gradient is s dV.
 
-    Kernels multiply in bfloat16, which takes half of the memory.
+    They are bfloat16 where the platform multiplies no more bits, which takes half of the memory.
     """
     shape = [1] * g.ndim
     shape[1 + rule.numbers.out_spec[1]] = -1
     scale = form.scale.reshape(shape)
     product = g * scale
-    return _in_bfloat16(product).astype(jnp.bfloat16)
+    if products.multiplied_bits() == products.BFLOAT16_BITS:
+        return _multiplied(product).astype(jnp.bfloat16)
+    return product
 
 
 def low_rank(
@@ -453,8 +455,8 @@ def low_rank(
     """
     x, cotangents = rule.pictures(record, g)
     _, of_scaled = rule.pictures(record, scaled_g)
-    # The norm of s dV is that of factors in bfloat16.
-    x, of_scaled = _in_bfloat16(x), of_scaled.astype(jnp.float32)
+    # The norm of s dV is that of factors with the bits that are multiplied.
+    x, of_scaled = _multiplied(x), _multiplied(of_scaled)
     outputs = [_applied_to(rule, x, base) for base in form.bases]
     terms = form.with_terms([(output * cotangents).sum((1, 2)) for output in outputs])
     eps = rounding.eps(jnp.float32)
@@ -469,10 +471,9 @@ def low_rank(
     errors = []
     for output, base in zip(outputs, form.bases, strict=True):
         crossed.append((output * of_scaled).sum((1, 2)))
-        # A base is rounded to bfloat16 where it is multiplied, ones are not.
         rounded = additions * eps
         if base is not None:
-            rounded += _BFLOAT16_ROUNDING
+            rounded += _rounding_of_base()
         # By Cauchy and Schwarz, <p, s dV> is off by at most |p| M for each rounding.
         errors.append(rounded * rounding.root(_inner(base, base, rows)) * lengths)
     return terms, *_added_squares(form, terms, crossed, errors)
@@ -552,7 +553,12 @@ def _added_squares(
 
 # Roundings of a term of the quadratic form: its inner products and their sums over channels.
 _EVALUATED = 128
-_BFLOAT16_ROUNDING = 2.0**-8
+
+
+def _rounding_of_base() -> float:
+    """Returns the relative rounding of a base to the bits that are multiplied. Ones have none."""
+    bits = products.multiplied_bits()
+    return 0.0 if bits is None else 2.0 ** -(1 + bits)
 
 
 def _inner(base: Any, other: Any, rows: int) -> Any:
@@ -592,10 +598,14 @@ def weighted_sum(
     return {form.kernel: grad.reshape(shape), **sums.of_leaves}
 
 
-def _in_bfloat16(x: jax.Array) -> jax.Array:
-    rounded = lax.reduce_precision(x, products.EXPONENT_BITS, products.BFLOAT16_BITS)
-    wide: jax.Array = rounded.astype(jnp.float32)
-    return wide
+def _multiplied(x: jax.Array) -> jax.Array:
+    """Returns x in float32, rounded to the bits that the platform multiplies."""
+    x = x.astype(jnp.float32)
+    bits = products.multiplied_bits()
+    if bits is None:
+        return x
+    rounded: jax.Array = lax.reduce_precision(x, products.EXPONENT_BITS, bits)
+    return rounded
 
 
 def _applied_to(rule: Conv, x: jax.Array, base: Any) -> jax.Array:
@@ -607,11 +617,12 @@ def _applied_to(rule: Conv, x: jax.Array, base: Any) -> jax.Array:
     kernel = base.reshape(rule.weight_shape).transpose(order)
     return lax.conv_general_dilated(
         x,
-        kernel,
+        _multiplied(kernel),
         rule.strides,
         rule.padding,
         rhs_dilation=rule.kernel_dilation,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        precision=products.settled_precision(),
     )
 
 

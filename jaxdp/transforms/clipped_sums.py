@@ -320,15 +320,11 @@ def _engine_result(
         return engines.by_bookkeeping(*arguments, engines.outer_or_keep)
     may_keep = options.engine == "auto"
 
-    def choose(
-        component: list[sites.Site],
-        size: int,
-        has_kernel: bool,
-    ) -> str:
+    def choose(asked: engines.Asked) -> str:
         # A kernel takes a tenth of the time in which XLA forms the gradients of a convolution.
-        if has_kernel:
+        if asked.has_kernel:
             return "drop"
-        return choose_method(component, size, may_keep)
+        return choose_method(asked.sites, asked.size, may_keep, asked.has_form)
 
     return engines.by_bookkeeping(*arguments, choose)
 

@@ -26,9 +26,26 @@ from jax import lax
 from jaxdp.transforms import channel_weights, dense, forms, jaxprs, rounding, sites, walker
 from jaxdp.transforms.grids import Outer
 
-# (sites of a component, number of entries of its leaves, whether a kernel forms its gradients) ->
-# "factors", "keep" or "drop".
-Choice = Callable[[list[sites.Site], int, bool], str]
+
+class Asked(NamedTuple):
+    """A component whose method is to be chosen.
+
+    Attributes:
+      sites: Its sites.
+      size: The number of entries of its leaves.
+      has_kernel: Whether a kernel forms its gradients.
+      has_form: Whether its weight has the form of `channel_weights`, whose norm needs no gradient
+        of the leaves.
+    """
+
+    sites: list[sites.Site]
+    size: int
+    has_kernel: bool
+    has_form: bool
+
+
+# The method, "factors", "keep" or "drop".
+Choice = Callable[[Asked], str]
 
 
 # Platforms where a sum of kept gradients leaves out those of the factor 0.
@@ -181,17 +198,14 @@ class Component:
         self._pull = _pull_back(weights, leaves, self._members)
         alone = len(tapped) == 1
         has_kernel = alone and tapped[0].forms_by_convolution
-        preferred = choose(all_sites, self.size, has_kernel)
-        method = applied(preferred, weights)
-        self._form: channel_weights.Form | None = None
-        # J^T does more than move entries here, but may have a form whose gradients need not be
-        # kept.
-        if method != preferred and has_kernel:
-            self._form = channel_weights.of_program(weights, leaves, self._members)
+        form = channel_form(all_sites, weights, leaves, has_kernel=has_kernel)
+        preferred = choose(Asked(all_sites, self.size, has_kernel, form is not None))
+        self._form = None if preferred == "keep" else form
         self._scales_sum = False  # whether sums are those of dV, to be multiplied by s
         if self._form is not None:
-            self.squared_norms = self._norms_of_channels(tapped[0])
+            self.squared_norms = self._norms_of_channels(tapped[0], preferred)
             return
+        method = applied(preferred, weights)
         self._tapped = [one.settled(method, alone=alone) for one in tapped]
         # What is kept is a sum of the terms of one example already.
         if method != "keep":
@@ -232,7 +246,7 @@ class Component:
         error = 2 * rounding.of_sum(terms, squares.dtype) * apart
         return rounding.covered(squares, spread, error)
 
-    def _norms_of_channels(self, tapped: TappedSite) -> jax.Array:
+    def _norms_of_channels(self, tapped: TappedSite, method: str) -> jax.Array:
         """Returns squared norms where J is a factor of each channel plus terms of low rank."""
         assert self._form is not None
         rule, g = tapped.site.rule, tapped.cotangent
@@ -241,12 +255,14 @@ class Component:
         if has_base and tapped.site.has_column_sums(tapped.record, g):
             return self._norms_of_column_sums(tapped)
         scaled = tapped._replace(cotangent=channel_weights.scaled(self._form, rule, g))
-        one = scaled.settled("drop", alone=True)
+        one = scaled.settled(method, alone=True)
         self._tapped = [one]
         self._low_rank, added, spread, error = channel_weights.low_rank(
             self._form, rule, one.record, g, one.cotangent
         )
-        squares, own_spread, apart = one.site.norm_of_formed(one.record, one.cotangent)
+        by_factors = method == "factors"
+        norm = one.site.norm_by_factors if by_factors else one.site.norm_of_formed
+        squares, own_spread, apart = norm(one.record, one.cotangent)
         terms = one.site.terms + 1 + sites.lost_in_parts()
         error = error + 2 * rounding.of_sum(terms, squares.dtype) * apart
         return rounding.covered(squares + added, own_spread + spread, error)
@@ -465,6 +481,28 @@ def applied(method: str, weights: jex.ClosedJaxpr) -> str:
     if method == "drop" and not _only_moves(weights):
         return "keep"
     return method
+
+
+def channel_form(
+    component: Sequence[sites.Site],
+    weights: jex.ClosedJaxpr,
+    leaves: Sequence[Any],
+    *,
+    has_kernel: bool,
+) -> channel_weights.Form | None:
+    """Returns the form of J^T where it does more than move entries and norms can use the form.
+
+    Args:
+      component: The sites of a component.
+      weights: The program from all trainable leaves to the weights at these sites.
+      leaves: All trainable leaves.
+      has_kernel: Whether a kernel forms the gradients.
+    """
+    if len(component) > 1 or _only_moves(weights):
+        return None
+    if not (has_kernel or component[0].factors_channels):
+        return None
+    return channel_weights.of_program(weights, leaves, leaves_of(component))
 
 
 def _only_moves(weights: jex.ClosedJaxpr) -> bool:

@@ -566,16 +566,18 @@ class Conv(Rule):
         """The arguments of the kernels of convolutions."""
         return cells.Geometry(self.window, self.strides, self.padding, self.kernel_dilation)
 
-    def of_pictures(self, record: Any) -> bool:
-        """Returns whether each example is one picture, whose channels are one group."""
+    def of_pictures(self, out_shape: Sequence[int]) -> bool:
+        """Returns whether each example is one picture, whose channels are one group.
+
+        `out_shape` is the shape of the result of one example.
+        """
         if self.groups > 1 or len(self.window) != 2:
             return False
         if set(self.data_dilation) != {1}:
             return False
         if min(itertools.chain(*self.padding)) < 0:
             return False
-        batch_axis = 1 + self.numbers.lhs_spec[0]
-        return bool(record.shape[batch_axis] == 1)
+        return bool(out_shape[self.numbers.out_spec[0]] == 1)
 
     def pictures(
         self,

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jaxdp.transforms import jaxprs, shards, sites, walker
 from jaxdp.transforms.components import (
+    Asked,
     Choice,
     Component,
     Rows,
@@ -170,14 +171,14 @@ def by_bookkeeping(
     )
 
 
-def keep_all(component: list[sites.Site], size: int, has_kernel: bool) -> str:
+def keep_all(asked: Asked) -> str:
     """Returns "keep": the choice under which the gradients of all examples are formed."""
     return "keep"
 
 
-def outer_or_keep(component: list[sites.Site], size: int, has_kernel: bool) -> str:
+def outer_or_keep(asked: Asked) -> str:
     """Returns the choice under which `EngineResult.grads` are known, the large ones as factors."""
-    if size > _SMALL and is_outer(component, size):
+    if asked.size > _SMALL and is_outer(asked.sites, asked.size):
         return "factors"
     return "keep"
 

@@ -95,13 +95,30 @@ def squared_norms(
         apart = apart + norm.apart
         lengths_u = lengths_u + norm.lengths_u
         lengths_w = lengths_w + norm.lengths_w
-    # A square that is flushed counts at its upper bound, times the lengths of the other factor.
-    squares_w = rows * jnp.square(lengths_w)
-    squares_u = cols * jnp.square(lengths_u)
-    flushed = rounding.FLUSHED * (squares_w + squares_u)
+    flushed = _flushed(rows, cols, lengths_u, lengths_w)
     largest = rounding.root(jnp.square(apart).sum(1))
     error = rounding.of_sum(_terms(pairs), kind) * largest
     return rounding.covered(total, spread, error) + flushed
+
+
+def norm_of_pair(pair: Pair) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns ||sum_t u_t w_t^T||^2 of each example, and E and M of `rounding`, [B] each."""
+    rows, cols = _sizes([pair])
+    kind = wide_dtype(*jax.tree.leaves(pair))
+    norm = _gram_norm(pair, kind, (False, False), alone=True)
+    flushed = _flushed(rows, cols, norm.lengths_u, norm.lengths_w)
+    apart = rounding.root(jnp.square(norm.apart).sum(1))
+    return norm.squares, norm.spread + flushed, apart
+
+
+def _flushed(rows: int, cols: int, lengths_u: jax.Array, lengths_w: jax.Array) -> jax.Array:
+    """Returns what squares that are flushed to zero add to a squared norm at most.
+
+    Each counts at its upper bound, times the lengths of the other factor.
+    """
+    squares_w = rows * jnp.square(lengths_w)
+    squares_u = cols * jnp.square(lengths_u)
+    return rounding.FLUSHED * (squares_w + squares_u)
 
 
 def _squared_norms_of_one_position(pair: Pair) -> jax.Array:

@@ -5,11 +5,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core as jex
 import jax.numpy as jnp
 
 from jaxdp.transforms import jaxprs, sites
 from jaxdp.transforms.clip_arguments import dtype_name
-from jaxdp.transforms.components import applied, connected, leaves_of, spans_parts
+from jaxdp.transforms.components import (
+    applied,
+    channel_form,
+    connected,
+    leaves_of,
+    spans_parts,
+)
 from jaxdp.transforms.engines import Engine, tap_plan
 from jaxdp.transforms.example_loss import BatchedLoss
 from jaxdp.transforms.loss_programs import Program, trace_loss
@@ -119,10 +126,12 @@ def _by_bookkeeping(
         members = leaves_of(component)
         leaf_size = sum(math.prod(wide[leaf].shape) for leaf in members)
         choice = "keep"
+        own_weights = jaxprs.restricted(weights, numbers)
+        has_form = _has_form(component, own_weights, wide)
         if not spans_parts(component, part_of):
-            choice = choose_method(component, leaf_size, may_keep)
-        method = applied(choice, jaxprs.restricted(weights, numbers))
-        options, ordinary = method_costs(component, leaf_size, may_keep)
+            choice = choose_method(component, leaf_size, may_keep, has_form)
+        method = choice if has_form else applied(choice, own_weights)
+        options, ordinary = method_costs(component, leaf_size, may_keep, has_form)
         # A "keep" in place of a "drop" has no entry of its own if it takes too much memory.
         cost = options.get(method, options["drop"])
         work = max(1.0, cost / max(ordinary, 1.0))
@@ -134,6 +143,18 @@ def _by_bookkeeping(
                 extra = 4 * math.prod(wide[leaf].shape)
             result[leaf] = Treatment(rules, method, work, extra)
     return result
+
+
+def _has_form(component: list[sites.Site], weights: jex.ClosedJaxpr, shapes: Sequence[Any]) -> bool:
+    """Returns whether norms of the component may use the form of `channel_weights`."""
+    has_form = False
+
+    def look(leaves: list[Any]) -> None:
+        nonlocal has_form
+        has_form = channel_form(component, weights, leaves, has_kernel=False) is not None
+
+    jax.eval_shape(look, list(shapes))
+    return has_form
 
 
 def _norm_bytes(component: Sequence[sites.Site]) -> int:

@@ -17,6 +17,8 @@ _ROOM = 2.0**24
 # magnitude matter.
 _BALANCE = {"cpu": 4.0, "cuda": 20.0, "rocm": 20.0, "tpu": 50.0}
 _FLOAT = 4.0  # bytes
+# How often J^T of weight standardisation reads a gradient on an H100, beside the norm.
+_READS_OF_FORM = 2
 # A result is written and read again.
 _WRITTEN_AND_READ = 2 * _FLOAT
 
@@ -45,14 +47,15 @@ def choose_method(
     component: list[sites.Site],
     leaf_size: int,
     keep: bool,
+    has_form: bool = False,
 ) -> str:
     """Returns the cheapest method for a component. Arguments as in `method_costs`."""
-    options, _ = method_costs(component, leaf_size, keep)
+    options, _ = method_costs(component, leaf_size, keep, has_form)
     return min(options, key=lambda name: options[name])
 
 
 def method_costs(
-    component: list[sites.Site], leaf_size: int, keep: bool
+    component: list[sites.Site], leaf_size: int, keep: bool, has_form: bool = False
 ) -> tuple[dict[str, float], float]:
     """Returns (cost of each possible method, cost of the ordinary gradient).
 
@@ -61,6 +64,7 @@ def method_costs(
       leaf_size: The number of entries of its leaves.
       keep: Whether gradients of up to 16 MB may be kept. Otherwise they may take no more memory
         than activations do.
+      has_form: Whether its weight has the form of `channel_weights`.
     """
     n_lookups = sum(isinstance(site.rule, sites.Lookup) for site in component)
     lookups_only = n_lookups == len(component)
@@ -70,7 +74,7 @@ def method_costs(
     form = sum(cost.form for cost in costs)
     options = {"drop": sum(cost.form_for_norm for cost in costs) + contract}
 
-    factorable = can_factor(component)
+    factorable = has_form or can_factor(component)
     if not keep:
         room = sum(cost.activations for cost in costs)
     # Factors take this memory anyway, so gradients of about their size cost no more of it.
@@ -82,6 +86,8 @@ def method_costs(
     if _FLOAT * leaf_size <= room:
         # The sum multiplies and adds each entry of a gradient that is kept.
         read_again = _FLOAT * leaf_size * (1 + 2 / _BALANCE[forms.platform()])
+        if has_form:  # J^T reads the gradients for its sums, and once more for the norm
+            read_again += _READS_OF_FORM * _FLOAT * leaf_size
         options["keep"] = form + read_again
     if factorable:
         gram = sum(cost.gram for cost in costs)

@@ -257,6 +257,20 @@ class Site:
     # --- The choice of kernels ---
 
     @property
+    def _of_pictures(self) -> bool:
+        """Whether it is a convolution of one picture of each example, outside of loops."""
+        rule = self.rule
+        return isinstance(rule, Conv) and not self.lengths and rule.of_pictures(self.tap.shape)
+
+    @property
+    def factors_channels(self) -> bool:
+        """Whether the form of `channel_weights` has a norm by factors here.
+
+        On a TPU its kernels are cheaper. The forms of a CPU keep gradients.
+        """
+        return self._of_pictures and forms.platform() == "cuda"
+
+    @property
     def lanes(self) -> dense.Lanes:
         """Whether XLA lays u, and w, with the positions on the lanes of a TPU.
 
@@ -289,7 +303,8 @@ class Site:
         if not {record.dtype, g.dtype} <= multiplied:
             return "", ""
         norm = total = ""
-        if isinstance(rule, Conv) and not self.lengths and rule.of_pictures(record):
+        if self._of_pictures:
+            assert isinstance(rule, Conv)
             x, cotangents = jax.eval_shape(rule.pictures, record, g)
             if convolution.sums_suit(x, cotangents, rule.geometry):
                 total = "convolution"
@@ -485,6 +500,10 @@ class Site:
         kernels = {"tpu": by_kernel}
         norm: FormedNorm = forms.by_platform(record, g, default=by_xla, kernels=kernels)
         return norm
+
+    def norm_by_factors(self, record: Any, g: jax.Array) -> FormedNorm:
+        """Returns ||dV||^2 of every example from its factors, and E and M of `rounding`."""
+        return factored_norms.norm_of_pair(self.factors(record, g))
 
     def has_column_sums(self, record: Any, g: jax.Array) -> bool:
         """Returns whether a kernel of a TPU computes `column_sums`."""

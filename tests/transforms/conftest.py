@@ -128,11 +128,12 @@ def assert_same_sum(
             )
 
 
-def treatment(method: str, component: Any, size: int, keep: bool) -> str:
+def treatment(method: str, component: Any, size: int, keep: bool, has_form: bool = False) -> str:
     """Returns what `method` does with a component: "factors", "keep" or "drop". An engine chooses
     by itself."""
-    if method in ("auto", "bookkeeping") or (method == "factors" and not can_factor(component)):
-        return choose_method(component, size, keep)
+    has_factors = has_form or can_factor(component)
+    if method in ("auto", "bookkeeping") or (method == "factors" and not has_factors):
+        return choose_method(component, size, keep, has_form)
     return method
 
 
@@ -142,9 +143,9 @@ def forced(method: str) -> Iterator[list[tuple[Any, int]]]:
     Yields the components."""
     components: list[tuple[Any, int]] = []
 
-    def pick(component: Any, size: int, keep: bool) -> str:
+    def pick(component: Any, size: int, keep: bool, has_form: bool) -> str:
         components.append((component, size))
-        return treatment(method, component, size, keep)
+        return treatment(method, component, size, keep, has_form)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(clipped_sums, "choose_method", pick)

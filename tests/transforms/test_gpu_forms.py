@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import jaxdp
-from jaxdp.transforms import clipped_sums, convolutions, forms, sites
+from jaxdp.transforms import channel_weights, clipped_sums, convolutions, forms, sites
 from tests.transforms.small_net import factors_of_other_parts
+from tests.transforms.test_tpu_forms import standardised_picture
 
 B = 4
 CLIP = 0.5
@@ -132,6 +133,51 @@ def test_clipped_sums_and_norms(geometry, oracle, monkeypatch):
         np.testing.assert_allclose(result.norms[counted], norms, rtol=1e-4)
         np.testing.assert_allclose(flat(result.grads), expected, atol=1e-5)
         assert result.nonfinite == 1
+
+
+# Shape of an example, of the kernel, and strides. The costs choose factors for few positions.
+STANDARDISED = {
+    "few positions": ((4, 3, 24), (3, 3, 24, 32), (1, 1)),
+    "strides": ((7, 6, 24), (3, 3, 24, 32), (2, 2)),
+    "one entry of the kernel": ((4, 3, 64), (1, 1, 64, 96), (1, 1)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("geometry", STANDARDISED)
+def test_norms_of_standardised_kernels_follow_from_factors(geometry, monkeypatch):
+    """The twin forgets what the weight takes away from the norm."""
+    shape, kernel, strides = STANDARDISED[geometry]
+    by_factors = []
+    norm = sites.Site.norm_by_factors
+    monkeypatch.setattr(
+        sites.Site, "norm_by_factors", lambda *args: by_factors.append(args) or norm(*args)
+    )
+
+    def loss(params, x):
+        return jnp.square(jnp.tanh(standardised_picture(params, x[None], strides))).sum()
+
+    rng = np.random.default_rng(0)
+    params = {"gain": rng.normal(size=kernel[-1:]), "kernel": rng.normal(size=kernel)}
+    params = jax.tree.map(np.float32, params)
+    batch = rng.normal(size=(B, *shape)).astype(np.float32)
+    batch[1] = np.nan
+    counted = np.array([0, 3])
+    norms, expected = clipped_sum(gradients(loss, params, batch[counted]))
+    result = on_a_gpu(loss, params, batch, mask=np.arange(B) != 2)
+    assert len(by_factors) == 1
+    np.testing.assert_allclose(result.norms[counted], norms, rtol=1e-4)
+    np.testing.assert_allclose(flat(result.grads), expected, atol=1e-5)
+
+    low_rank = channel_weights.low_rank
+
+    def forgetful(*arguments):
+        terms, added, *bounds = low_rank(*arguments)
+        return terms, 0 * added, *bounds
+
+    monkeypatch.setattr(channel_weights, "low_rank", forgetful)
+    twin = on_a_gpu(lambda *args: loss(*args), params, batch, mask=np.arange(B) != 2)
+    assert not np.allclose(twin.norms[counted], norms, rtol=1e-3)
 
 
 @pytest.mark.slow
