@@ -5,6 +5,7 @@ XLA launch kernels one by one."""
 
 import collections
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from jaxdp.compilers import hlo
 # The planes of devices in a trace, and the lines that have one event for each kernel.
 PLANES = ("/device:GPU", "/device:TPU")
 LINES = ("Stream", "XLA Ops")
+NUMBER = re.compile(r"[._]\d+$")  # behind the name of a kernel of XLA
 TURNS = 3
 MOST = 30  # kernels of a step in a report
 
@@ -39,14 +41,17 @@ def events(trace: Any) -> Iterator[tuple[str, str, float]]:
 def by_source(trace: Any, text: str, turns: int) -> list[dict]:
     """Returns rows of a trace of `turns` equal calls, the longest kernels first.
 
+    Kernels of equal layers have one JAX name, and differ in a number behind their own. They are one
+    row.
+
     Args:
       trace: As in `events`.
       text: The compiled program, as `compiled.as_text()` returns it.
       turns: The number of calls.
 
     Returns:
-      The JAX name, the HLO instruction and the kernel, "ms" and "launches" of one call, and the
-      share of all kernels.
+      The JAX name, the kernel, one of its HLO instructions, "ms" and "launches" of one call, and
+      the share of all kernels.
     """
     program = hlo.Program.parsed(text)
     sources = {}
@@ -54,16 +59,19 @@ def by_source(trace: Any, text: str, turns: int) -> list[dict]:
         for instruction in body:
             sources[instruction.name] = instruction.source
     seconds: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    instructions = {}
     for instruction, kernel, ms in events(trace):
-        seconds[instruction, kernel].append(ms)
+        row = sources.get(instruction, ""), NUMBER.sub("", kernel)
+        seconds[row].append(ms)
+        instructions.setdefault(row, instruction)
     total = sum(map(sum, seconds.values()))
     rows = []
-    for (instruction, kernel), times in seconds.items():
+    for (source, kernel), times in seconds.items():
         rows.append(
             {
-                "source": sources.get(instruction, ""),
-                "instruction": instruction,
+                "source": source,
                 "kernel": kernel[:100],
+                "instruction": instructions[source, kernel],
                 "ms": sum(times) / turns,
                 "launches": len(times) / turns,
                 "share": sum(times) / total,

@@ -120,12 +120,13 @@ planes {
   lines {
     name: "Stream #7(Compute)"
     events { metadata_id: 1 duration_ps: 3000000000 stats { metadata_id: 1 str_value: "fusion.2" } }
-    events { metadata_id: 1 duration_ps: 1000000000 stats { metadata_id: 1 str_value: "fusion.2" } }
+    events { metadata_id: 3 duration_ps: 1000000000 stats { metadata_id: 1 str_value: "fusion.2" } }
     events { metadata_id: 2 duration_ps: 6000000000 }
   }
   lines { name: "Steps" events { metadata_id: 2 duration_ps: 9000000000 } }
   event_metadata { key: 1 value { id: 1 name: "loop_fusion" } }
   event_metadata { key: 2 value { id: 2 name: "memset" } }
+  event_metadata { key: 3 value { id: 3 name: "loop_fusion_12" } }
   stat_metadata { key: 1 value { id: 1 name: "hlo_op" } }
 }
 planes { name: "/host:CPU" lines { name: "Stream" events { metadata_id: 1 duration_ps: 7 } } }
