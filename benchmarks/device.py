@@ -290,6 +290,24 @@ def tables(report) -> dict:
     return {"gpu": pages.padded(pages.lines(rows, columns))}
 
 
+def beside(now, before) -> dict:
+    """Returns the steps of two versions of jaxdp on one card as a table of a page."""
+    rows = []
+    for case, row in before["cases"].items():
+        steps = now["cases"].get(case, {"steps": {}})["steps"]
+        for step, of in row["steps"].items():
+            if "ms" not in of:
+                continue
+            of_now = {f"{name} now": value for name, value in steps.get(step, {}).items()}
+            rows.append({"case": case, "step": step} | of | of_now)
+    columns = {"case": "{case}", "step": "{step}"}
+    columns |= {"ms before": "{ms:.3g}", "ms": "{ms now:.3g}"}
+    columns |= {"over plain before": "{over_plain:.3g}", "over plain": "{over_plain now:.3g}"}
+    columns |= {"MB over plain before": "{memory_over_plain:.3g}"}
+    columns |= {"MB over plain": "{memory_over_plain now:.3g}"}
+    return {"h100 times": pages.padded(pages.lines(rows, columns))}
+
+
 COLUMNS = ("ms", "over_plain", "over_private", "memory_mb", "memory_over_plain", "mfu", "error")
 
 

@@ -134,6 +134,7 @@ EVIDENCE = [
         "compiled",
         *("compiled_v5e", "compiled_v6e", "compiled_v5p", "compiled_h100"),
     ),
+    _of("results/accelerators.md", "device.beside", "device_h100", "device_h100_before"),
     _of("howto/whole_life.md", "demo_ranges"),
     _of("design/scale.md", "bench_scale", "scale_cpu"),
     _of("design/scale.md", "bench_reading", "reading_cpu"),
