@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxdp.transforms import engines, forms, rounding, shards, sites
 from jaxdp.transforms.clip_rules import ClipRule, clip_factors
+from jaxdp.transforms.components import Asked
 from jaxdp.transforms.grids import GridAt
 from jaxdp.transforms.loss_programs import Program
 from jaxdp.transforms.method_costs import choose_method
@@ -320,7 +321,7 @@ def _engine_result(
         return engines.by_bookkeeping(*arguments, engines.outer_or_keep)
     may_keep = options.engine == "auto"
 
-    def choose(asked: engines.Asked) -> str:
+    def choose(asked: Asked) -> str:
         # A kernel takes a tenth of the time in which XLA forms the gradients of a convolution.
         if asked.has_kernel:
             return "drop"
