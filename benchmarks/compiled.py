@@ -118,6 +118,24 @@ def allocated_mb(row: Row) -> float:
     return (memory["temp"] + memory["output"] - memory["alias"]) / 1e6
 
 
+def beside(now, before) -> dict:
+    """Returns the clipped gradients of two versions over their plain ones as a table of the page."""
+    rows = []
+    for case, steps in before["cases"].items():
+        row = {"case": case}
+        for version, of in (("before", steps), ("now", now["cases"].get(case, {}))):
+            clipped = with_ratios(of).get("clipped", {})
+            ratios = {f"{name} {version}": value for name, value in clipped.items()}
+            row |= ratios
+        if len(row) > 1:
+            rows.append(row)
+    columns = {"case": "{case}"}
+    for name, title in (("bytes", "GB"), ("total", "roofline"), ("memory_mb", "MB")):
+        for version in ("before", "now"):
+            columns[f"{title} over plain, {version}"] = f"{{{name}_over_plain {version}:.3g}}"
+    return {"h100 before": pages.padded(pages.lines(rows, columns))}
+
+
 def tables(v5e, v6e, v5p, h100) -> dict:
     """Returns the tables of docs/results/accelerators.md: steps, costly operations, and the steps
     that were not compiled."""

@@ -134,6 +134,7 @@ EVIDENCE = [
         "compiled",
         *("compiled_v5e", "compiled_v6e", "compiled_v5p", "compiled_h100"),
     ),
+    _of("results/accelerators.md", "compiled.beside", "compiled_h100", "compiled_h100_before"),
     _of("results/accelerators.md", "device.beside", "device_h100", "device_h100_before"),
     _of("howto/whole_life.md", "demo_ranges"),
     _of("design/scale.md", "bench_scale", "scale_cpu"),
