@@ -269,6 +269,7 @@ def _all_rows(pairs: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
     return index, jnp.where((index >= 0)[..., None], w, 0)
 
 
+@rounding.traced_once
 def sums_of_equal_rows(
     index: jax.Array,
     w: jax.Array,
@@ -451,6 +452,7 @@ def _grams(
     return gram_u, gram_w
 
 
+@functools.partial(rounding.traced_once, static_argnums=3)
 def _gram_sums(
     grams: Sequence[jax.Array],
     x: Lengths,
@@ -483,6 +485,7 @@ def _gram_sums(
     return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
 
 
+@rounding.traced_once
 def without_cancellation(pair: Pair) -> jax.Array:
     """Returns the norms [B] that dV would have if its terms had one direction, M in `rounding`."""
     length_u, length_w = _lengths(pair, wide_dtype(pair[1]))
