@@ -13,6 +13,7 @@ computes it by one of three methods:
 
 import collections
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -146,8 +147,9 @@ def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
 
 def total(terms: Sequence[jax.Array], dtype: Any) -> jax.Array:
     """Adds up arrays in a given dtype."""
-    zero = jnp.zeros((), dtype)
-    return sum((x.astype(dtype) for x in terms), zero)
+    if not terms:
+        return jnp.zeros((), dtype)
+    return functools.reduce(jnp.add, [x.astype(dtype) for x in terms])
 
 
 class Component:

@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # A contribution exceeds the bound of its clipping rule by at most this fraction of it.
 SLACK = 2.0**-8
@@ -53,8 +54,8 @@ def root(squares: jax.Array) -> jax.Array:
     """Returns the square root, with the derivative 0 where it is 0, and 0 of negative numbers."""
     is_positive = squares > 0
     # The derivative of sqrt is infinite at 0, and would pass through the outer `where` as NaN.
-    roots = jnp.sqrt(jnp.where(is_positive, squares, 1))
-    return jnp.where(is_positive, roots, jnp.minimum(squares, 0) * 0)  # NaN stays NaN
+    roots = jnp.sqrt(lax.select(is_positive, squares, jnp.ones_like(squares)))
+    return lax.select(is_positive, roots, jnp.minimum(squares, 0) * 0)  # NaN stays NaN
 
 
 @traced_once
