@@ -135,8 +135,11 @@ def _exact_parts(
 
 def rows_kept(x: jax.Array, keep: jax.Array) -> jax.Array:
     """Sets the rows of examples that are not kept to zero, since 0 * NaN is NaN."""
-    keep_rows = _along_batch(keep, x.ndim)
-    return jnp.where(keep_rows, x, 0)
+    if not x.size:
+        return x
+    # `jnp.where` has twice as many operations. Each array of each layer passes here.
+    keep_rows = lax.broadcast_in_dim(keep, x.shape, (0,))
+    return lax.select(keep_rows, x, jnp.zeros_like(x))
 
 
 def _along_batch(x: jax.Array, ndim: int) -> jax.Array:
