@@ -426,6 +426,11 @@ def _pull_back(
       leaves: The values of all trainable leaves.
       members: The numbers of the leaves whose gradients are returned.
     """
+    results = weights.jaxpr.outvars
+    if len(results) == 1 and results[0] in weights.jaxpr.invars:
+        # The weight is the leaf, as most are. J is the identity, which needs no trace.
+        (leaf,) = [leaves[number] for number in members]
+        return lambda of_weights: [dv.astype(leaf.dtype) for dv in of_weights]
     evaluate = jex.jaxpr_as_fun(weights)
 
     def weights_of(values: list[Any]) -> list[jax.Array]:
