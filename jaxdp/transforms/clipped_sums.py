@@ -267,7 +267,9 @@ def _chunk_sums(
     result = _engine_result(options, program, inputs)
     finite = result.finite
     part_norms = list(map(rounding.root, result.squared_norms))
-    contributes = unmasked & finite
+    examples = _example_values(result, part_norms, unmasked, finite)
+    nonfinite = (unmasked & ~finite).sum(dtype=jnp.int32)
+    contributes = examples.contributes
     factors = []
     for norms, clip_norm, bound in zip(part_norms, inputs.clip_norms, inputs.bounds, strict=True):
         of_part = clip_factors(options.clip_rule, norms, clip_norm, bound)
@@ -275,7 +277,8 @@ def _chunk_sums(
     if inputs.grid is not None:
         of_leaves = [factors[part] for part in options.part_of]
         assert result.grads is not None
-        return _example_sums(result, inputs, inputs.grid.total(result.grads, of_leaves))
+        total = inputs.grid.total(result.grads, of_leaves)
+        return ClippedSums(total, examples, nonfinite)
     rows = result.rows
     # On a TPU the sums themselves leave out the rows of the factor 0.
     if forms.platform() != "tpu":
@@ -283,23 +286,19 @@ def _chunk_sums(
         needed = ~finite.all()
         read, factors = _without_rows((rows.read, factors), contributes, needed)
         rows = rows._replace(read=read)
-    return _example_sums(result, inputs, result.weighted_sum(rows, factors))
+    return ClippedSums(result.weighted_sum(rows, factors), examples, nonfinite)
 
 
-def _example_sums(
+def _example_values(
     result: engines.EngineResult,
-    inputs: SumInputs,
-    sums: list[jax.Array],
-) -> ClippedSums:
-    """Returns sums with the values of their examples."""
-    unmasked, finite = inputs.unmasked, result.finite
-    part_norms = list(map(rounding.root, result.squared_norms))
+    part_norms: list[jax.Array],
+    unmasked: jax.Array,
+    finite: jax.Array,
+) -> ExampleValues:
+    """Returns the values of examples, with zeros where they are masked."""
     losses = jnp.where(unmasked, result.losses, 0)
-    part_norms = [jnp.where(unmasked, norms, 0) for norms in part_norms]
-    norms, part_norms = _with_total(part_norms)
-    examples = ExampleValues(norms, losses, result.aux, unmasked & finite, part_norms)
-    nonfinite = (unmasked & ~finite).sum(dtype=jnp.int32)
-    return ClippedSums(sums, examples, nonfinite)
+    norms, part_norms = _with_total([jnp.where(unmasked, own, 0) for own in part_norms])
+    return ExampleValues(norms, losses, result.aux, unmasked & finite, part_norms)
 
 
 def _with_total(part_norms: list[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:

@@ -13,6 +13,7 @@ computes it by one of three methods:
 
 import collections
 import copy
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -163,8 +164,9 @@ def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
 
 def total(terms: Sequence[jax.Array], dtype: Any) -> jax.Array:
     """Adds up arrays in a given dtype."""
-    zero = jnp.zeros((), dtype)
-    return sum((x.astype(dtype) for x in terms), zero)
+    if not terms:
+        return jnp.zeros((), dtype)
+    return functools.reduce(jnp.add, [x.astype(dtype) for x in terms])
 
 
 class Component:
@@ -440,6 +442,11 @@ def _pull_back(
       leaves: The values of all trainable leaves.
       members: The numbers of the leaves whose gradients are returned.
     """
+    results = weights.jaxpr.outvars
+    if len(results) == 1 and results[0] in weights.jaxpr.invars:
+        # The weight is the leaf, as most are. J is the identity, which needs no trace.
+        (leaf,) = [leaves[number] for number in members]
+        return lambda of_weights: [dv.astype(leaf.dtype) for dv in of_weights]
     evaluate = jex.jaxpr_as_fun(weights)
 
     def weights_of(values: list[Any]) -> list[jax.Array]:

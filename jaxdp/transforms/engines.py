@@ -282,8 +282,8 @@ class _ComponentSums:
                 columns = grads.reshape(n_examples, -1)
                 self._columns[leaf] = columns.astype(dtype)
         # Concatenation needs an array, also in a part without small gradients.
-        no_column = jnp.zeros((n_examples, 0), dtype)
-        side_by_side = jnp.concatenate([no_column, *self._columns.values()], 1)
+        columns = list(self._columns.values()) or [jnp.zeros((n_examples, 0), dtype)]
+        side_by_side = jnp.concatenate(columns, 1)
         norms = [sum_of_squares([side_by_side])]
         norms += [component.squared_norms for component in self._large]
         self.squared_norms = total(norms, dtype)
@@ -308,9 +308,11 @@ class _ComponentSums:
 
     def _cut(self, small_sums: jax.Array) -> dict[int, jax.Array]:
         """Cuts one sum of all columns into sums of leaves."""
+        if not self._columns:
+            return {}
         widths = [grads.shape[1] for grads in self._columns.values()]
         cuts = list(itertools.accumulate(widths))
-        *parts, _ = jnp.split(small_sums, cuts)  # behind the last cut is an empty part
+        parts = jnp.split(small_sums, cuts[:-1])
         sums = {}
         for number, part in zip(self._columns, parts, strict=True):
             leaf = self._leaves[number]

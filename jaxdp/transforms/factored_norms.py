@@ -74,27 +74,28 @@ def squared_norms(
         return _squared_norms_of_one_position(pairs[0])
     rows, cols = _sizes(pairs)
     kind = wide_dtype(*jax.tree.leaves(pairs))
-    # Of length 1, which broadcasts against [B].
-    total, spread, lengths_u, lengths_w = jnp.zeros((4, 1), kind)
-    apart = jnp.zeros((1, 1), kind)
-    lengths: list[Lengths] = []
+    norms: list[_Norm] = []
+    squares: list[jax.Array] = []
+    spreads: list[jax.Array] = []
     lanes = lanes or [(False, False)] * len(pairs)
     for pair, lanes_of_pair in zip(pairs, lanes, strict=True):
         norm = _gram_norm(pair, kind, lanes_of_pair, alone=len(pairs) == 1)
-        total = total + norm.squares
-        spread = spread + norm.spread
+        squares.append(norm.squares)
+        spreads.append(norm.spread)
         # The gradients of two sites have a product too, which counts twice.
-        # `lengths` has the sites before this one, where `zip` stops.
-        for other, other_lengths in zip(pairs, lengths, strict=False):
+        # `norms` has the sites before this one, where `zip` stops.
+        for other, other_norm in zip(pairs, norms, strict=False):
             grams = _grams(pair, other, kind)
             counts = _counts(pair, other)
-            product, its_spread = _gram_sums(grams, norm.lengths, other_lengths, counts)
-            total = total + 2 * product
-            spread = spread + 2 * its_spread
-        lengths.append(norm.lengths)
-        apart = apart + norm.apart
-        lengths_u = lengths_u + norm.lengths_u
-        lengths_w = lengths_w + norm.lengths_w
+            product, its_spread = _gram_sums(grams, norm.lengths, other_norm.lengths, counts)
+            squares.append(2 * product)
+            spreads.append(2 * its_spread)
+        norms.append(norm)
+    total = _added(squares)
+    spread = _added(spreads)
+    apart = _added([norm.apart for norm in norms])
+    lengths_u = _added([norm.lengths_u for norm in norms])
+    lengths_w = _added([norm.lengths_w for norm in norms])
     flushed = _flushed(rows, cols, lengths_u, lengths_w)
     largest = rounding.root(jnp.square(apart).sum(1))
     error = rounding.of_sum(_terms(pairs), kind) * largest
@@ -119,6 +120,11 @@ def _flushed(rows: int, cols: int, lengths_u: jax.Array, lengths_w: jax.Array) -
     squares_w = rows * jnp.square(lengths_w)
     squares_u = cols * jnp.square(lengths_u)
     return rounding.FLUSHED * (squares_w + squares_u)
+
+
+def _added(terms: Sequence[jax.Array]) -> jax.Array:
+    """Adds up arrays from the first to the last, without an array of zeros in front."""
+    return functools.reduce(jnp.add, terms)
 
 
 def _squared_norms_of_one_position(pair: Pair) -> jax.Array:
@@ -286,6 +292,7 @@ def _all_rows(pairs: Sequence[Pair]) -> tuple[jax.Array, jax.Array]:
     return index, jnp.where((index >= 0)[..., None], w, 0)
 
 
+@rounding.traced_once
 def sums_of_equal_rows(
     index: jax.Array,
     w: jax.Array,
@@ -411,8 +418,7 @@ def _gram_norm_by_xla(pair: Pair, kind: Any) -> _Norm:
     if size == positions:
         grams = _grams(pair, pair, kind)
         # Their diagonals are the squared lengths.
-        squares = (jnp.diagonal(gram, axis1=2, axis2=3) for gram in grams)
-        length_u, length_w = map(rounding.root, squares)
+        length_u, length_w = (rounding.root(_diagonal(gram)) for gram in grams)
         lengths = (length_u, length_w)
         total, error = _gram_sums(grams, lengths, lengths, counts)
         return _Norm(total, error, lengths)
@@ -468,6 +474,17 @@ def _grams(
     return gram_u, gram_w
 
 
+def _diagonal(gram: jax.Array) -> jax.Array:
+    """Returns the diagonals [B, S, T] of matrices [B, S, T, T]."""
+    if forms.platform() != "cpu":
+        return jnp.diagonal(gram, axis1=2, axis2=3)
+    # `jnp.diagonal` is a gather by indices of twelve operations, which each layer compiles.
+    b, s, t, _ = gram.shape
+    entries = gram.reshape(b, s, t * t)
+    return lax.slice(entries, (0, 0, 0), entries.shape, (1, 1, t + 1))
+
+
+@functools.partial(rounding.traced_once, static_argnums=3)
 def _gram_sums(
     grams: Sequence[jax.Array],
     x: Lengths,
@@ -500,6 +517,7 @@ def _gram_sums(
     return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
 
 
+@rounding.traced_once
 def without_cancellation(pair: Pair) -> jax.Array:
     """Returns the norms [B] that dV would have if its terms had one direction, M in `rounding`."""
     length_u, length_w = _lengths(pair, wide_dtype(pair[1]))

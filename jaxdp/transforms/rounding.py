@@ -25,11 +25,13 @@ then bounds every contribution by (1 + SLACK) bound. D and E are small beside th
 terms of a gradient cancel.
 """
 
+import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 # A contribution exceeds the bound of its clipping rule by at most this fraction of it.
 SLACK = 2.0**-8
@@ -42,15 +44,21 @@ FLUSHED = 2.0**-126
 # are added apart. Parts of 8 bits lose more, which the caller counts as terms.
 _OTHERS = 8
 
+# Every layer calls these functions, and layers of one shape share a trace: a sixth of the time in
+# which the clipped gradient of a ViT is traced. The program is the same, because they are inlined.
+traced_once = functools.partial(jax.jit, inline=True)
 
+
+@traced_once
 def root(squares: jax.Array) -> jax.Array:
     """Returns the square root, with the derivative 0 where it is 0, and 0 of negative numbers."""
     is_positive = squares > 0
     # The derivative of sqrt is infinite at 0, and would pass through the outer `where` as NaN.
-    roots = jnp.sqrt(jnp.where(is_positive, squares, 1))
-    return jnp.where(is_positive, roots, jnp.minimum(squares, 0) * 0)  # NaN stays NaN
+    roots = jnp.sqrt(lax.select(is_positive, squares, jnp.ones_like(squares)))
+    return lax.select(is_positive, roots, jnp.minimum(squares, 0) * 0)  # NaN stays NaN
 
 
+@traced_once
 def covered(
     squares: jax.Array,
     spread: jax.Array,

@@ -135,8 +135,11 @@ def _exact_parts(
 
 def rows_kept(x: jax.Array, keep: jax.Array) -> jax.Array:
     """Sets the rows of examples that are not kept to zero, since 0 * NaN is NaN."""
-    keep_rows = _along_batch(keep, x.ndim)
-    return jnp.where(keep_rows, x, 0)
+    if not x.size:
+        return x
+    # `jnp.where` has twice as many operations. Each array of each layer passes here.
+    keep_rows = lax.broadcast_in_dim(keep, x.shape, (0,))
+    return lax.select(keep_rows, x, jnp.zeros_like(x))
 
 
 def _along_batch(x: jax.Array, ndim: int) -> jax.Array:
@@ -233,8 +236,12 @@ class Site:
 
         They are parts [B, S, T, rows_k] and w [B, S, T, cols].
         """
-        multiplied = self._multiplied(record, g)
-        record, g = self._by_slice(multiplied)
+        record, g = self._multiplied(record, g)
+        # Outside of loops, the axes of slices and repeats would be a third of the operations.
+        if not self.lengths:
+            factors: Factors = jax.vmap(self.rule.factors)(record, g)
+            return factors
+        record, g = self._by_slice((record, g))
         of_examples = jax.vmap(jax.vmap(jax.vmap(self.rule.factors)))
         parts, w = of_examples(record, g)
 
@@ -454,6 +461,15 @@ class Site:
         kind = wide_dtype(g)
         g = g.astype(kind)
         g = g * _along_batch(factors.astype(kind), g.ndim)
+        weight_grad = self.rule.weight_grad
+        # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same
+        # dot products.
+        if isinstance(self.rule, Conv) and forms.platform() != "cpu":
+            weight_grad = self.rule.weight_grad_by_primitive
+        if not self.lengths:
+            terms = _exact_parts(g, self.rule, record)
+            sums = [weight_grad(record, term) for term in terms]
+            return functools.reduce(jnp.add, sums)
         record, g = self._by_slice((record, g))
 
         def together(x: jax.Array) -> jax.Array:
@@ -461,11 +477,6 @@ class Site:
             rest = x.shape[3:]
             return x.swapaxes(0, 1).reshape(self.slices, -1, *rest)
 
-        weight_grad = self.rule.weight_grad
-        # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same
-        # dot products.
-        if isinstance(self.rule, Conv) and forms.platform() != "cpu":
-            weight_grad = self.rule.weight_grad_by_primitive
         of_slices = _vmap_or_squeeze(weight_grad)
         terms = _exact_parts(g, self.rule, record)
         record, terms = jax.tree.map(together, (record, terms))
@@ -477,8 +488,11 @@ class Site:
 
     def per_example(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of every example, [B, *sliced loops, *weight]."""
-        multiplied = self._multiplied(record, g)
-        record, g = self._by_slice(multiplied)
+        record, g = self._multiplied(record, g)
+        if not self.lengths:
+            once = jax.tree.map(lambda x: x[:, None], (record, g))
+            return self.rule.weight_grads(*once)
+        record, g = self._by_slice((record, g))
 
         def merged(x: jax.Array) -> jax.Array:
             """Reshapes [B, slices, ...] to [B * slices, ...]."""

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from jaxdp.transforms.precision import in_full_precision
+from tests import forked
 
 X = jnp.arange(12.0).reshape(3, 4)
 
@@ -77,6 +78,7 @@ assert not inside()
 
 
 @pytest.mark.slow
-def test_training_is_inside_its_bounds_where_products_are_rounded_by_default(run_in_subprocess):
+def test_training_is_inside_its_bounds_where_products_are_rounded_by_default():
     """Tests on a CPU cannot see this otherwise, because a CPU multiplies in full precision."""
-    run_in_subprocess(PROGRAM)
+    process = forked.run(PROGRAM, modules=forked.STAGES)
+    assert process.returncode == 0, process.stderr

@@ -3,7 +3,7 @@ float64.
 
 A seed makes the source of a loss `loss(p, x, i)` of weights `p`, an array `x` and small integers
 `i`. Weights pass through random functions before they meet data, and meet it in every way that the
-generator supports. A failure prints the source. JAXDP_SLOW=1 runs 3,000 programs in place of 20
+generator supports. A failure prints the source. JAXDP_SLOW=1 runs 3,000 programs in place of 18
 chosen ones, and JAXDP_SEED=n starts at program n."""
 
 import dataclasses
@@ -24,7 +24,7 @@ from jax import lax
 from jaxdp.transforms import factored_norms, sites, walker
 
 SLOW = os.environ.get("JAXDP_SLOW") == "1"
-PROGRAMS, CANDIDATES = (3_000, 3_000) if SLOW else (20, 2_000)
+PROGRAMS, CANDIDATES = (3_000, 3_000) if SLOW else (18, 2_000)
 FIRST = int(os.environ.get("JAXDP_SEED", "0"))
 BATCH = 4
 INDEX_TYPES = ("uint8", "int8", "int16", "uint16", "int32", "uint32")
@@ -559,7 +559,7 @@ def chosen() -> list[Program]:
         for p in candidates
     }
     while len(found) < PROGRAMS:
-        found.append(max(candidates, key=lambda p: len(missing[p.seed]) / (6 + len(p.parts))))
+        found.append(max(candidates, key=lambda p: len(missing[p.seed]) / (10 + len(p.parts))))
         have = set(missing[found[-1].seed])
         missing = {seed: pairs - have for seed, pairs in missing.items()}
     return found
@@ -573,10 +573,10 @@ def test_chosen_programs_have_every_part_and_many_under_every_method() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", range(PROGRAMS // 5))
+@pytest.mark.parametrize("block", range(PROGRAMS // 6))
 def test_random_programs(block: int, oracle: Any) -> None:
     failures = []
-    for program in chosen()[5 * block : 5 * block + 5]:
+    for program in chosen()[6 * block : 6 * block + 6]:
         try:
             wrong: Any = differences(program, methods_of(program.seed), oracle)
         except Exception as error:
@@ -621,7 +621,7 @@ def apart(x: Any, y: Any, precision: Any = None, inner: Any = factored_norms.inn
 
 TWINS: dict[str, tuple[Any, str, Any, Callable[[Program], bool]]] = {
     "complex values are constants": (walker, "is_complex", lambda v: False, lambda p: "lax.complex(p[" in p.source),  # noqa: E501
-    "custom_vjp is linear": (walker, "has_custom_vjp", lambda eqn: False, lambda p: "@ bent(p[" in p.source),  # noqa: E501
+    "custom_vjp is linear": (walker, "has_custom_vjp", lambda eqn: False, lambda p: "s @ bent(p[" in p.source),  # noqa: E501
     "small indices wrap": (
         sites.Lookup, "record", wrapping_record,
         lambda p: "uint8" in p.index_type and "(300" in str(p.shapes) and "jnp.take(p['" in p.source,  # noqa: E501

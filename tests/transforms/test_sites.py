@@ -22,10 +22,11 @@ from jaxdp.transforms import forms, rounding, sites
 
 N = 3
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-# Each example is a program of its own. JAXDP_SLOW=1 draws a hundred.
+# Each example is a program of its own. JAXDP_SLOW=1 draws a hundred. Otherwise a test has fifteen,
+# with those that it names.
+EXAMPLES = 100 if os.environ.get("JAXDP_SLOW") else 15
 QUICK = hypothesis.settings(
-    max_examples=100 if os.environ.get("JAXDP_SLOW") else 15,
-    suppress_health_check=list(hypothesis.HealthCheck),
+    max_examples=EXAMPLES, suppress_health_check=list(hypothesis.HealthCheck)
 )
 squared_norms = jax.jit(sites.squared_norms)  # one program for all values of one shape
 
@@ -298,7 +299,7 @@ def test_the_derivative_of_a_convolution_is_jaxs() -> None:
 
 
 @pytest.mark.slow
-@QUICK
+@hypothesis.settings(QUICK, max_examples=EXAMPLES - 4)
 @hypothesis.example(square_windows(7, 2, 2))  # patches of one dimension in a loop over the other
 @hypothesis.example(square_windows(3, 1, 8))  # a loop over both
 # patches of both dimensions, whose first one has whole strides
