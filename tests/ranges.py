@@ -175,15 +175,17 @@ def asked(name):
     """The first question of a recalibration method, over its sensitivity in the sum of absolute
     values."""
     method = RECALIBRATIONS[name]()
-    records = Records(jnp.asarray(ROWS), jnp.zeros(len(ROWS), jnp.int32))
-    return summands(method, 0, records, jnp.float32(1.5)), method.sensitivity(0, "add_remove", 2)
+    records = Records(ROWS, np.zeros(len(ROWS), np.int32))
+    added = jax.jit(summands, static_argnums=(0, 1))(method, 0, records, np.float32(1.5))
+    return added, method.sensitivity(0, "add_remove", 2)
 
 
 def grid():
     """The integers of AGT's exact sums, over the charge of a record. A NaN may be anything in the
     range."""
     exact = Grid.of(jnp.float32, 1.0, 1)
-    found = np.asarray(exact.bits(jnp.asarray(ROWS[:, 0])) - exact.bias(), np.float64)
+    integers = jax.jit(lambda values: exact.bits(values) - exact.bias())(ROWS[:, 0])
+    found = np.asarray(integers, np.float64)
     return found * FINITE, exact.charge
 
 

@@ -287,7 +287,7 @@ def tail(losses: Losses, tilt: float, epsilon: float, log_delta: float, budget: 
     for lattice, count in lattices:
         tilted = _tilted(lattice, grid, tilt)
         transform = fft.rfft(np.bincount(tilted.places % size, tilted.masses, size))
-        spectrum *= transform**count if count > 1 else transform
+        spectrum *= _power(transform, count)
         moduli.append((np.abs(transform), count))
         log_scale += count * tilted.log_mass
         rounding = 8 * _UNIT * (tilted.largest_exponent + abs(tilted.log_mass))
@@ -338,6 +338,21 @@ def _tilted(lattice: Lattice, grid: float, tilt: float) -> _Tilted:
     total = float(tilted_masses.sum())
     largest_exponent = tilt * grid * float(np.abs(places).max())
     return _Tilted(places, tilted_masses / total, largest + math.log(total), largest_exponent)
+
+
+def _power(values: np.ndarray, exponent: int) -> np.ndarray:
+    """Returns complex numbers to a positive power, by squaring.
+
+    NumPy's own power takes ten times as long. A product errs by less than 3 units, so the power
+    errs by less than 3 for each factor.
+    """
+    result = values if exponent % 2 else None
+    while exponent := exponent // 2:
+        values = values * values
+        if exponent % 2:
+            result = values if result is None else result * values
+    assert result is not None  # The first bit of a positive number is 1.
+    return result
 
 
 def _rounding(masses: np.ndarray, factors: Sequence[tuple[np.ndarray, int]]) -> float:

@@ -31,7 +31,9 @@ _MOST_KEPT_POINTS = 2**16
 _KEPT_LATTICES = 2
 _KEPT_COPIES = 4
 # Points of a Gauss-Legendre rule by the width of a panel, in units of the widest one.
-_RULES = ((1 / 32, 4), (1 / 4, 6), (math.inf, 10))
+_POINTS = ((1 / 32, 4), (1 / 4, 6), (math.inf, 10))
+# (width, nodes, weights). NumPy solves an eigenproblem for the nodes, which takes long.
+_RULES = tuple((most, *np.polynomial.legendre.leggauss(points)) for most, points in _POINTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,10 +94,9 @@ def _panels(edges: np.ndarray, width: float) -> Iterable[tuple[np.ndarray, np.nd
     half = np.diff(edges) / 2
     middle = (edges[1:] + edges[:-1]) / 2
     least = -math.inf
-    for most, points in _RULES:
+    for most, nodes, weights in _RULES:
         in_class = (2 * half > least * width) & (2 * half <= most * width)
         least = most
-        nodes, weights = np.polynomial.legendre.leggauss(points)
         offsets = middle[in_class, None] + half[in_class, None] * nodes
         yield offsets.ravel(), (half[in_class, None] * weights).ravel()
 

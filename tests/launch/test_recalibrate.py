@@ -15,13 +15,14 @@ from configs.recalibration import cifar10, digits, imagenet
 from jaxdp import models
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
-from launch import frame, optimizers, recalibrate, release
+from launch import calibration, frame, optimizers, recalibrate, release
 from launch.simulation import Order
 from tests.launch import program, settling, tiny
 
 pytestmark = pytest.mark.slow
 
-SHIFTS, METHODS = ("clean", "contrast", "fog"), ("Acc-T", "HB split", "one source", "none")
+SHIFTS = ("clean", "contrast", "pixelate")
+METHODS = ("Acc-T", "HB split", "one source", "none")
 PARTS = ("sources", "samples", "epsilon", "centre", "no privacy")
 
 
@@ -59,7 +60,9 @@ def test_the_launcher_recalibrates_and_prints_scores_and_costs(launched):
     for name, releases, epsilon in (("HB split", "1", "2"), ("none", "0", "0")):
         (line,) = (line for line in printed.splitlines() if line.startswith(name))
         assert line.removeprefix(name).split()[:2] == [releases, epsilon]
-        scores = [result["cells"][shift][name]["centre"]["ece"][0] for shift in ("contrast", "fog")]
+        scores = [
+            result["cells"][shift][name]["centre"]["ece"][0] for shift in ("contrast", "pixelate")
+        ]
         assert f"{np.median(scores):.4f}" in line
     assert "Every source pays PureDpEvent(epsilon) for one record (add_remove)" in printed
     assert "for public benchmarks only" in printed
@@ -78,11 +81,11 @@ def float64_scores(logits, labels):
 def test_the_baseline_is_judged_on_what_each_trial_leaves_over(finished):
     root, result = finished
     parts = recalibrate.parts(tiny.recalibrate())
-    with np.load(root / "logits" / "fog.npz") as file:
+    with np.load(root / "logits" / "pixelate.npz") as file:
         logits, labels = file["logits"], file["labels"]
     order = Order.draw(0, records=len(labels), trials=5, settings=settings(tiny.recalibrate()))
     for factor in ("sources", "samples", "epsilon"):
-        found = result["cells"]["fog"]["none"][factor]
+        found = result["cells"]["pixelate"]["none"][factor]
         for k, setting in enumerate(parts[factor]):
             kept = [
                 np.setdiff1d(np.arange(len(labels)), row[: setting.sources * setting.samples])
@@ -95,7 +98,7 @@ def test_the_baseline_is_judged_on_what_each_trial_leaves_over(finished):
             assert found["ece"][k] == pytest.approx(np.mean(eces), abs=1e-5)
             assert found["ece_error"][k] == pytest.approx(np.std(eces) / math.sqrt(5), abs=1e-5)
             assert found["brier"][k] == pytest.approx(np.mean(briers), abs=1e-5)
-    assert result["accuracy"]["fog"] == pytest.approx(np.mean(logits.argmax(1) == labels))
+    assert result["accuracy"]["pixelate"] == pytest.approx(np.mean(logits.argmax(1) == labels))
 
 
 def test_tables_hold_what_was_kept(finished):
@@ -122,7 +125,7 @@ def test_tables_hold_what_was_kept(finished):
     )
     for name in METHODS:
         # the clean images do not count
-        shifted = [kept[shift, name] for shift in ("contrast", "fog")]
+        shifted = [kept[shift, name] for shift in ("contrast", "pixelate")]
         for table, factors in ((overall, ("sources", "samples", "epsilon")), (centre, ("centre",))):
             for column, (score, mean) in enumerate(
                 [("ece", np.median), ("ece", np.mean), ("brier", np.median), ("brier", np.mean)]
@@ -189,7 +192,17 @@ def test_the_sources_of_the_diagrams_pay_for_every_method(finished):
 def swept(tmp_path_factory):
     """Returns the workdir and the result of a study with all sweeps, whose network SGD trains."""
     root = tmp_path_factory.mktemp("sweeps")
-    return root, frame.run(recalibrate.STUDY, tiny.recalibrate_sweeps(), root)
+    draw = calibration.plot_panels
+
+    def draw_sweep(path, *args, **terms):
+        if path.stem in ("severity", "bins", "division"):
+            draw(path, *args, **terms)
+
+    # The other figures are those of `launched`, a fifth of a second each.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "plot_panels", draw_sweep)
+        patch.setattr(calibration, "plot_reliability", lambda *args, **terms: None)
+        return root, frame.run(recalibrate.STUDY, tiny.recalibrate_sweeps(), root)
 
 
 def logits_of(root, shift):
@@ -199,12 +212,14 @@ def logits_of(root, shift):
 
 def test_severities_are_shifts_of_one_run(swept):
     root, result = swept
-    assert list(result["cells"]) == ["clean", "fog_1", "fog_5"]
-    assert result["severities"]["fog_1"] == 1 and result["severities"]["fog_5"] == 5
-    assert result["accuracy"]["fog_1"] > result["accuracy"]["fog_5"] + 0.02
+    assert list(result["cells"]) == ["clean", "contrast_1", "contrast_5"]
+    assert result["severities"]["contrast_1"] == 1 and result["severities"]["contrast_5"] == 5
+    assert result["accuracy"]["contrast_1"] > result["accuracy"]["contrast_5"] + 0.02
     table = (root / "tables.md").read_text().split("by severity")[1].split("##")[0]
     (line,) = (line for line in table.splitlines() if line.startswith("| none"))
-    errors = [result["cells"][shift]["none"]["centre"]["ece"][0] for shift in ("fog_1", "fog_5")]
+    errors = [
+        result["cells"][shift]["none"]["centre"]["ece"][0] for shift in ("contrast_1", "contrast_5")
+    ]
     assert [cell.strip() for cell in line.split("|")[2:4]] == [f"{e:.4f}" for e in errors]
     assert (root / "figures" / "severity.png").stat().st_size > 10_000
 
@@ -229,7 +244,7 @@ def test_the_recipe_of_the_paper_trains_the_source_model(swept):
 
 def test_refits_are_judged_on_what_they_did_not_see(swept):
     root, result = swept
-    logits, labels = logits_of(root, "fog_5")
+    logits, labels = logits_of(root, "contrast_5")
     right = logits.argmax(1) == labels
     order = np.sort(logits.astype(np.float64), 1)
     others = special.logsumexp(order[:, :-1], 1)
@@ -258,7 +273,7 @@ def test_refits_are_judged_on_what_they_did_not_see(swept):
         fitted = line.predict_proba(design[rest])[:, 1]
         briers["Platt, not private"].append(np.mean((fitted - right[rest]) ** 2))
     for name, expected in briers.items():
-        scores = result["cells"]["fog_5"][name]
+        scores = result["cells"]["contrast_5"][name]
         assert scores["centre"]["brier"][0] == pytest.approx(np.mean(expected), abs=2e-4)
         assert scores["centre"] == scores["no privacy"]  # no noise, whatever epsilon
         (cost,) = (cost for cost in result["costs"] if cost["method"] == name)
@@ -280,7 +295,7 @@ def test_options_and_divisions_are_swept(swept):
         brier = cells["HB split"]["no privacy"]["brier"][0]
         assert brier == pytest.approx(expected, rel=0.05)
     assert result["settings"]["division"] == [[1, 40, 2.0], [4, 10, 2.0]]
-    cell = result["cells"]["fog_5"]["HB split"]
+    cell = result["cells"]["contrast_5"]["HB split"]
     assert cell["division"]["ece"][1] == cell["centre"]["ece"][0]  # one setting of two parts
     tables = (root / "tables.md").read_text()
     for title in ("by bins, with 4 sources", "by division of 40 records among sources"):
@@ -312,7 +327,8 @@ def test_impossible_sweeps_are_refused(changes, words):
 def test_figures_are_drawn(finished):
     root, _ = finished
     names = {path.name for path in (root / "figures").iterdir()}
-    assert names == {"clean.png", "contrast.png", "fog.png", "all_shifts.png", "reliability.png"}
+    shifts = {f"{shift}.png" for shift in SHIFTS}
+    assert names == shifts | {"all_shifts.png", "reliability.png"}
     assert all((root / "figures" / name).stat().st_size > 10_000 for name in names)
 
 
@@ -333,8 +349,8 @@ def test_diagrams_that_were_interrupted_are_the_same_and_are_paid_once(
         "ledger.sqlite",
         "ledger.sqlite.head",
         ".ledger.sqlite.anchor",
-        "cells/reliability/fog/row.json",
-        "cells/reliability/fog/charges.jsonl",
+        "cells/reliability/pixelate/row.json",
+        "cells/reliability/pixelate/charges.jsonl",
     ):
         (tmp_path / name).unlink()
     module = sys.modules["jaxdp.recalibration.recalibrate"]

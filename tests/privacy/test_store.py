@@ -10,9 +10,8 @@ import re
 import shutil
 import sqlite3
 import stat
-import subprocess
-import sys
 import tempfile
+import time
 import warnings
 
 import pytest
@@ -443,7 +442,7 @@ def test_a_ledger_on_a_network_disk_warns(tmp_path, monkeypatch, place, kind):
     assert ["(nfs4)" in str(warning.message) for warning in caught] == [True] * bool(kind)
 
 
-def test_a_file_that_this_user_cannot_write_is_named(run_in_subprocess):
+def test_a_file_that_this_user_cannot_write_is_named():
     # pytest's folders are closed to other users.
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
@@ -491,7 +490,8 @@ if os.stat("{folder}/registry.sqlite").st_uid != os.geteuid():
     else:
         raise AssertionError("the registry was opened")
 """
-        run_in_subprocess(code)
+        done = forked.run(code, modules=forked.LEDGERS)
+        assert done.returncode == 0, done.stderr
 
 
 def test_an_older_copy_is_used_only_after_it_was_accepted(path, tmp_path):
@@ -579,21 +579,19 @@ with Store(sys.argv[1]).transaction():
 
 
 @pytest.mark.slow
-def test_a_process_that_holds_the_ledger_too_long_is_reported(path, monkeypatch):
+def test_a_process_that_holds_the_ledger_too_long_is_reported(path, tmp_path, monkeypatch):
     make(path)
-    with (
-        Ledger(path) as ledger,
-        subprocess.Popen(
-            [sys.executable, "-c", HOLDER, str(path)], stdout=subprocess.PIPE, cwd=ROOT
-        ) as holder,
-    ):
-        assert holder.stdout.readline() == b"held\n"
+    printed, errors = tmp_path / "printed", tmp_path / "errors"
+    with Ledger(path) as ledger:
+        holder = forked.start(HOLDER, path, modules=forked.LEDGERS, files=[printed, errors])
+        while not printed.exists() or printed.read_text() != "held\n":
+            assert holder.poll() is None, errors.read_text()
+            time.sleep(0.01)
         monkeypatch.setattr(database, "BUSY_SECONDS", 0.2)
         with pytest.raises(OSError, match=r"held by another process.*still counts"):
             ledger.spend("data", TENTH)
         assert ledger.epsilon("data") > 0  # questions need no turn
         holder.kill()
-        holder.wait()
         monkeypatch.setattr(database, "BUSY_SECONDS", 60.0)
         with ledger.spend("data", TENTH):
             pass
@@ -626,30 +624,39 @@ def test_golden_file_of_version_2_is_intact(path):
 VISITOR = """
 import sys
 from jaxdp.privacy import Ledger, PureDpEvent
-for line in sys.stdin:
-    order, path = line.split(maxsplit=1)
-    with Ledger(path.strip(), read_only=order == "read") as ledger:
-        if order == "spend":
-            with ledger.spend("data", PureDpEvent(0.01)):
-                pass
-    print("done", flush=True)
+with open(sys.argv[1]) as orders, open(sys.argv[2], "w") as answers:
+    for line in orders:
+        order, path = line.split(maxsplit=1)
+        with Ledger(path.strip(), read_only=order == "read") as ledger:
+            if order == "spend":
+                with ledger.spend("data", PureDpEvent(0.01)):
+                    pass
+        print("done", file=answers, flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def visitor():
-    """A process that opens and closes ledgers."""
-    command = [sys.executable, "-c", VISITOR]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        yield process
-        process.stdin.close()
+def visit(tmp_path_factory):
+    """Lets another process open and close a ledger: `visit(order, path)` returns what it says."""
+    folder = tmp_path_factory.mktemp("visitor")
+    orders, answers = pipes = [folder / "orders", folder / "answers"]
+    for pipe in pipes:
+        os.mkfifo(pipe)
+    files = [folder / "printed", folder / "errors"]
+    process = forked.start(VISITOR, *pipes, modules=forked.LEDGERS, files=files)
+    with orders.open("w") as asked, answers.open() as said:
+
+        def visit(order, path):
+            print(order, path, file=asked, flush=True)
+            return said.readline()
+
+        yield visit
+    process.wait(60)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("touch", [False, True], ids=["by jaxdp", "broken twin"])
-def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch, visitor):
+def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch, visit):
     """POSIX locks belong to a process: whoever opens and closes the database by other means than
     SQLite drops them."""
     make(path)
@@ -666,9 +673,7 @@ def test_a_second_ledger_in_a_process_drops_no_locks_of_the_first(path, touch, v
                 break
             if touch:
                 path.read_bytes()
-            visitor.stdin.write(f"{order} {path}\n")
-            visitor.stdin.flush()
-            broken |= visitor.stdout.readline() != "done\n"
+            broken |= visit(order, path) != "done\n"
             # The last one who closes a database deletes its log; the visitor is never the last one.
             broken |= not pathlib.Path(f"{path}-wal").exists()
             if broken:

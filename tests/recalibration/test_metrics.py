@@ -62,7 +62,7 @@ def slow_ece(confidence, correct, bins, binning, debiased=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "bins"), [(1, 15), (7, 15), (200, 1), (200, 15), (1000, 32)])
+@pytest.mark.parametrize(("n", "bins"), [(7, 15), (200, 1), (200, 15), (200, 32)])
 def test_ece_is_the_sum_over_bins(n, bins):
     confidence, correct = examples(n, accuracy=lambda c: 0.1 + 0.7 * c)
     expected = [slow_ece(confidence, correct, bins, *kind) for kind in KINDS]
@@ -125,19 +125,25 @@ def test_bins_of_equal_mass_hold_equally_many_examples_unless_they_are_equal():
 
 @pytest.mark.slow
 def test_masked_examples_do_not_count():
-    confidence, correct = examples(100, accuracy=lambda c: c / 2)
-    mask = np.random.default_rng(1).random(100) < 0.6
-    confidence[~mask] = np.where(np.arange((~mask).sum()) % 2, np.nan, 0.99)
+    confidence, correct = examples(400, accuracy=lambda c: c / 2)
+    # 200 are left, whose errors another test has compiled.
+    mask = np.random.default_rng(1).permutation(400) < 200
+    confidence[~mask] = np.where(np.arange(200) % 2, np.nan, 0.99)
     left = np.array(every_ece(confidence[mask], correct[mask]))
     assert (left > 0.1).all()
     np.testing.assert_allclose(every_ece(confidence, correct, mask), left, rtol=0, atol=1e-7)
-    assert np.isnan(every_ece(confidence, correct, np.zeros(100, bool))).all()
+    assert np.isnan(every_ece(confidence, correct, np.zeros(400, bool))).all()
+    one = np.arange(400) == np.flatnonzero(mask)[0]
+    expected = [slow_ece(confidence[one], correct[one], 15, *kind) for kind in KINDS]
+    np.testing.assert_allclose(every_ece(confidence, correct, one), expected, rtol=0, atol=2e-6)
 
 
 @pytest.mark.slow
 def test_no_examples_and_nan_give_nan():
     assert np.isnan(every_ece(np.zeros(0), np.zeros(0, bool))).all()
-    assert np.isnan(every_ece(np.array([0.2, np.nan, 0.9]), np.array([False, True, True]))).all()
+    confidence, correct = examples(200)
+    confidence[3] = np.nan
+    assert np.isnan(every_ece(confidence, correct)).all()
 
 
 @pytest.mark.slow
@@ -342,8 +348,8 @@ def test_a_thousand_bins_over_many_examples_keep_their_digits():
         (
             metrics.ece,
             (
-                jax.ShapeDtypeStruct((3_000_000,), "float32"),
-                jax.ShapeDtypeStruct((3_000_000,), bool),
+                jax.ShapeDtypeStruct((300_000,), "float32"),
+                jax.ShapeDtypeStruct((300_000,), bool),
             ),
             60,
         ),

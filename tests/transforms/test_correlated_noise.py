@@ -15,7 +15,7 @@ from jaxdp.transforms.noise import correlated, gaussian, stream
 from tests.transforms.mechanisms import BANDED, STEPS, STRATEGIES, matrix_of
 
 KEY = stream(bytes(range(16)), "test")
-SIZES = {"a": (300, 100), "b": (7,)}
+SIZES = {"a": (30, 10), "b": (7,)}
 SUMS = {name: np.zeros(shape, np.float32) for name, shape in SIZES.items()}
 
 
@@ -110,12 +110,12 @@ def test_the_error_is_that_of_jax_privacy():
 def test_an_update_after_the_last_step_has_no_value():
     noise = correlated(BANDED, steps=1)
     privatizer = jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY, noise=noise)
-    state = privatizer.init({"w": jnp.zeros(2)})
-    mean, state = privatizer.update({"w": jnp.zeros(2)}, state)
+    sums, update = {"w": np.zeros(2, np.float32)}, jax.jit(privatizer.update)
+    mean, state = update(sums, privatizer.init(sums))
     assert np.isfinite(mean["w"]).all()
     with pytest.raises(ValueError, match="step must be below 1, got 1"):
-        privatizer.update({"w": jnp.zeros(2)}, state)
-    mean, _ = jax.jit(privatizer.update)({"w": jnp.zeros(2)}, state)
+        privatizer.update(sums, state)
+    mean, _ = update(sums, state)
     assert np.isnan(mean["w"]).all()
     with pytest.raises(ValueError, match="step must be below 1, got 1"):
         privatizer.check_step(1)
@@ -134,7 +134,7 @@ def test_the_buffers_are_updated_in_place():
     shapes = jax.eval_shape(lambda: privatizer.init_buffers(SUMS))
     program = jax.jit(update, donate_argnums=0).lower(shapes, SUMS).compile()
     size = sum(x.size * 4 for x in jax.tree.leaves(shapes))
-    assert size == 3 * 4 * 30_007
+    assert size == 3 * 4 * 307
     assert program.memory_analysis().alias_size_in_bytes >= size
 
 

@@ -332,12 +332,13 @@ def test_dense_layers_are_summed_by_rounded_factors():
     """The gradients of the first layer are not formed. Its leaf is the transposed weight."""
     rng = np.random.default_rng(9)
     params = {
-        "first": jnp.asarray(rng.normal(size=(64, 100)), jnp.float32),
-        "second": jnp.asarray(rng.normal(size=(64, 3)), jnp.float32),
+        "first": rng.normal(size=(64, 100)).astype(np.float32),
+        "second": rng.normal(size=(64, 3)).astype(np.float32),
     }
     rows = rng.normal(size=(40, 100)) * np.geomspace(1e-3, 10, 40)[:, None]
     rows[7] = np.nan
-    rows = jnp.asarray(rows, jnp.float32)
+    rows = rows.astype(np.float32)
+    everyone = np.ones(40, bool)
 
     def dense(params, row):
         return (jnp.tanh(params["first"] @ row) @ params["second"]).sum()
@@ -348,26 +349,29 @@ def test_dense_layers_are_summed_by_rounded_factors():
     formed = jaxdp.clipped_grad(dense, clip_norm=0.5, engine="vmap").on_grid(privatizer.grid)
     grid = privatizer.grid
     unit = float(grid.at().unit)
-    total, of_formed = by_factors(params, rows).grads, formed(params, rows).grads
+    total, of_formed = (
+        jax.device_get(sums(params, rows, everyone).grads) for sums in (by_factors, formed)
+    )
     for name, leaf in in_floats(params, rows).grads.items():
-        assert total[name].dtype == jnp.int32
+        assert total[name].dtype == np.int32
         assert total[name].shape == leaf.shape
         lengths = 0.5 * 40 * (1 / unit if name == "first" else 2.0**-16)
         for sums in (total, of_formed):
             bound = lengths + 40 * grid.step
-            np.testing.assert_allclose(np.asarray(sums[name]) * grid.step, leaf, atol=bound)
+            np.testing.assert_allclose(sums[name] * grid.step, leaf, atol=bound)
     # Nearer than the bound, as roundings do not add up, but not equal to formed gradients.
-    error = np.asarray(total["first"] - of_formed["first"]) * grid.step
+    error = (total["first"] - of_formed["first"]) * grid.step
     assert 0 < np.linalg.norm(error) < 0.5 * 40 / unit
     longest = grid.longest
     for row in (0, 7, 39):
         one = np.arange(40) == row
-        alone = by_factors(params, rows, jnp.asarray(one)).grads
-        without = by_factors(params, rows, jnp.asarray(~one)).grads
+        alone, without = (
+            jax.device_get(by_factors(params, rows, mask).grads) for mask in (one, ~one)
+        )
         squares = 0
         for name, leaf in alone.items():
             assert (leaf + without[name] == total[name]).all()
-            squares += int((np.asarray(leaf).astype(object) ** 2).sum())
+            squares += int((leaf.astype(object) ** 2).sum())
         assert squares <= longest
     assert squares > 0.97 * longest  # the last gradient is clipped
 
@@ -391,11 +395,11 @@ def last_bits(exact, value):
     """Returns how many noisy values near 0 have last bits that 1 + noise cannot have."""
     privatizer = jaxdp.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY, exact=exact)
     # Far below the last bit of a float32 near 1, and the last bit of the grid.
-    unit, dtype = 2.0**-26, jnp.float32
+    unit, dtype = 2.0**-26, np.float32
     if exact:
-        unit, dtype = privatizer.grid.step, jnp.int32
+        unit, dtype = privatizer.grid.step, np.int32
         value = value * math.isqrt(privatizer.grid.longest)
-    sums = jnp.full(SAMPLES, value, dtype)
+    sums = np.full(SAMPLES, value, dtype)
     noisy, _ = privatizer.update(sums, privatizer.init(None))
     noisy = np.asarray(noisy, np.float64)
     near = noisy[np.abs(noisy) < 2.0**-5]
@@ -418,7 +422,7 @@ def test_last_bits_tell_a_sum_in_floats_and_no_sum_in_integers():
 # --- Training ------------------------------------------------------------------------------------
 
 CLASSES = 10
-PARAMS = {"kernel": jnp.zeros((64, CLASSES)), "bias": jnp.zeros(CLASSES)}
+PARAMS = {"kernel": np.zeros((64, CLASSES), np.float32), "bias": np.zeros(CLASSES, np.float32)}
 
 
 def loss(params, example):
@@ -458,10 +462,11 @@ def test_a_step_is_the_integers_of_its_examples_and_the_noise_of_its_key(trainer
         np.testing.assert_allclose(np.asarray(leaf) * grid.step, expected[name], atol=bias + 1e-5)
     # The order of a batch does not matter, bit for bit.
     shuffled = trainer.sums(state, digits, np.random.default_rng(0).permutation(rows))
+    total, shuffled = jax.device_get((total, shuffled))
     assert jax.tree.all(jax.tree.map(lambda x, y: (x == y).all(), total, shuffled))
     drawn = noise.rounded_gaussian(state.noise.key, total, grid.bits, number=state.noise.step)
     mean, _ = trainer.privatizer.update(total, state.noise)
-    steps = jax.tree.map(lambda x, y: np.asarray(x + y) * grid.step / 30, total, drawn)
+    steps = jax.tree.map(lambda x, y: (x + np.asarray(y)) * grid.step / 30, total, drawn)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), mean, steps)
     # The whole step pays what a step with float noise pays.
     assert trainer.event(0, 7) == finetune.dp_sgd(
@@ -518,7 +523,7 @@ def test_a_gradient_does_not_depend_on_the_row_of_its_example():
     assert (one == without + alone).all()
 
 
-LINEAR = {"kernel": jnp.ones((6, 2)), "bias": jnp.zeros(2)}
+LINEAR = {"kernel": np.ones((6, 2), np.float32), "bias": np.zeros(2, np.float32)}
 
 
 def linear_loss(params, example):
@@ -597,10 +602,11 @@ def test_the_grid_of_a_schedule_is_that_of_each_step(lengths):
     grid = trainer.privatizer.grid
     state = trainer.init(LINEAR)
     key = state.noise.key
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, np.int32), LINEAR)
+
     for step in range(4):
         sigma = trainer.privatizer.multiplier_at(step)
         assert float(grid.at(step).step) == pytest.approx(sigma * 0.5 * 2.0**-grid.bits)
-        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.int32), LINEAR)
         at_step = noise.PrivatizeState(key, jnp.int32(step))
         mean, _ = trainer.privatizer.update(zeros, at_step)
         drawn = noise.rounded_gaussian(key, zeros, grid.bits, number=step)["kernel"]

@@ -29,6 +29,7 @@ from tests.transforms.mechanisms import LAWS
 SEED = bytes(range(16))
 KEY = noise.stream(SEED, "test")
 SAMPLES = 40_000
+ZEROS = np.zeros(SAMPLES, np.float32)
 ACCEPT, REJECT = 1e-6, 1e-12
 
 
@@ -108,7 +109,7 @@ def test_stream_refuses_an_unknown_generator():
 
 
 def test_streams_of_different_purposes_are_uncorrelated():
-    draws = [noise.gaussian(noise.stream(SEED, p), jnp.zeros(SAMPLES), 1.0) for p in ("a", "b")]
+    draws = [noise.gaussian(noise.stream(SEED, p), ZEROS, 1.0) for p in ("a", "b")]
     assert correlation(*draws) < 5 / math.sqrt(SAMPLES)
 
 
@@ -116,7 +117,7 @@ def test_streams_of_different_purposes_are_uncorrelated():
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
 def test_keys_of_other_generators_give_noise_of_their_own(impl):
     one, two = (
-        noise.gaussian(jax.random.key(seed, impl=impl), jnp.zeros(1000), 1.0) for seed in (0, 1)
+        noise.gaussian(jax.random.key(seed, impl=impl), ZEROS[:1000], 1.0) for seed in (0, 1)
     )
     assert p_value(one, stats.norm, 1.0) > ACCEPT and correlation(one, two) < 5 / math.sqrt(1000)
 
@@ -128,15 +129,9 @@ def test_noise_of_many_values_under_vmap_is_that_of_each_key():
     Fails for "rbg" keys, whose bits under `vmap` are those of the first key.
     """
     keys = jax.random.split(KEY, 3)
-    together = jax.jit(jax.vmap(lambda key: noise.gaussian(key, jnp.zeros(SAMPLES), 1.0)))(keys)
-    alone = np.stack([noise.gaussian(key, jnp.zeros(SAMPLES), 1.0) for key in keys])
+    together = jax.jit(jax.vmap(lambda key: noise.gaussian(key, ZEROS, 1.0)))(keys)
+    alone = np.stack([noise.gaussian(key, ZEROS, 1.0) for key in keys])
     np.testing.assert_allclose(together, alone, rtol=1e-5, atol=1e-6)
-
-
-def test_the_noise_of_a_constant_key_is_computed_when_a_program_runs():
-    """XLA folds constants, which took 7 s for the noise of a ViT."""
-    text = jax.jit(lambda: noise.gaussian(KEY, jnp.zeros(SAMPLES), 1.0)).lower().compile().as_text()
-    assert " xor(" in text
 
 
 # --- the three mechanisms ------------------------------------------------------------------------
@@ -158,12 +153,13 @@ def test_tails_follow_the_law_far_out(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LAWS)
 def test_scale_may_be_traced_and_zero_means_none(name):
-    draw = LAWS[name][0]
-    traced = jax.jit(lambda scale: draw(KEY, jnp.zeros(SAMPLES), scale))(
-        jnp.asarray(2.5, jnp.bfloat16)
-    )
-    np.testing.assert_allclose(traced, draw(KEY, jnp.zeros(SAMPLES), 2.5), rtol=1e-5, atol=1e-5)
-    assert (np.asarray(draw(KEY, jnp.zeros(SAMPLES), 0.0)) == 0).all()
+    draw, scale = LAWS[name][0], jnp.asarray(2.5, jnp.bfloat16)
+    compiled = jax.jit(lambda scale: draw(KEY, ZEROS, scale)).lower(scale).compile()
+    np.testing.assert_allclose(compiled(scale), draw(KEY, ZEROS, 2.5), rtol=1e-5, atol=1e-5)
+    assert (np.asarray(draw(KEY, ZEROS, 0.0)) == 0).all()
+    # The noise of a constant key is computed when a program runs. XLA folds constants, which took
+    # 7 s for the noise of a ViT.
+    assert " xor(" in compiled.as_text()
 
 
 def test_wrong_leaves_are_refused():
@@ -226,10 +222,10 @@ def vector(key, size, pairs=2, number=0):
 def test_gaussian_noise_is_that_of_an_independent_computation():
     """Fails if leaves share noise, blocks are read twice, or a value loses relative precision."""
     tree = {
-        "a": jnp.zeros((3, 7)),
+        "a": np.zeros((3, 7), np.float32),
         "b": None,
-        "c": jnp.zeros(SAMPLES - 22, jnp.bfloat16),
-        "d": jnp.zeros(()),
+        "c": np.zeros(SAMPLES - 22, jnp.bfloat16),
+        "d": np.zeros((), np.float32),
     }
     drawn = noise.gaussian(KEY, tree, 1.0)
     expected = vector(jax.random.key_data(KEY), SAMPLES)
@@ -250,7 +246,7 @@ def test_gaussian_noise_is_that_of_an_independent_computation():
 def test_draws_of_different_numbers_read_different_blocks():
     """Fails if few or many values forget the number, or if a traced number is another than a
     constant."""
-    few, many = jnp.zeros(101), jnp.zeros(SAMPLES)
+    few, many = ZEROS[:101], ZEROS
     for like, number in ((few, 2**32 - 1), (few, jnp.int32(7)), (many, 7)):
         drawn = noise.gaussian(KEY, like, 1.0, number=number)
         expected = vector(jax.random.key_data(KEY), like.size, number=np.uint32(number))
@@ -262,6 +258,16 @@ def test_draws_of_different_numbers_read_different_blocks():
     for fraction in (0.5, jnp.float32(1), True):
         with pytest.raises(TypeError, match="number must be an integer"):
             noise.gaussian(KEY, few, 1.0, number=fraction)
+
+
+def looped_block(key, inputs):
+    """Returns the words of `chacha.unrolled_block` by `chacha.block`.
+
+    test_chacha proves that they are equal.
+    """
+    columns = jnp.broadcast_arrays(*(jnp.asarray(word, jnp.uint32) for word in inputs))
+    words = chacha.block(jnp.stack(key), [column.ravel() for column in columns])
+    return [word.reshape(columns[0].shape) for word in words]
 
 
 @pytest.mark.slow
@@ -277,7 +283,11 @@ def test_every_platform_draws_the_same_normals(monkeypatch, platform, kernels):
     given = kernels
     monkeypatch.setattr(forms, "by_platform", chosen)
     # No other test draws as many, so none meets this program in JAX's cache.
-    tree = {"a": jnp.zeros((3, 7)), "b": jnp.zeros(kernel.VALUES_PER_STEP + 4321 + kernels)}
+    shapes = {"a": (3, 7), "b": kernel.VALUES_PER_STEP + 4321 + kernels}
+    tree = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    if not kernels:
+        # XLA-CPU would compute the unrolled cipher once for each of its readers, and compiles 3 s.
+        monkeypatch.setattr(chacha, "unrolled_block", looped_block)
     with pltpu.force_tpu_interpret_mode():
         drawn = noise.gaussian(KEY, tree, 1.0, number=5)
     found = np.concatenate([np.ravel(drawn[name]) for name in "ab"])
@@ -288,7 +298,7 @@ def test_every_platform_draws_the_same_normals(monkeypatch, platform, kernels):
 
 def test_one_process_draws_noise_for_every_platform():
     """Fails if the form is that of the process, which is a CPU's, and not that of the program."""
-    traced = jax.jit(lambda key: noise.gaussian(key, jnp.zeros(4322), 1.0)).trace(KEY)
+    traced = jax.jit(lambda key: noise.gaussian(key, ZEROS[:4322], 1.0)).trace(KEY)
     text = {
         name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")
     }
@@ -315,7 +325,7 @@ def test_every_edge_of_the_words_gives_finite_normals_of_both_signs():
 def test_128_bits_make_almost_every_value_distinct():
     """Counts repeats. A normal of one float32 uniform has 2**23 values, so 400k draws collide about
     9500 times."""
-    values = np.asarray(noise.gaussian(KEY, jnp.zeros(400_000), 1.0))
+    values = np.asarray(noise.gaussian(KEY, np.zeros(400_000, np.float32), 1.0))
     np.testing.assert_allclose(values, vector(jax.random.key_data(KEY), 400_000), rtol=2e-6)
     one_draw = np.asarray(jax.random.normal(jax.random.fold_in(KEY, 1), (400_000,)))
     repeats = lambda x: x.size - np.unique(x).size  # noqa: E731
@@ -464,13 +474,17 @@ def test_cauchy_noise_reaches_as_far_as_floats_do(words_in_turn, zeros, word):
 
 @pytest.mark.slow
 def test_discrete_laplace_takes_a_traced_scale():
-    draw = lambda scale: noise.discrete_laplace(KEY, jnp.zeros(SAMPLES), scale)  # noqa: E731
+    draw = lambda scale: noise.discrete_laplace(KEY, ZEROS, scale)  # noqa: E731
     assert (np.asarray(jax.jit(draw)(7.0)) == np.asarray(draw(7.0))).all()
 
 
 # --- privatize -----------------------------------------------------------------------------------
 
-GRADS = {"w": jnp.full((300, 100), 2.0), "b": jnp.full((10_000,), 2.0), "frozen": None}
+# The sizes are those of the independent computation above, whose program draws their noise.
+SHAPES = {"b": (3, 7), "w": (SAMPLES - 22,), "x": ()}
+GRADS = {name: np.full(shape, 2, np.float32) for name, shape in SHAPES.items()} | {"frozen": None}
+# For what does not depend on the size, because a program of few values compiles sooner.
+FEW_GRADS = {"w": np.full(5, 2, np.float32)}
 
 
 @pytest.mark.slow
@@ -480,7 +494,7 @@ def test_privatize_adds_the_configured_noise_then_divides(first):
     out, state = privatizer.update(GRADS, privatizer.init(GRADS))
     assert out["frozen"] is None and int(state.step) == 1
     added = noise.gaussian(KEY, GRADS, 1.5)
-    for name in ("w", "b"):
+    for name in SHAPES:
         np.testing.assert_allclose(out[name], (2 + np.float64(added[name])) / 20, rtol=1e-5)
 
 
@@ -560,10 +574,9 @@ def test_a_public_schedule_sets_noise_and_event_per_step():
     assert privatizer.event_at(1) == dp_event.GaussianDpEvent(4.0)
     with pytest.raises(ValueError, match=r"event_at\(step\)"):
         _ = privatizer.event
-    state, zeros = privatizer.init(GRADS), jax.tree.map(jnp.zeros_like, GRADS)
-    update = jax.jit(privatizer.update)
+    state, zeros = privatizer.init(GRADS), jax.tree.map(np.zeros_like, GRADS)
     for scale in (2.0, 8.0, 8.0):
-        out, state = update(zeros, state)
+        out, state = privatizer.update(zeros, state)
         assert p_value(out["w"], stats.norm, scale) > ACCEPT
         assert p_value(out["w"], stats.norm, 0.7 * scale) < REJECT
     bad = noise.privatize(2.0, noise_multiplier=lambda step: -1.0, divisor=1.0)
@@ -633,9 +646,9 @@ def test_a_constant_sum_needs_no_noise():
 def test_a_schedule_whose_noise_float32_loses_gives_nan_and_no_event(clip_norm):
     schedule = [1.0, 1e-25, 1e30, *[0.0] * 2**16].__getitem__
     privatizer = noise.privatize(clip_norm, noise_multiplier=schedule, divisor=1.0, key=KEY)
-    state, update = privatizer.init(GRADS), jax.jit(privatizer.update)
+    state, update = privatizer.init(FEW_GRADS), jax.jit(privatizer.update)
     for step, std in enumerate((clip_norm, 1e-25 * clip_norm, 1e30 * clip_norm, 0.0)):
-        out, state = update(GRADS, state)
+        out, state = update(FEW_GRADS, state)
         lost = std != 0 and not 2.0**-100 <= std <= 2.0**100
         assert bool(jnp.isnan(out["w"]).all()) == lost and bool(jnp.isnan(out["w"]).any()) == lost
         if lost:
@@ -643,6 +656,9 @@ def test_a_schedule_whose_noise_float32_loses_gives_nan_and_no_event(clip_norm):
                 privatizer.event_at(step)
         elif std == 0:
             assert (out["w"] == 2.0).all()
+
+
+ROWS_OF_DEVICES = np.arange(8 * 500, dtype=np.float32).reshape(8, 500)
 
 
 def in_shards(step, *, check_vma=True):
@@ -656,7 +672,7 @@ def in_shards(step, *, check_vma=True):
         jax.shard_map(
             step, mesh=mesh, in_specs=(everywhere, rows), out_specs=rows, check_vma=check_vma
         )
-    )(KEY, jnp.arange(8.0 * 500).reshape(8, 500))
+    )(KEY, ROWS_OF_DEVICES)
 
 
 @pytest.mark.slow
@@ -674,9 +690,7 @@ def test_privatize_in_shards_is_for_a_sum_that_all_devices_share():
 
     shared = np.asarray(in_shards(noisy))
     assert (shared == shared[0]).all()
-    single, _ = privatizer.update(
-        jnp.arange(8.0 * 500).reshape(8, 500).sum(0), privatizer.init(None)
-    )
+    single, _ = privatizer.update(ROWS_OF_DEVICES.sum(0), privatizer.init(None))
     np.testing.assert_allclose(shared[0], single, rtol=1e-5)
     with pytest.raises(ValueError, match="all get the same noise"):
         in_shards(lambda key, x: noisy(key, x, total=False))
@@ -741,7 +755,7 @@ def test_charge_and_noise_of_a_schedule_are_one_number():
         return overflowing(step) + 1e-3 * len(calls)  # also of a schedule that changes its mind
 
     privatizer = noise.privatize(2.0, noise_multiplier=schedule, divisor=1.0, key=KEY)
-    zeros, compiled = jnp.zeros(3), jax.jit(privatizer.update)
+    zeros, compiled = ZEROS[:3], jax.jit(privatizer.update)
     for step in (0, 1, 46_341, 60_000):
         state = noise.PrivatizeState(KEY, jnp.int32(step))
         normal = noise.gaussian(KEY, zeros, 1.0, number=step)
@@ -781,7 +795,7 @@ def test_a_compiled_update_knows_the_steps_of_its_plan_only():
     )
     update = jax.jit(privatizer.update)
     for step, known in ((0, True), (1, True), (2, False), (-1, False)):
-        noisy, _ = update(jnp.zeros(3), noise.PrivatizeState(KEY, jnp.int32(step)))
+        noisy, _ = update(ZEROS[:3], noise.PrivatizeState(KEY, jnp.int32(step)))
         assert np.isfinite(noisy).all() == known and np.isnan(noisy).all() != known
     with pytest.raises(ValueError, match=r"step must be below 2, got 2.*planned\(steps\)"):
         privatizer.check_step(2)
@@ -846,7 +860,7 @@ def test_masked_leaves_are_left_alone():
     privatizer = optax.masked(
         noise.privatize(1.0, noise_multiplier=1.0, divisor=2.0, key=KEY), {"w": True, "b": False}
     )
-    grads = {"w": jnp.ones(SAMPLES), "b": jnp.ones(3)}
+    grads = {"w": ZEROS + 1, "b": np.ones(3, np.float32)}
     out, _ = privatizer.update(grads, privatizer.init(grads))
     assert (out["b"] == 1.0).all() and (out["w"] != 0.5).all()
 
