@@ -300,8 +300,6 @@ class _Guesses(NamedTuple):
 
 
 def _one_lower(inside: np.ndarray, outside: np.ndarray, terms: Terms) -> float:
-    from jax_privacy import auditing
-
     rank = np.concatenate([inside, outside])
     present = np.arange(len(rank)) < len(inside)
     centred = rank - (len(rank) + 1) / 2
@@ -309,24 +307,39 @@ def _one_lower(inside: np.ndarray, outside: np.ndarray, terms: Terms) -> float:
     from_upper_end = _Guesses(rank, present, 0.5)
     lower = 0.0
     for guesses in (from_both_ends, from_upper_end):
-        # A threshold counts only by (guesses, right guesses, canaries). Two artificial canaries,
-        # which are never guessed, keep both lists filled.
-        right = np.append(guesses.certainty[guesses.right], -np.inf)
-        wrong = np.append(guesses.certainty[~guesses.right], -np.inf)
-        auditor = auditing.CanaryScoreAuditor(right, wrong)
-        lower_bound = auditor.epsilon_one_run
-        if terms.claim == "gaussian":
-            lower_bound = auditor.epsilon_one_run_fdp
         for fraction in _FRACTIONS:
             count = math.ceil(guesses.share * fraction * len(rank))
             threshold = np.sort(guesses.certainty)[-count]
-            epsilon = lower_bound(
-                (1 - terms.confidence) / _TESTS,
-                max(terms.delta, _SMALLEST_DELTA),
-                threshold_strategy=auditing.Explicit(threshold),
-            )
-            lower = max(lower, float(epsilon))
+            is_guessed = guesses.certainty >= threshold
+            right = is_guessed & guesses.right
+            epsilon = _of_guesses(int(is_guessed.sum()), int(right.sum()), len(rank), terms)
+            lower = max(lower, epsilon)
     return lower
+
+
+# Audits of as many canaries share most counts, and a bound of the Gaussian claim takes 10 ms.
+@functools.lru_cache(maxsize=1024)
+def _of_guesses(count: int, right: int, canaries: int, terms: Terms) -> float:
+    """Returns the bound of one of the tests of one run, in which so many guesses are right."""
+    from jax_privacy import auditing
+
+    # A threshold counts only by these three numbers. Two artificial canaries, which are never
+    # guessed, keep both lists filled.
+    wrong = count - right
+    certainly_right = np.full(canaries - wrong + 1, -np.inf)
+    certainly_right[:right] = 1.0
+    certainly_wrong = np.full(wrong + 1, -np.inf)
+    certainly_wrong[:wrong] = 1.0
+    auditor = auditing.CanaryScoreAuditor(certainly_right, certainly_wrong)
+    lower_bound = auditor.epsilon_one_run
+    if terms.claim == "gaussian":
+        lower_bound = auditor.epsilon_one_run_fdp
+    epsilon = lower_bound(
+        (1 - terms.confidence) / _TESTS,
+        max(terms.delta, _SMALLEST_DELTA),
+        threshold_strategy=auditing.Explicit(1.0),
+    )
+    return float(epsilon)
 
 
 def _gaussian_lower(present: np.ndarray, absent: np.ndarray, terms: Terms) -> float:
@@ -345,8 +358,8 @@ def _gaussian_lower(present: np.ndarray, absent: np.ndarray, terms: Terms) -> fl
     threshold = choosing[order >= middle].min()
     missed = np.delete(present, np.s_[::_CHOOSING]) < threshold
     false_alarms = np.delete(absent, np.s_[::_CHOOSING]) >= threshold
-    fnr = _largest_rate(missed, terms.confidence)
-    fpr = _largest_rate(false_alarms, terms.confidence)
+    fnr = _largest_rate(int(missed.sum()), len(missed), terms.confidence)
+    fpr = _largest_rate(int(false_alarms.sum()), len(false_alarms), terms.confidence)
     mu = stats.norm.isf(fpr) - stats.norm.ppf(fnr)
     if mu <= 0:
         return 0.0
@@ -354,12 +367,13 @@ def _gaussian_lower(present: np.ndarray, absent: np.ndarray, terms: Terms) -> fl
         return dp_accounting.get_epsilon_gaussian(1 / mu, terms.delta)
 
 
-def _largest_rate(errors: np.ndarray, confidence: float) -> float:
+@functools.lru_cache(maxsize=1024)
+def _largest_rate(errors: int, trials: int, confidence: float) -> float:
     """Returns Clopper and Pearson's upper bound of a rate of errors.
 
     The interval leaves (1 - confidence) / 2 on either side.
     """
-    test = stats.binomtest(int(errors.sum()), len(errors))
+    test = stats.binomtest(errors, trials)
     return float(test.proportion_ci(confidence).high)
 
 

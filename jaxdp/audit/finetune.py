@@ -107,11 +107,10 @@ def audit_step(
 
     state = _started(trainer, params, runs.seed, "steps before", "views")
     others = np.asarray(others, np.int64)
-    read = jax.jit(functools.partial(_read, trainer))
     for _ in range(step):
         state = trainer.refreshed(state)
         sums = trainer.sums(state, source, others)
-        state = read(state, *_drawn_once(trainer, state, sums))
+        state, _ = trainer.read(state, *_drawn_once(trainer, state, sums))
     # The sums of the audited step, without and with each candidate.
     state = trainer.refreshed(state)
     base = trainer.sums(state, source, others)
@@ -145,23 +144,16 @@ def _drawn_once(
     state: TrainState,
     sums: Any,
 ) -> tuple[Any, PrivatizeState]:
-    """Returns noisy means and next states [R] of a step, by the compiled draws of the audit.
+    """Returns the noisy mean and the next state of a step, by the compiled draws of the audit.
 
-    All R are equal. Programs of the audit have this number of keys.
+    Programs of the audit have `_at_once` keys, so the draw has as many, which are equal.
     """
     keys = jnp.broadcast_to(state.noise.key, _at_once(sums))
     step = int(jax.device_get(state.step))
     states = _states(keys, step)
-    return _released(trainer.privatizer.update, sums, states)
-
-
-def _read(
-    trainer: PrivateTrainer, state: TrainState, noisy: Any, noise: PrivatizeState
-) -> TrainState:
-    """Returns the state after a step, from the first of the noisy means and next states [R]."""
-    first_mean, first_noise = jax.tree.map(lambda leaf: leaf[0], (noisy, noise))
-    after, _ = trainer.read(state, first_mean, first_noise)
-    return after
+    released = _released(trainer.privatizer.update, sums, states)
+    mean, noise = jax.tree.map(lambda leaf: leaf[0], released)
+    return mean, noise
 
 
 def _sampling_probability(trainer: PrivateTrainer) -> float:

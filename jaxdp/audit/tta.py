@@ -10,7 +10,6 @@ canary and its neighbour.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
@@ -90,38 +89,36 @@ def audit_stream(
     runs = Trials(charge=charge, adjacency=adjacency, **terms)
     runs.check_candidates("candidates must hold", len(candidates), "images")
     updates = adapter.method.updates
-    size = min(runs.trials, _IMAGES // len(batch) // updates + 1)
+    size = min(runs.trials, max(1, _IMAGES // len(batch) // updates))
+
+    def after(image: Any, keys: jax.Array) -> np.ndarray:
+        """Returns the adapted parameters under each of `size` keys, float64 [size, P]."""
+        images, mask = _first(batch, image)
+        results = jax.vmap(functools.partial(_after, adapter, batch, images, mask))(keys)
+        return np.asarray(results, np.float64)
 
     def ends(image: Any, purpose: str, count: int) -> np.ndarray:
         """Returns the adapted parameters after `count` updates, float64 [count, P]."""
         keys = runs.keys(purpose, count)
-        images, mask = _first(batch, image)
-        updates = jax.vmap(functools.partial(_after, adapter, batch, images, mask))
         params = []
         for start in range(0, count, size):
             # Calls of one size compile the update once, so the last one repeats some runs.
             rows = np.arange(start, start + size) % count
-            updated = updates(keys[rows])
-            params.append(np.asarray(updated, np.float64))
+            params.append(after(image, keys[rows]))
         return np.concatenate(params)[:count]
 
-    def same_noise(places: Sequence[Any]) -> list[Exact]:
-        # All results have the same noise, so their differences have none.
-        key = runs.keys("choice", 1)
-        at_once = jax.vmap(functools.partial(_after, adapter, batch))
-        of_places: list[Exact] = []
-        for start in range(0, len(places), size):
-            some = places[start : start + size]
-            firsts = [_first(batch, image) for image in some]
-            images, masks = map(np.stack, zip(*firsts, strict=True))
-            results = at_once(images, masks, key[np.zeros(len(some), int)])
-            of_places += map(Exact, some, np.asarray(results, np.float64))
-        return of_places
+    # All results have the same noise, so their differences have none. Equal keys in the number of
+    # the trials share the compiled update, which takes longer to compile than to run.
+    same_keys = runs.keys("choice", 1)[np.zeros(size, int)]
+
+    def same_noise(image: Any) -> Exact:
+        return Exact(image, after(image, same_keys)[0])
 
     def distance(one: Exact, other: Exact) -> float:
         return float(np.linalg.norm(one.result - other.result))
 
-    *results, empty = same_noise([*candidates, None])  # None is padding
+    results = [same_noise(image) for image in candidates]
+    empty = same_noise(None)  # padding
     canary, neighbour = runs.farthest(results, [empty], distance)
     direction = canary.result - neighbour.result
     if updates > 1:

@@ -119,7 +119,7 @@ def with_one_key(
     key: jax.Array, *args: Any, whole: Callable[..., Any] = auditing.noisy_fraction
 ) -> jax.Array:
     """Draws the noise of all estimates from one key."""
-    return whole(jax.random.key(0, impl="threefry2x32"), *args)
+    return whole(case.one_key(key), *args)
 
 
 TWINS = standard_twins(

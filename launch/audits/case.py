@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
+import jax
+
 from jaxdp.audit import Audit
 from jaxdp.release import derive
 
@@ -108,6 +110,15 @@ def standard_twins(
 def patched(owner: Any, name: str, broken: Any) -> Callable[[], Any]:
     """Returns a function whose context has a broken function in the place of an honest one."""
     return lambda: mock.patch.object(owner, name, broken)
+
+
+def one_key(key: jax.Array) -> jax.Array:
+    """Returns the same key for every key of a kind.
+
+    It is a function of the key, so that the programs of the honest mechanism draw the noise.
+    """
+    zeros = 0 * jax.random.key_data(key)
+    return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
 
 
 def under(audit: Audit, claimed: float) -> Audit:

@@ -37,7 +37,7 @@ from jaxdp.finetune.sla_clip import SlackClipping
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import DpEvent, GaussianDpEvent
 from jaxdp.privacy.accounting import Adjacency
-from jaxdp.release import claim, stream
+from jaxdp.release import claim
 from jaxdp.transforms.noise import Privatizer, PrivatizeState
 
 from . import case, inputs
@@ -269,8 +269,7 @@ def _with_sums_of(honest: PrivateTrainer, twin: PrivateTrainer, **functions: Any
 
 def with_one_key(trainer: PrivateTrainer) -> PrivateTrainer:
     """Returns a trainer that draws the noise of every run from one key."""
-    one = stream(bytes(16), "the only key")
-    return _with_noise(trainer, lambda state: state._replace(key=one))
+    return _with_noise(trainer, lambda state: state._replace(key=case.one_key(state.key)))
 
 
 def with_noise_used_twice(trainer: PrivateTrainer) -> PrivateTrainer:

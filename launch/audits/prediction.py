@@ -58,8 +58,6 @@ RARE = {
     "Laplace noise on votes",
 }
 QUERY = np.float32(1.0)
-# Keys of this kind give the same noise on all devices.
-KEY = jax.random.key(38, impl="threefry2x32")
 
 
 def records(surpluses: Sequence[int]) -> Data:
@@ -189,15 +187,14 @@ def with_one_key(whole: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a mechanism that answers all queries of all calls with the noise of one answer, from
     one key.
 
-    With much noise an answer would say nothing about the votes behind it. The noise of this key is
-    small.
+    With much noise an answer would say nothing about the votes behind it. The answer in the middle
+    of equal queries has little.
     """
 
     def broken(key: jax.Array, *arrays: Any, **options: Any) -> np.ndarray:
-        first = [np.asarray(array)[..., :1] for array in arrays]
-        answer = whole(KEY, *first, **options)
-        queries = np.shape(arrays[0])[-1]
-        return np.repeat(answer, queries)
+        answers = np.asarray(whole(case.one_key(key), *arrays, **options))
+        middle = np.sort(answers)[len(answers) // 2]
+        return np.full_like(answers, middle)
 
     return broken
 
@@ -513,7 +510,7 @@ def pate(gnmax: ensembles.ConfidentGNMax) -> Audits:
         self: Any, key: jax.Array, votes: np.ndarray, *, num_classes: int, max_answers: int
     ) -> np.ndarray:
         answer = with_one_key(functools.partial(whole, self))
-        return answer(key, votes, num_classes=num_classes, max_answers=1)
+        return answer(key, votes, num_classes=num_classes, max_answers=max_answers)
 
     half = dataclasses.replace(
         gnmax, sigma_threshold=gnmax.sigma_threshold / 2, sigma_votes=gnmax.sigma_votes / 2

@@ -100,9 +100,7 @@ def _with_one_key(converse: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a conversation that draws its noise from one key, whatever key it is given."""
 
     def broken(method: Method, parties: Any, key: jax.Array, **options: Any) -> Any:
-        zeros = 0 * jax.random.key_data(key)
-        same = jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
-        return converse(method, parties, same, **options)
+        return converse(method, parties, case.one_key(key), **options)
 
     return broken
 

@@ -84,7 +84,7 @@ def with_one_key(
     key: jax.Array, *args: Any, whole: Callable[..., jax.Array] = scaler.draw
 ) -> jax.Array:
     """Draws the noise of all releases from one key."""
-    return whole(jax.random.key(0, impl="threefry2x32"), *args)
+    return whole(case.one_key(key), *args)
 
 
 _UNCLIPPED = patched(scaler, "contributions", without_a_clip)

@@ -69,9 +69,7 @@ class OneKey(tta.Adapter):
 
     def init(self, key: jax.Array | None = None) -> tta.AdaptState:
         assert key is not None
-        zeros = 0 * jax.random.key_data(key)
-        same = jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
-        return super().init(same)
+        return super().init(case.one_key(key))
 
 
 def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> Audits:

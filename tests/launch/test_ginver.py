@@ -11,10 +11,10 @@ from jaxdp.split.backbone import Backbone
 from launch.ginver import Ginver
 from launch.representation_attacks import attack
 
-MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=3, num_heads=2, mlp_width=32)
+MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=2, num_heads=2, mlp_width=32)
 BACKBONE = Backbone(MODEL, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
 TRAINING = {"prefix_tokens": 1, "batch_size": 20}
-COPIES, STEPS = 9, 75
+COPIES, STEPS = 9, 50
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def world():
 
 
 def ginver(shipped, **options):
-    return Ginver(extract=BACKBONE.front, front=shipped, steps=STEPS, learning_rate=5e-3, **options)
+    return Ginver(extract=BACKBONE.front, front=shipped, steps=STEPS, learning_rate=1e-2, **options)
 
 
 def gain(better, worse):

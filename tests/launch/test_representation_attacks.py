@@ -32,11 +32,11 @@ from launch.split_attackers import ATTACKERS, Knowledge, attackers_of
 
 pytestmark = pytest.mark.slow
 
-MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=3, num_heads=2, mlp_width=32)
+MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=2, num_heads=2, mlp_width=32)
 BACKBONE = Backbone(MODEL, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
 EXTRACT = BACKBONE.front
 SCALE, COPIES, PUBLIC = 0.6, 9, 256
-TRAINING = {"prefix_tokens": 1, "epochs": 6, "batch_size": 32, "learning_rate": 3e-3}
+TRAINING = {"prefix_tokens": 1, "epochs": 4, "batch_size": 32, "learning_rate": 5e-3}
 
 
 def model_noise(key, front):
