@@ -39,7 +39,7 @@ from jaxdp.data.physical import Sampler
 from jaxdp.data.storage import on_device
 from jaxdp.files import shows_keywords
 from jaxdp.finetune.options import OPTION_DEFAULTS, Options, check_clip_norm
-from jaxdp.finetune.query import Query, QuerySums, moving_params
+from jaxdp.finetune.query import Query, QuerySums, moving_params, wide
 from jaxdp.finetune.step import repeatable
 from jaxdp.finetune.trainer import PrivateTrainer, make_trainer
 from jaxdp.transforms import forms
@@ -58,8 +58,10 @@ class _Contribution(NamedTuple):
     residual: Any  # like the trainable parameters, or None if it is dropped
 
 
-class _Layout(NamedTuple):
-    """The division of the trainable leaves into groups. It is static.
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """The division of the trainable leaves into groups.
 
     Attributes:
       structure: The tree of the trainable leaves.
@@ -70,10 +72,10 @@ class _Layout(NamedTuple):
     """
 
     structure: Any
-    shapes: list[tuple[int, ...]]
-    owner: list[int]
-    widths: list[int]
-    names: list[str]
+    shapes: tuple[tuple[int, ...], ...]
+    owner: tuple[int, ...]
+    widths: tuple[int, ...]
+    names: tuple[str, ...]
 
     def together(self, leaves: list[jax.Array], group: int) -> list[jax.Array]:
         """Returns the values of one group, from one value per leaf."""
@@ -109,9 +111,7 @@ class GradientEmbedding(Query):
     stochastic: bool
 
     def __post_init__(self) -> None:
-        # One compiled program per function. Traced as a part of the step they are called directly.
-        for name in ("_random", "_zeros", "_project", "_add_power", "_orthonormal"):
-            object.__setattr__(self, name, _top_level(getattr(self, name)))
+        object.__setattr__(self, "_add_power", _Part(self._add_power))
 
     @property
     def weights(self) -> tuple[float, float]:
@@ -131,8 +131,10 @@ class GradientEmbedding(Query):
           ValueError: The anchors' gradients at `params` span fewer dimensions than the basis.
         """
         layout = self._layout(params)
-        random = self._random(params, jnp.int32(0))
-        images = [self._project(params, random, anchors) for anchors in self.public]
+        random = _random(self._trainable(params), layout, jnp.int32(0))
+        zeros = _zeros(random)
+        # The program of the first step, of which only the products count here.
+        images = [self._add_power(params, random, zeros, anchors)[1] for anchors in self.public]
         for group, (width, name) in enumerate(zip(layout.widths, layout.names, strict=True)):
             image = np.concatenate([of_groups[group] for of_groups in images])
             # Random columns keep the rank of A, and A L is much smaller than A.
@@ -143,7 +145,7 @@ class GradientEmbedding(Query):
                     f"anchors' gradients there span only {rank} at these parameters. Choose a "
                     "smaller basis_size, more or other anchors, or other groups."
                 )
-        return self._zeros(random) if self.refresh_every > 1 else None
+        return zeros if self.refresh_every > 1 else None
 
     def refresh(
         self,
@@ -153,13 +155,36 @@ class GradientEmbedding(Query):
         public: Any,
     ) -> list[jax.Array]:
         """Returns an orthonormal basis of the subspace of the anchors' gradients."""
-        basis = self._random(params, step)
+        return self._refreshed(params, step, public, lambda part, *args: part(*args))
+
+    def refresh_programs(
+        self, params: Any, carried: Any, step: Any, public: Any
+    ) -> list[jax.stages.Lowered]:
+        """Returns the programs of its parts, in the order of the calls."""
+        programs = []
+
+        def lower(part: _Part, *args: Any) -> Any:
+            programs.append(part.lower(*args))
+            return part.shapes(*args)
+
+        self._refreshed(params, step, public, lower)
+        return programs
+
+    def _refreshed(self, params: Any, step: Any, public: Any, call: Callable[..., Any]) -> Any:
+        """Returns a basis, with each part called by `call(part, *args)`."""
+        layout = self._layout(params)
+        basis = call(_random, self._trainable(params), layout, step)
         for _ in range(self.power_iterations):
-            image = self._zeros(basis)
+            image = call(_zeros, basis)
             for anchors in public:
-                image = self._add_power(params, basis, image, anchors)
-            basis = self._orthonormal(params, image)
+                image, _ = call(self._add_power, params, basis, image, anchors)
+            basis = call(_orthonormal, image, layout)
         return basis
+
+    def _trainable(self, params: Any) -> list[jax.Array]:
+        """Returns the trainable leaves, in the order of the layout."""
+        leaves: list[jax.Array] = jax.tree.leaves(self.gradient.trainable_params(params))
+        return leaves
 
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
@@ -265,10 +290,10 @@ class GradientEmbedding(Query):
         widths = self.basis_size * roots / roots.sum() + 1e-9
         layout = _Layout(
             structure=structure,
-            shapes=[leaf.shape for leaf in leaves],
-            owner=[numbers[key] for key in keys],
-            widths=widths.astype(int).tolist(),
-            names=list(map(_group_name, paths_of_groups)),
+            shapes=tuple(leaf.shape for leaf in leaves),
+            owner=tuple(numbers[key] for key in keys),
+            widths=tuple(widths.astype(int).tolist()),
+            names=tuple(map(_group_name, paths_of_groups)),
         )
         self._check_widths(layout, entries)
         return layout
@@ -289,22 +314,6 @@ class GradientEmbedding(Query):
                     "basis_size, the number of anchors, or groups."
                 )
 
-    def _random(self, params: Any, step: Any) -> list[jax.Array]:
-        """Returns L before the first power iteration."""
-        layout = self._layout(params)
-        # The step is folded in, so that a direction that one start misses is not missed by all.
-        key = jax.random.fold_in(jax.random.key(_PUBLIC_KEY), step)
-        leaves = jax.tree.leaves(moving_params(self.gradient, params))
-        basis = []
-        for i, (leaf, group) in enumerate(zip(leaves, layout.owner, strict=True)):
-            shape = (leaf.size, layout.widths[group])
-            leaf_key = jax.random.fold_in(key, i)
-            basis.append(jax.random.normal(leaf_key, shape, leaf.dtype))
-        return basis
-
-    def _zeros(self, basis: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.zeros_like(leaf) for leaf in basis]
-
     def _anchor_gradients(self, params: Any, anchors: Any) -> list[jax.Array]:
         """Returns the rows of A for a physical batch of anchors, [m, p_leaf] per leaf."""
         if self.gradient.group:  # an anchor is a group of one view
@@ -312,38 +321,24 @@ class GradientEmbedding(Query):
         key = jax.random.key(_PUBLIC_KEY) if self.stochastic else None
         return _rows(self.gradient.per_example(params, anchors, key=key).grads)
 
-    def _project(self, params: Any, basis: list[jax.Array], anchors: Any) -> list[jax.Array]:
-        """Returns A L for the rows of A of some anchors, [m, k_g] per group."""
-        return self._layout(params).embed(self._anchor_gradients(params, anchors), basis)
-
     def _add_power(
         self,
         params: Any,
         basis: list[jax.Array],
         image: list[jax.Array],
         anchors: Any,
-    ) -> list[jax.Array]:
-        """Returns image + A^T (A L), with the rows of A of some anchors."""
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Returns image + A^T (A L), with the rows of A of some anchors, and A L.
+
+        A L is [m, k_g] per group.
+        """
         layout = self._layout(params)
         a = self._anchor_gradients(params, anchors)
         al = layout.embed(a, basis)
         total = []
         for x, rows, group in zip(image, a, layout.owner, strict=True):
             total.append(x + _dot(rows.T, al[group]))
-        return total
-
-    def _orthonormal(self, params: Any, image: list[jax.Array]) -> list[jax.Array]:
-        """Makes the columns of every group orthonormal."""
-        layout = self._layout(params)
-        basis = list(image)
-        for group in range(len(layout.widths)):
-            members = [leaf for leaf, owner in enumerate(layout.owner) if owner == group]
-            columns = layout.together(image, group)
-            q = _gram_schmidt(jnp.concatenate(columns))
-            *cuts, _ = np.cumsum([len(rows) for rows in columns])  # the last sum is the end of all
-            for leaf, rows in zip(members, jnp.split(q, cuts), strict=True):
-                basis[leaf] = rows
-        return basis
+        return total, al
 
 
 def _module_groups(paths: list[str], sizes: list[int], count: int) -> list[int]:
@@ -382,18 +377,68 @@ def _rank(matrix: np.ndarray) -> int:
     return int((values > least).sum())
 
 
-def _top_level(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiles with `repeatable`, or calls the function directly inside another program.
+class _Part:
+    """A part of the making of a basis, which is one program.
 
-    Programs that `repeatable` has compiled cannot be nested.
+    Programs that `repeatable` has compiled cannot be nested, so another program calls the function
+    directly.
     """
-    jitted = repeatable(function, platform=forms.platform())
 
-    def call(*args: Any) -> Any:
+    def __init__(self, function: Callable[..., Any]):
+        self._function = function
+        self._jitted: dict[str, Any] = {}  # by platform
+
+    @property
+    def _program(self) -> Any:
+        platform = forms.platform()
+        if platform not in self._jitted:
+            self._jitted[platform] = repeatable(self._function, platform=platform)
+        return self._jitted[platform]
+
+    def __call__(self, *args: Any) -> Any:
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
-        return function(*args) if traced else jitted(*args)
+        return self._function(*args) if traced else self._program(*args)
 
-    return call
+    def lower(self, *args: Any) -> jax.stages.Lowered:
+        lowered: jax.stages.Lowered = self._program.lower(*args)
+        return lowered
+
+    def shapes(self, *args: Any) -> Any:
+        return self._program.eval_shape(*args)
+
+
+# Trainers with leaves of equal shapes share these programs.
+
+
+@_Part
+def _random(trainable: list[jax.Array], layout: _Layout, step: Any) -> list[jax.Array]:
+    """Returns L before the first power iteration."""
+    # The step is folded in, so that a direction that one start misses is not missed by all.
+    key = jax.random.fold_in(jax.random.key(_PUBLIC_KEY), step)
+    basis = []
+    for i, (leaf, group) in enumerate(zip(trainable, layout.owner, strict=True)):
+        shape = (leaf.size, layout.widths[group])
+        basis.append(jax.random.normal(jax.random.fold_in(key, i), shape, wide(leaf).dtype))
+    return basis
+
+
+@_Part
+def _zeros(basis: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.zeros_like(leaf) for leaf in basis]
+
+
+@_Part
+def _orthonormal(image: list[jax.Array], layout: _Layout) -> list[jax.Array]:
+    """Makes the columns of every group orthonormal."""
+    basis = list(image)
+    for group in range(len(layout.widths)):
+        members = [leaf for leaf, owner in enumerate(layout.owner) if owner == group]
+        columns = layout.together(image, group)
+        q = _gram_schmidt(jnp.concatenate(columns))
+        *cuts, _ = np.cumsum([len(rows) for rows in columns])  # the last sum is the end of all
+        for leaf, rows in zip(members, jnp.split(q, cuts), strict=True):
+            basis[leaf] = rows
+    return basis
 
 
 def _gram_schmidt(columns: jax.Array) -> jax.Array:

@@ -121,7 +121,11 @@ def lowered(
     A program is traced when the iterator comes to it.
     """
     for name, (function, args) in step_programs(trainer, state, source, last).items():
-        yield name, function.lower(*args)
+        if name == "refresh":
+            for part in trainer.query.refresh_programs(*args):
+                yield name, part
+        else:
+            yield name, function.lower(*args)
 
 
 def step_programs(
@@ -139,8 +143,9 @@ def step_programs(
     query = trainer.query
     if query.refresh_every:
         args = (state.params, state.carried, state.step, query.public)
-        programs["refresh"] = (jax.jit(query.refresh), args)
-        state = state._replace(carried=jax.eval_shape(query.refresh, *args))
+        refresh = jax.jit(query.refresh)
+        programs["refresh"] = (refresh, args)
+        state = state._replace(carried=refresh.eval_shape(*args))
     physical = trainer.physical(state, source, memory=memory)
     if last is not None:  # A run that ends within the first steps needs the largest size only.
         physical = physical.of_step(last - 1)

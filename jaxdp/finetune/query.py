@@ -108,6 +108,12 @@ class Query(abc.ABC):
         """Returns a new `carried`."""
         return carried
 
+    def refresh_programs(
+        self, params: Any, carried: Any, step: Any, public: Any
+    ) -> list[jax.stages.Lowered]:
+        """Returns the programs that `refresh` runs, for the token of a release."""
+        return [jax.jit(self.refresh).lower(params, carried, step, public)]
+
     @abc.abstractmethod
     def zeros(self, params: Any) -> Any:
         """Returns the sum over no examples."""

@@ -53,8 +53,8 @@ def optimal_noise(
       steps: T.
       strategy: "banded", a banded Toeplitz matrix by `toeplitz.optimize_banded_toeplitz`, "blt", a
         buffered linear Toeplitz matrix by `buffered_toeplitz.optimize`, or "bisr", the banded
-        inverse square root by `toeplitz.optimal_max_error_noising_coefs`. They are of
-        `jax_privacy.matrix_factorization`. Coefficients are rounded to five decimal digits.
+        inverse square root. The optimisers are of `jax_privacy.matrix_factorization`. Coefficients
+        are rounded to five decimal digits.
       bands: The number of bands, or of buffers of "blt". None, the default, takes the best of the
         powers of two up to the separation of participations, and of that, up to 64. For "blt" the
         optimiser chooses.
@@ -106,12 +106,12 @@ def _bands(steps: int, count: int) -> tuple[float, ...]:
 
 def _inverse_root(pattern: Mapping[str, Any], bands: int | None) -> CorrelatedNoise:
     """Returns the noise of the banded inverse square root of the sum over steps."""
-    from jax_privacy.matrix_factorization import toeplitz
-
     steps = pattern["steps"]
 
     def of(count: int) -> CorrelatedNoise:
-        coefficients = np.asarray(toeplitz.optimal_max_error_noising_coefs(count))
+        # Those of sqrt(1 - x), as `toeplitz.optimal_max_error_noising_coefs` of jax_privacy.
+        powers = np.arange(1, count)
+        coefficients = np.cumprod([1.0, *((powers - 1.5) / powers)])
         return correlated(np.round(coefficients, _DIGITS), **pattern, inverse=True)
 
     if bands is not None:

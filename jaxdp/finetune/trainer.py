@@ -153,13 +153,16 @@ class PrivateTrainer(StepFunctions):
         if self.privatizer.noise is None:
             return None
         sums = jax.eval_shape(self.query.zeros, params)
+        shapes = jax.eval_shape(lambda: self.privatizer.init_buffers(sums))
+        shardings = self.shardings(params, layout, shapes)
+        if shardings is None:
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
-        def zeros() -> Any:
-            return self.privatizer.init_buffers(sums)
+        def zeros(x: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+            # Each device makes its own part.
+            return jnp.zeros(x.shape, x.dtype, device=sharding)
 
-        shardings = self.shardings(params, layout, jax.eval_shape(zeros))
-        # Each device makes its own part.
-        return jax.jit(zeros, out_shardings=shardings)()
+        return jax.tree.map(zeros, shapes, shardings)
 
     def placed(self, state: TrainState, *, copy: bool = False) -> TrainState:
         """Returns a state whose arrays, or NumPy arrays, all lie as its layout says.

@@ -65,8 +65,8 @@ class Recorded:
 @functools.cache
 def trainer_of(num_examples, clip_norm=0.5, correlated=False):
     def loss(params, example):
-        hidden = jnp.tanh(example["image"].reshape(-1) @ params["hidden"])
-        return losses.softmax_cross_entropy(hidden @ params["head"], example["label"])
+        logits = example["image"].reshape(-1) @ params["head"]
+        return losses.softmax_cross_entropy(logits, example["label"])
 
     def shift(key, example):
         return {**example, "image": data.random_crop(key, example["image"], padding=1)}
@@ -99,10 +99,7 @@ def run(folder, source, seed=SEED, steps=STEPS, start=0, **kwargs):
     trainer = trainer_of(len(source), **kwargs)
     trainer.update_in_place.file = released
     rng = np.random.default_rng(start)
-    params = {
-        "hidden": rng.normal(size=(64, 8)).astype(np.float32) / 8,
-        "head": rng.normal(size=(8, 10)).astype(np.float32) / 3,
-    }
+    params = {"head": rng.normal(size=(64, 10)).astype(np.float32) / 8}
     with contextlib.closing(os.fdopen(released)), Ledger(folder / "ledger.sqlite") as ledger:
         ledger.register("digits", adjacency="add_remove", unit="example", delta=1e-5)
         state = finetune.fit(

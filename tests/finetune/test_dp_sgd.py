@@ -839,11 +839,11 @@ def test_models_in_place_of_params_are_refused_with_the_line_that_makes_params()
     trainer = trainer_of(data.PoissonSampler(N, 0.5))
     for model, message in [
         (
-            nnx.Linear(4, 3, rngs=nnx.Rngs(0)),
+            nnx.Linear(1, 1, rngs=nnx.Rngs(0)),
             r"got an NNX module, Linear.*nnx\.split\(model, nnx\.Param, \.\.\.\)",
         ),
         (
-            eqx.nn.MLP(4, 3, 2, 1, key=jax.random.key(0)),
+            eqx.nn.MLP(1, 1, 1, 1, key=jax.random.key(0)),
             r"custom_jvp at 'activation'.*eqx\.partition\(model, eqx\.",
         ),
         ({"w": 1.0}, r"got float at 'w'. Convert a number that is trained with jnp\.asarray"),

@@ -17,6 +17,7 @@ from jaxdp import data, finetune
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import noise
+from jaxdp.transforms.noise import trees
 from tests.finetune.batches import with_batches
 
 # Anchors of whole chunks, for each size of a chunk is a program.
@@ -473,7 +474,7 @@ def test_what_is_changed_after_a_crash_pays_again(tmp_path, monkeypatch):
     monkeypatch.setattr(finetune.PrivateTrainer, "step", crash)
     # Noise that compiles in no time: each trainer has its own programs.
     monkeypatch.setattr(
-        noise, "gaussian", lambda key, tree, std, **_: jax.tree.map(lambda x: std + 0 * x, tree)
+        trees, "gaussian", lambda key, tree, std, **_: jax.tree.map(lambda x: std + 0 * x, tree)
     )
     ledger = Ledger.in_memory()
     ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)

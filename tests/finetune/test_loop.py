@@ -674,7 +674,7 @@ def test_metrics_of_a_run(tmp_path):
 def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
     source = data.bundled("digits").take(np.arange(150))
     trainer = killed_runs.trainer_of.__wrapped__(150)
-    params = {"hidden": np.ones((64, 8), np.float32) / 8, "head": np.ones((8, 10), np.float32)}
+    params = {"head": np.ones((64, 10), np.float32) / 8}
     object.__setattr__(trainer, "update_in_place", trainer.update_in_place._update)
     totals = []
     for path, steps in (

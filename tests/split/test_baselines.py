@@ -305,16 +305,20 @@ def test_the_emulator_has_half_of_the_middle_and_evaluation_all_of_the_model(tra
     assert start.recipe.client == set(flatten_dict(deep, sep="/")) - absent
 
 
+@functools.cache
+def shapes_of(model):
+    return jax.eval_shape(model.init, KEY, jnp.zeros((2, 8, 8, 1)))["params"]
+
+
 def recipe_of(model, **options):
     backbone = Backbone(model, Preprocessing(size=8, mean=(0.0,), std=(1.0,)), 1)
     recipes = []
 
-    def begin(images):
-        params = model.init(KEY, images)["params"]
+    def begin(params):
         recipe, _ = offsite_tuning(backbone, params, num_classes=3, key=KEY, **options)
         recipes.append(recipe)
 
-    jax.eval_shape(begin, jnp.zeros((2, 8, 8, 1)))
+    jax.eval_shape(begin, shapes_of(model))
     return recipes[0]
 
 

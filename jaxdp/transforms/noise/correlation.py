@@ -37,6 +37,7 @@ Strategies, their optimisers and their sensitivities are those of
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -412,6 +413,18 @@ def _float32(name: str, values: Any) -> tuple[float, ...]:
     return tuple(rounded.tolist())
 
 
+@functools.cache
+def _squared_sensitivity() -> Any:
+    """Returns jax_privacy's function as one program.
+
+    Its checks read values. `_sensitivity` makes the same ones.
+    """
+    from jax_privacy.matrix_factorization import toeplitz
+
+    static = ("min_sep", "max_participations", "skip_checks")
+    return jax.jit(toeplitz.minsep_sensitivity_squared, static_argnames=static)
+
+
 def _sensitivity(column: np.ndarray, pattern: dict[str, int]) -> float:
     """Returns the sensitivity of a Toeplitz matrix, or an upper bound on it, by jax_privacy."""
     from jax_privacy.matrix_factorization import sensitivity, toeplitz
@@ -430,7 +443,6 @@ def _sensitivity(column: np.ndarray, pattern: dict[str, int]) -> float:
     with jax.enable_x64(True):
         coefficients = jnp.asarray(column)
         if is_decreasing:
-            squared = toeplitz.minsep_sensitivity_squared(coefficients, **pattern)
-            return float(jnp.sqrt(squared))
+            return math.sqrt(_squared_sensitivity()(coefficients, **pattern, skip_checks=True))
         matrix = toeplitz.materialize_lower_triangular(coefficients)
         return float(sensitivity.get_min_sep_sensitivity_upper_bound(matrix, **pattern))
