@@ -282,8 +282,9 @@ class _ComponentSums:
                 columns = grads.reshape(n_examples, -1)
                 self._columns[leaf] = columns.astype(dtype)
         # Concatenation needs an array, also in a part without small gradients.
-        columns = list(self._columns.values()) or [jnp.zeros((n_examples, 0), dtype)]
-        side_by_side = jnp.concatenate(columns, 1)
+        no_column = jnp.zeros((n_examples, 0), dtype)
+        all_columns = list(self._columns.values()) or [no_column]
+        side_by_side = jnp.concatenate(all_columns, 1)
         norms = [sum_of_squares([side_by_side])]
         norms += [component.squared_norms for component in self._large]
         self.squared_norms = total(norms, dtype)

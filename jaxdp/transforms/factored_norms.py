@@ -481,10 +481,11 @@ def _diagonal(gram: jax.Array) -> jax.Array:
     # `jnp.diagonal` is a gather by indices of twelve operations, which each layer compiles.
     b, s, t, _ = gram.shape
     entries = gram.reshape(b, s, t * t)
-    return lax.slice(entries, (0, 0, 0), entries.shape, (1, 1, t + 1))
+    diagonals: jax.Array = lax.slice(entries, (0, 0, 0), entries.shape, (1, 1, t + 1))
+    return diagonals
 
 
-@functools.partial(rounding.traced_once, static_argnums=3)
+@functools.partial(rounding.traced_once, static_argnums=(3,))
 def _gram_sums(
     grams: Sequence[jax.Array],
     x: Lengths,
