@@ -476,12 +476,14 @@ def _grams(
 
 def _diagonal(gram: jax.Array) -> jax.Array:
     """Returns the diagonals [B, S, T] of matrices [B, S, T, T]."""
-    if forms.platform() != "cpu":
-        return jnp.diagonal(gram, axis1=2, axis2=3)
-    # `jnp.diagonal` is a gather by indices of twelve operations, which each layer compiles.
-    b, s, t, _ = gram.shape
-    entries = gram.reshape(b, s, t * t)
-    diagonals: jax.Array = lax.slice(entries, (0, 0, 0), entries.shape, (1, 1, t + 1))
+    diagonals: jax.Array
+    if forms.platform() == "cpu":
+        # `jnp.diagonal` is a gather by indices of twelve operations, which each layer compiles.
+        b, s, t, _ = gram.shape
+        entries = gram.reshape(b, s, t * t)
+        diagonals = lax.slice(entries, (0, 0, 0), entries.shape, (1, 1, t + 1))
+    else:
+        diagonals = jnp.diagonal(gram, axis1=2, axis2=3)
     return diagonals
 
 
