@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.models.training import Loss, adam_step, fit_in_memory
+from jaxdp.models.training import adam_step, check_positive, epoch_batches
 from jaxdp.models.vit import Block
 from jaxdp.report import progress_bar
 
@@ -242,8 +242,8 @@ def train_decoder(
 ) -> Callable[[Any], jax.Array]:
     """Trains a decoder to invert representations, which are drawn afresh in every batch.
 
-    Adam minimises the mean squared error of pixels. Calls with equal `represent`, shapes and batch
-    size compile once.
+    Adam minimises the mean squared error of pixels. Calls with equal shapes and batch size share
+    the program that trains, and with equal `represent` also the one that draws.
 
     Args:
       key: A typed PRNG key.
@@ -270,16 +270,22 @@ def train_decoder(
         )
     tokens = drawn.shape[1:]
     decoder = decoder_for(images.shape[1:], tokens, prefix_tokens)
-    params = fit_in_memory(
-        _loss(represent, decoder),
-        initial_params(decoder, init_key, tokens),
-        images,
-        key=key,
-        learning_rate=learning_rate,
-        epochs=epochs,
-        batch_size=batch_size,
-        frozen=front,
-    )
+    check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
+    params = initial_params(decoder, init_key, tokens)
+    state = optax.scale_by_adam().init(params)
+    size = min(batch_size, len(images))
+    steps = -(-len(images) // size)
+    public = jax.device_put(images)
+    rate = np.float32(learning_rate)
+    epoch_keys = jax.random.split(key, epochs)
+    for epoch_key in progress_bar(epoch_keys, label="training", unit="epoch"):
+        batches = epoch_batches(epoch_key, len(images), size)
+        for step in range(steps):
+            # A program of its own. So all attackers train by one program, which takes longest to
+            # compile, and no batch of representations outlives its step.
+            drawn = _drawn(represent, front, public, batches, np.int32(step))
+            params, state = _trained(decoder, params, state, drawn, rate)
+        jax.block_until_ready(params)
     return functools.partial(decode, decoder, params)
 
 
@@ -300,19 +306,40 @@ def initial_params(decoder: Decoder, key: jax.Array, tokens: tuple[int, ...]) ->
 _init = jax.jit(Decoder.init, static_argnums=0)
 
 
-@functools.lru_cache
-def _loss(represent: Represent, decoder: Decoder) -> Loss:
-    """Returns the mean squared error per image.
+class _Batch(NamedTuple):
+    """Images [B, S, S, C], their representations [B, T, D], and weights [B], 0 for repetitions."""
 
-    Equal arguments give one object, so that it compiles once.
-    """
+    images: jax.Array
+    representations: jax.Array
+    weights: jax.Array
 
-    def loss(params: Any, front: Any, images: jax.Array, key: jax.Array) -> jax.Array:
-        representations = represent(front, key, images)
-        decoded: Any = decoder.apply({"params": params}, representations)
-        return jnp.mean((decoded - images) ** 2, axis=(1, 2, 3))
 
-    return loss
+@functools.partial(jax.jit, static_argnums=0)
+def _drawn(
+    represent: Represent,
+    front: Any,
+    images: jax.Array,
+    batches: tuple[jax.Array, jax.Array, jax.Array],
+    step: Any,
+) -> _Batch:
+    """Draws the representations of a batch of `epoch_batches`."""
+    rows, weights, keys = batches
+    batch = images[rows[step]]
+    return _Batch(batch, represent(front, keys[step], batch), weights[step])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _trained(
+    decoder: Decoder, params: Any, state: Any, batch: _Batch, learning_rate: Any
+) -> tuple[Any, Any]:
+    """Returns parameters and state of Adam after a step on the mean squared error of pixels."""
+
+    def mean_loss(params: Any) -> jax.Array:
+        decoded: Any = decoder.apply({"params": params}, batch.representations)
+        losses = jnp.mean((decoded - batch.images) ** 2, axis=(1, 2, 3))
+        return (losses * batch.weights).sum() / batch.weights.sum()
+
+    return adam_step(params, state, jax.grad(mean_loss)(params), learning_rate)
 
 
 @functools.partial(jax.jit, static_argnums=0)
