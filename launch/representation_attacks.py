@@ -34,10 +34,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.models.training import Loss, adam_step, fit_in_memory
+from jaxdp.models.training import adam_step, check_positive, epoch_batches
 from jaxdp.models.vit import Block
 from jaxdp.report import progress_bar
 
+from .discrepancy import discrepancy
 from .image_similarity import fitting_windows, lpips, psnr, ssim
 
 Represent = Callable[[Any, jax.Array, jax.Array], jax.Array]
@@ -242,8 +243,8 @@ def train_decoder(
 ) -> Callable[[Any], jax.Array]:
     """Trains a decoder to invert representations, which are drawn afresh in every batch.
 
-    Adam minimises the mean squared error of pixels. Calls with equal `represent`, shapes and batch
-    size compile once.
+    Adam minimises the mean squared error of pixels. Calls with equal shapes and batch size share
+    the program that trains, and with equal `represent` also the one that draws.
 
     Args:
       key: A typed PRNG key.
@@ -270,16 +271,22 @@ def train_decoder(
         )
     tokens = drawn.shape[1:]
     decoder = decoder_for(images.shape[1:], tokens, prefix_tokens)
-    params = fit_in_memory(
-        _loss(represent, decoder),
-        initial_params(decoder, init_key, tokens),
-        images,
-        key=key,
-        learning_rate=learning_rate,
-        epochs=epochs,
-        batch_size=batch_size,
-        frozen=front,
-    )
+    check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
+    params = initial_params(decoder, init_key, tokens)
+    state = optax.scale_by_adam().init(params)
+    size = min(batch_size, len(images))
+    steps = -(-len(images) // size)
+    public = jax.device_put(images)
+    rate = np.float32(learning_rate)
+    epoch_keys = jax.random.split(key, epochs)
+    for epoch_key in progress_bar(epoch_keys, label="training", unit="epoch"):
+        batches = epoch_batches(epoch_key, len(images), size)
+        for step in range(steps):
+            # A program of its own. So all attackers train by one program, which takes longest to
+            # compile, and no batch of representations outlives its step.
+            drawn = _drawn(represent, front, public, batches, np.int32(step))
+            params, state = _trained(decoder, params, state, drawn, rate)
+        jax.block_until_ready(params)
     return functools.partial(decode, decoder, params)
 
 
@@ -300,19 +307,40 @@ def initial_params(decoder: Decoder, key: jax.Array, tokens: tuple[int, ...]) ->
 _init = jax.jit(Decoder.init, static_argnums=0)
 
 
-@functools.lru_cache
-def _loss(represent: Represent, decoder: Decoder) -> Loss:
-    """Returns the mean squared error per image.
+class _Batch(NamedTuple):
+    """Images [B, S, S, C], their representations [B, T, D], and weights [B], 0 for repetitions."""
 
-    Equal arguments give one object, so that it compiles once.
-    """
+    images: jax.Array
+    representations: jax.Array
+    weights: jax.Array
 
-    def loss(params: Any, front: Any, images: jax.Array, key: jax.Array) -> jax.Array:
-        representations = represent(front, key, images)
-        decoded: Any = decoder.apply({"params": params}, representations)
-        return jnp.mean((decoded - images) ** 2, axis=(1, 2, 3))
 
-    return loss
+@functools.partial(jax.jit, static_argnums=0)
+def _drawn(
+    represent: Represent,
+    front: Any,
+    images: jax.Array,
+    batches: tuple[jax.Array, jax.Array, jax.Array],
+    step: Any,
+) -> _Batch:
+    """Draws the representations of a batch of `epoch_batches`."""
+    rows, weights, keys = batches
+    batch = images[rows[step]]
+    return _Batch(batch, represent(front, keys[step], batch), weights[step])
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _trained(
+    decoder: Decoder, params: Any, state: Any, batch: _Batch, learning_rate: Any
+) -> tuple[Any, Any]:
+    """Returns parameters and state of Adam after a step on the mean squared error of pixels."""
+
+    def mean_loss(params: Any) -> jax.Array:
+        decoded: Any = decoder.apply({"params": params}, batch.representations)
+        losses = jnp.mean((decoded - batch.images) ** 2, axis=(1, 2, 3))
+        return (losses * batch.weights).sum() / batch.weights.sum()
+
+    return adam_step(params, state, jax.grad(mean_loss)(params), learning_rate)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -481,29 +509,6 @@ def _aligned(
     keys = jax.random.split(step_key, steps)
     (aligned, *_), _ = jax.lax.scan(step, carry, keys)
     return aligned
-
-
-def discrepancy(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Computes the squared maximum mean discrepancy of samples [n, ...] and [m, ...], biased.
-
-    They are Gaussian, with 1/8, 1/4, 1/2, 1 and 2 times the mean squared distance of all pairs as
-    their width.
-    """
-    x = x.reshape(len(x), -1)
-    y = y.reshape(len(y), -1)
-    both = jnp.concatenate([x, y])
-    squares = jnp.square(both).sum(1)
-    products = jnp.matmul(both, both.T, precision="highest")
-    # Rounding can make the squared distance of equal rows negative.
-    distance = squares[:, None] + squares[None] - 2 * products
-    distance = jnp.maximum(distance, 0)
-    width = jax.lax.stop_gradient(distance.mean())
-    widths = [width * 2.0**k for k in range(-3, 2)]
-    kernel = sum(jnp.exp(-distance / w) for w in widths)
-    of_x = jnp.full(len(x), 1 / len(x))
-    of_y = jnp.full(len(y), -1 / len(y))
-    sign = jnp.concatenate([of_x, of_y])
-    return jnp.einsum("i,ij,j->", sign, kernel, sign, precision="highest")
 
 
 class Estimate(NamedTuple):

@@ -151,7 +151,7 @@ def cost(method: str, backbone: Backbone, **job: Any) -> Cost:
         client = _whole_model(method, backbone, counted_job)
     programs = client.programs
     flops = {name: program.flops for name, program in programs.items()}
-    of_image = sum(program.flops * program.passes for program in programs.values())
+    of_image = sum(flops[name] * program.passes for name, program in programs.items())
     parameters = _size(client.params)
     bytes_each = 1 if quantised else _FLOAT
     return Cost(

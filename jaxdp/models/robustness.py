@@ -91,8 +91,8 @@ def robust_accuracy(
     for batch in progress_bar(batches, label="robust accuracy", unit="batch", total=total):
         for i, scale in enumerate(stds):
             for j, numbers in enumerate(calls):
-                noise = jax.device_put((numbers, scale))
-                of_call = _counts(predict, relative, params, key, *noise, *batch)
+                noise = jax.device_put((numbers, scale, np.bool_(relative)))
+                of_call = _counts(predict, params, key, *noise, *batch)
                 counts[:, i, j] += np.asarray(of_call)
     by_draw = counts.reshape(3, len(stds), -1)
     correct, not_finite, unlabelled = by_draw[:, :, :draws]  # drops the padding of the last call
@@ -106,18 +106,21 @@ def robust_accuracy(
     return fractions[0]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def _counts(
     predict: Predict,
-    relative: bool,
     params: Any,
     key: Any,
     draws: Any,
     std: Any,
+    relative: Any,
     batch: Any,
     mask: Any,
 ) -> jax.Array:
-    """Returns the `Counts` [3, D] of the models perturbed by the given draws."""
+    """Returns the `Counts` [3, D] of the models perturbed by the given draws.
+
+    `relative` is an array, so that both kinds of noise are one program.
+    """
 
     def one(draw: jax.Array) -> jax.Array:
         own_key = jax.random.fold_in(key, draw)
@@ -134,20 +137,20 @@ def _moved(
     key: jax.Array,
     params: Any,
     std: jax.Array,
-    relative: bool = False,
+    relative: jax.Array | None = None,
 ) -> Any:
     """Returns params plus Gaussian noise of standard deviation std.
 
-    With `relative`, it is std times the root mean square of each array.
+    Where `relative` is true, it is std times the root mean square of each array.
     """
     leaves, treedef = jax.tree.flatten(params)
     keys = jax.random.split(key, len(leaves))
     moved = []
     for own_key, leaf in zip(keys, leaves, strict=True):
         noise = jax.random.normal(own_key, leaf.shape, jnp.float32)
-        if relative:
+        if relative is not None:
             squares = jnp.square(leaf.astype(jnp.float32))
-            noise *= jnp.sqrt(jnp.mean(squares))
+            noise *= jnp.where(relative, jnp.sqrt(jnp.mean(squares)), 1)
         noisy = leaf + std * noise
         moved.append(noisy.astype(leaf.dtype))
     return jax.tree.unflatten(treedef, moved)

@@ -336,8 +336,7 @@ class _Files:
         self._metrics.truncate_after(step)  # The run repeats these steps.
         if not step:
             return state, 0
-        shardings = jax.tree.map(lambda x: x.sharding, state)
-        return jax.device_put(SharpnessState(**saved), shardings), step
+        return jax.tree.map(_placed, SharpnessState(**saved), state), step
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the metrics of the finished steps."""
@@ -352,6 +351,13 @@ class _Files:
         """Makes the state after `step` steps durable."""
         if self._checkpoints is not None:
             self._checkpoints.save(step, state._asdict())
+
+
+def _placed(saved: Any, like: jax.Array) -> jax.Array:
+    """Returns an array of a checkpoint on the devices, placed like that of the first state."""
+    # An array that is bound to its device belongs to other programs than one that is not. A resumed
+    # run would compile all of them again.
+    return jax.device_put(saved, like.sharding if like.committed else None)
 
 
 def _identify(root: pathlib.Path, identity: Mapping[str, Any]) -> None:

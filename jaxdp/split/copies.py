@@ -140,7 +140,7 @@ def augment_then_noise(
         prefix_tokens,
     )
     first = jax.ShapeDtypeStruct((1,), jnp.int32)
-    jax.eval_shape(augmented.batch, first, first)  # raises errors of arguments now
+    _batch.eval_shape(augmented, first, first)  # raises errors of arguments now, traces once
     return augmented
 
 

@@ -119,9 +119,9 @@ def _write_certificates(life: "Life", name: str) -> None:
     write_durably(page, content)
 
 
-def protection(root: pathlib.Path, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def protection(life: "Life") -> list[dict[str, Any]]:
     """Returns a row for each private data set: its verdict, and the worst verdict of attacks."""
-    life = Life(root, result)
+    audits = life.audits
     rows = []
     for entry in life.books.entries:
         words = verdict(entry)
@@ -131,19 +131,18 @@ def protection(root: pathlib.Path, result: Mapping[str, Any]) -> list[dict[str, 
             "epsilon": words.epsilon,
             "delta": words.delta,
             "budget": entry["budget"],
-            "audits": document.audited(life.audits, entry["name"]),
+            "audits": document.audited(audits, entry["name"]),
         }
         rows.append(row)
     return rows
 
 
-def accuracies(root: pathlib.Path, result: Mapping[str, Any]) -> list[dict[str, Any]]:
+def accuracies(life: "Life") -> list[dict[str, Any]]:
     """Returns the accuracy on held-out images before and after each stage that changes it.
 
     "without privacy" is what the same stage reaches without noise, where `config.references.show`
     asks for it.
     """
-    life = Life(root, result)
     references = life.result("references") or {"finetune": None, "adapt": {}}
     rows = []
     if change := life.result("finetune"):

@@ -367,8 +367,9 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "accounts": list(accounts(work.config)),
         "stages": states,
     }
-    result["accuracy"] = document.accuracies(work.root, result)
-    result["protection"] = document.protection(work.root, result)
+    finished = document.Life(work.root, result)  # reads the ledger once for both tables
+    result["accuracy"] = document.accuracies(finished)
+    result["protection"] = document.protection(finished)
     return result
 
 

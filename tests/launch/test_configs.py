@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import pytest
 from ml_collections import ConfigDict
@@ -15,7 +16,8 @@ from launch import catalogue, models
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = 10  # where the data would say it
-SIZES: dict[str, int] = {}  # by the `model` part, since many configs have the same network
+# By network and shape of its inputs, which many configs share.
+SIZES: dict[tuple[nn.Module, tuple[int, ...]], int] = {}
 
 
 def documented() -> list[str]:
@@ -39,10 +41,10 @@ def shapes(model: ConfigDict) -> int:
         model.checkpoint = ""  # the file is not there, and it does not decide the shapes
         if model.preprocessing == ConfigDict():  # the file would say it
             model.preprocessing = {"size": 224, "mean": (0.5,) * 3, "std": (0.5,) * 3}
-    key = model.to_json(sort_keys=True)
+    made = models.network(model, model.get("num_classes", 0) or CLASSES)
+    inputs = blank_inputs(made.preprocessing)
+    key = made.model, inputs.shape
     if key not in SIZES:
-        made = models.network(model, model.get("num_classes", 0) or CLASSES)
-        inputs = blank_inputs(made.preprocessing)
         params = jax.eval_shape(made.model.init, jax.random.key(0), inputs)
         SIZES[key] = sum(leaf.size for leaf in jax.tree.leaves(params))
     return SIZES[key]

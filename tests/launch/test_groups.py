@@ -1,70 +1,35 @@
 """Studies that protect patients with several images: the config's group, the ledger, and the words
 of the report."""
 
-import csv
-import importlib.util
-import json
-
 import numpy as np
-import PIL.Image
 import pytest
 from ml_collections import ConfigDict
 
-from jaxdp.data import bundled, read_column
+from jaxdp.data import read_column
 from jaxdp.data.selection import cut, held, one_each, units
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from launch import data, finetune, frame
 from launch.lifecycle import life, parts
-from tests.launch import tiny
-
-# Images and images per patient of each part. Patients have one to `most` images, and the last one
-# what is left.
-SIZES = {
-    **{
-        "public": (60, 1),
-        "private": (90, 3),
-        "client": (24, 2),
-        "test": (40, 1),
-        "stream_0": (16, 2),
-    },
-    **{"stream_1": (16, 2), **{f"site_{k}": (10, 2) for k in range(5)}},
-}
+from tests.launch import patients, tiny
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Writes digits as images with a CSV file per part, which names the patient of each image."""
-    root, source, start = tmp_path_factory.mktemp("patients"), bundled("digits"), 0
-    for name, (size, most) in SIZES.items():
-        owners = [f"{name} {k}" for k in range(size) for _ in range(1 + k % most)][:size]
-        with (root / f"{name}.csv").open("w", newline="") as file:
-            table = csv.writer(file)
-            table.writerow(["path", "label", "patient"])
-            for k, owner in enumerate(owners, start):
-                pixels = np.rint(255 * source[k]["image"][..., 0]).astype(np.uint8)
-                PIL.Image.fromarray(pixels).save(root / f"{k}.png")
-                table.writerow([f"{k}.png", source[k]["label"], owner])
-        start += size
+    root = tmp_path_factory.mktemp("patients")
+    patients.write(root)
     return root
 
 
-GROUP = {"group": "patient", "max_records": 2, "unit": "patient"}
-
-
 def config(folder, **fields):
-    given = {"source": "folder", "name": "digits", "path": str(folder), "num_classes": 10, **GROUP}
+    given = {"source": "folder", "name": "digits", "path": str(folder), "num_classes": 10}
+    given |= patients.GROUP
     return ConfigDict(given | {"parts": {"private": "private.csv", "test": "test.csv"}} | fields)
-
-
-def patients(folder, part):
-    with (folder / f"{part}.csv").open() as file:
-        return [row["patient"] for row in csv.DictReader(file)]
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
 def test_the_patients_of_a_folder(folder, in_memory):
-    given, owners = config(folder, in_memory=in_memory), patients(folder, "private")
+    given, owners = config(folder, in_memory=in_memory), patients.owners(folder, "private")
     found = data.parts(given, "private", "test", grouped=True)
     people = units(found["private"], "patient", max_records=2)
     first = one_each(found["private"], "patient")
@@ -89,12 +54,10 @@ def read_again(folder, source, path, end):
 
 
 def test_the_patients_of_numpy(folder, tmp_path):
-    codes = {
-        owner: k
-        for k, owner in enumerate([*patients(folder, "test"), *patients(folder, "private")])
-    }
+    every = [*patients.owners(folder, "test"), *patients.owners(folder, "private")]
+    codes = {owner: k for k, owner in enumerate(every)}
     for name, source in data.parts(config(folder), "private", "test", grouped=True).items():
-        columns, owners = source.load().arrays, patients(folder, name)
+        columns, owners = source.load().arrays, patients.owners(folder, name)
         numbers = [codes[owner] for owner in owners]
         np.savez(
             tmp_path / f"{name}.npz",
@@ -112,7 +75,7 @@ def test_the_patients_of_hugging_face(folder, tmp_path):
 
     splits = {}
     for name, source in data.parts(config(folder), "private", "test", grouped=True).items():
-        columns, owners = source.load().arrays, patients(folder, name)
+        columns, owners = source.load().arrays, patients.owners(folder, name)
         columns = {"image": columns["image"].tolist(), "label": columns["label"], "patient": owners}
         splits[name] = datasets.Dataset.from_dict(columns)
     datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
@@ -167,21 +130,15 @@ def test_fine_tuning_protects_patients(folder, tmp_path):
     assert finetune.STUDY.summary(result).count("(adding or removing one patient)") == 1
 
 
-def lifecycle(folder, **fields):
-    study = tiny.lifecycle_own(folder)
-    study.data.update(GROUP | fields)
-    return study
-
-
 def test_parts_hold_patients_and_the_upload_has_one_image_of_each(folder):
     """Broken twin: an upload with all images, of which a patient has two, under an account of
     patients."""
-    loaded = parts.load(lifecycle(folder).data)
+    loaded = parts.load(patients.lifecycle(folder).data)
     people = {"private": loaded.units, "site_0": loaded.sources[0]}
     people |= {name.replace(" ", "_"): source for name, source in loaded.stream.items()}
     for name, source in people.items():
         images, numbers = held(source)
-        owners = patients(folder, name)
+        owners = patients.owners(folder, name)
         count = [k for k, owner in enumerate(owners) if owners[:k].count(owner) < 2]
         known = list(dict.fromkeys(owners))
         assert numbers.tolist() == [known.index(owners[k]) for k in count]
@@ -191,9 +148,8 @@ def test_parts_hold_patients_and_the_upload_has_one_image_of_each(folder):
         np.testing.assert_array_equal(
             read_column(images, "label"), read_column(whole, "label")[count]
         )
-    assert (
-        len(loaded.client) == loaded.records("clinic") == len(set(patients(folder, "client"))) < 24
-    )
+    uploaded = len(set(patients.owners(folder, "client")))
+    assert len(loaded.client) == loaded.records("clinic") == uploaded < 24
     assert loaded.fingerprints("private") == [f"xrays/private {loaded.units.fingerprint}"]
 
 
@@ -210,7 +166,7 @@ def test_parties_of_one_part_share_no_patient(folder):
 def test_the_noise_of_a_stream_is_for_all_images_of_a_patient(folder):
     """Broken twin: the noise of one visit, for which a patient with two images would owe more than
     epsilon."""
-    study = lifecycle(folder)
+    study = patients.lifecycle(folder)
     (adapt,) = (stage for stage in life.stages() if stage.name == "adapt")
     charge, how = adapt.charges(study, parts.load(study.data))["stream"], study.adapt
     assert (
@@ -218,55 +174,3 @@ def test_the_noise_of_a_stream_is_for_all_images_of_a_patient(folder):
         < epsilon(charge, delta=how.delta, adjacency="replace_one")
         <= how.epsilon
     )
-
-
-@pytest.mark.slow
-def test_a_whole_life_on_images_of_five_sites_protects_patients(folder, tmp_path, capsys):
-    study = lifecycle(folder)
-    study.watch = "tensorboard" if importlib.util.find_spec("tensorboardX") else ""
-    states = life.run(study, tmp_path / "life")
-    said = capsys.readouterr().out
-    assert {state["status"] for state in states.values()} == {"done"}, said
-    assert "split: only the first image of each patient is uploaded" in said
-    watched = {
-        path.parent.parent.parent.name
-        for path in (tmp_path / "life").glob("cells/*/*/tensorboard/events*")
-    }
-    assert watched == ({"pretrain", "finetune"} if study.watch else set())
-    (adapted,) = (tmp_path / "life" / "cells" / "adapt").glob("*/row.json")
-    # two images, in two batches or in one
-    assert json.loads(adapted.read_text())["result"]["visits"] in (
-        2,
-        4,
-    )
-    with Ledger(tmp_path / "life" / "ledger.sqlite") as ledger:
-        entries = {entry["name"]: entry for entry in ledger.report()["datasets"]}
-    assert set(entries) == {
-        "xrays/private",
-        "stream",
-        "clinic",
-        *(f"hospital {k}" for k in range(5)),
-    }
-    assert {entry["unit"] for entry in entries.values()} == {"patient"}
-    assert all(entry["spends"] for entry in entries.values())
-    count = {part: len(set(patients(folder, part))) for part in SIZES}
-    assert entries["xrays/private"]["records"] == count["private"] == 45
-    assert entries["hospital 0"]["records"] == count["site_0"] < 10
-    assert entries["stream"]["records"] == count["stream_0"] + count["stream_1"]
-    text = (tmp_path / "life" / "report.html").read_text()
-    for words in (
-        "reveal about any single patient.",
-        "adding or removing one patient",
-        "They hold for one patient with all of its images in one data set.",
-        "A patient with images in several data sets.",
-        "A patient counts once, with up to 2 images.",
-        "one step of fine-tuning, if the patient is in its batch",
-        "which patients are in a batch of fine-tuning",
-        "5 sources answered with noise",
-        "Accuracy under stream 1: ",
-        "so it has the first image of each patient only.",
-        "with noise for all images of a patient together",
-        "any change of k training patients",
-    ):
-        assert words in text
-    assert "The unit is one image" not in text and "under clean" not in text

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import hashlib
 import html
+import importlib.util
 import itertools
 import json
 import os
@@ -33,7 +34,7 @@ from launch.lifecycle import Interrupted, cache, document, life, parts, referenc
 from launch.lifecycle.__main__ import experiment
 from launch.lifecycle.recalibrate import restored
 from tests import forked
-from tests.launch import golden, program, tiny
+from tests.launch import golden, patients, program, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +50,12 @@ CHARTS = 5 + CURVES
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     root = tmp_path_factory.mktemp("lifecycle") / "run"
-    return root, life.run(tiny.lifecycle(), root)
+    with pytest.MonkeyPatch.context() as patch:
+        # The noise differs between commits. An audit at this confidence gives a false alarm less
+        # often than five standard deviations are exceeded.
+        for name in ("adapt", "finetune", "predict", "recalibrate", "split"):
+            patch.setattr(f"launch.lifecycle.{name}.CONFIDENCE", 1 - 1e-7)
+        return root, life.run(tiny.lifecycle(), root)
 
 
 def test_what_no_noise_is_in_is_what_it_was(finished):
@@ -650,7 +656,13 @@ def test_ctrl_c_in_any_stage(copied, monkeypatch):
     def interrupted(job):
         raise KeyboardInterrupt
 
-    for name in NAMES:
+    # The first stage of each kind, since the others reach the same code.
+    kinds = {
+        (stage.charges is None, stage.is_audit, not stage.after): stage.name
+        for stage in reversed(STAGES)
+    }
+    assert set(kinds.values()) == {"pretrain", "finetune", "deploy", "audit_finetune"}
+    for name in kinds.values():
         (finished,) = copied.glob(f"cells/{name}/*/row.json")
         with monkeypatch.context() as patch:
             finished.rename(copied / "away")
@@ -865,6 +877,64 @@ def test_a_lifecycle_holds_its_room_against_another_one(tmp_path, finished, monk
     assert {state["status"] for state in states.values()} == {"done"}
     with Ledger(shared) as ledger:
         assert {name: ledger.epsilon(name) for name in PAID} == pytest.approx(spent(finished[0]))
+
+
+# --- Patients with several images ----------------------------------------------------------------
+
+
+def test_a_whole_life_on_images_of_five_sites_protects_patients(tmp_path, capsys):
+    # Here and not in test_groups.py, since it runs the programs of the life above.
+    folder = tmp_path / "images"
+    folder.mkdir()
+    patients.write(folder)
+    study = patients.lifecycle(folder)
+    study.watch = "tensorboard" if importlib.util.find_spec("tensorboardX") else ""
+    states = life.run(study, tmp_path / "life")
+    said = capsys.readouterr().out
+    assert {state["status"] for state in states.values()} == {"done"}, said
+    assert "split: only the first image of each patient is uploaded" in said
+    watched = {
+        path.parent.parent.parent.name
+        for path in (tmp_path / "life").glob("cells/*/*/tensorboard/events*")
+    }
+    assert watched == ({"pretrain", "finetune"} if study.watch else set())
+    (adapted,) = (tmp_path / "life" / "cells" / "adapt").glob("*/row.json")
+    # two images, in two batches or in one
+    assert json.loads(adapted.read_text())["result"]["visits"] in (
+        2,
+        4,
+    )
+    with Ledger(tmp_path / "life" / "ledger.sqlite") as ledger:
+        entries = {entry["name"]: entry for entry in ledger.report()["datasets"]}
+    assert set(entries) == {
+        "xrays/private",
+        "stream",
+        "clinic",
+        *(f"hospital {k}" for k in range(5)),
+    }
+    assert {entry["unit"] for entry in entries.values()} == {"patient"}
+    assert all(entry["spends"] for entry in entries.values())
+    count = {part: len(set(patients.owners(folder, part))) for part in patients.SIZES}
+    assert entries["xrays/private"]["records"] == count["private"] == 45
+    assert entries["hospital 0"]["records"] == count["site_0"] < 10
+    assert entries["stream"]["records"] == count["stream_0"] + count["stream_1"]
+    text = (tmp_path / "life" / "report.html").read_text()
+    for words in (
+        "reveal about any single patient.",
+        "adding or removing one patient",
+        "They hold for one patient with all of its images in one data set.",
+        "A patient with images in several data sets.",
+        "A patient counts once, with up to 2 images.",
+        "one step of fine-tuning, if the patient is in its batch",
+        "which patients are in a batch of fine-tuning",
+        "5 sources answered with noise",
+        "Accuracy under stream 1: ",
+        "so it has the first image of each patient only.",
+        "with noise for all images of a patient together",
+        "any change of k training patients",
+    ):
+        assert words in text
+    assert "The unit is one image" not in text and "under clean" not in text
 
 
 # --- The report ---------------------------------------------------------------------------------

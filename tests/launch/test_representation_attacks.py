@@ -14,6 +14,7 @@ import pytest
 from jaxdp.data import bundled
 from jaxdp.models import Preprocessing, ViT
 from jaxdp.split.backbone import Backbone
+from launch.discrepancy import discrepancy
 from launch.ginver import Ginver
 from launch.representation_attacks import (
     Attacker,
@@ -23,7 +24,6 @@ from launch.representation_attacks import (
     align,
     attack,
     decode,
-    discrepancy,
     median_of_copies,
     standard_attackers,
     train_decoder,
@@ -111,6 +111,14 @@ def test_clean_representations_give_the_images_away_and_nothing_is_compiled_twic
         )
         images = np.asarray(inverse(uploads))
     assert not [record for record in caplog.records if "Compiling" in record.getMessage()]
+    # Another attacker draws by a program of its own, and trains by that of the others.
+    doubled = Simulation(EXTRACT, release=lambda key, x, copy: 2 * x)
+    with caplog.at_level(logging.WARNING), jax.log_compiles():
+        train_decoder(jax.random.key(4), doubled, shipped, public, **TRAINING)
+    (compiled,) = [
+        record.getMessage() for record in caplog.records if "Compiling" in record.getMessage()
+    ]
+    assert "_drawn" in compiled
     error = np.mean((images - references) ** 2, axis=(1, 2, 3))
     assert -10 * np.log10(error.mean()) > found["mean image"].psnr.max()
     assert images.min() >= 0 and images.max() <= 1

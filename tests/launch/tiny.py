@@ -247,7 +247,8 @@ LIFECYCLE = {
     "audit_predict.candidates": 2,
     "audit_predict.trials": 10,
     "split.directions": 2,
-    "audit_split.candidates": 8,
+    # As many images as an audit of 10 trials releases, so that all share a program.
+    "audit_split.candidates": 20,
     "audit_split.trials": 10,
     "audit_adapt.candidates": 2,
     "audit_adapt.trials": 10,

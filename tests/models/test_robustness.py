@@ -67,6 +67,18 @@ def test_how_the_work_is_cut_changes_nothing(draws_per_call):
         )
 
 
+def test_both_kinds_of_noise_are_one_program():
+    traces = []
+
+    def traced(params, inputs):
+        traces.append(len(inputs))
+        return predict(params, inputs)
+
+    for relative in (False, True):
+        robust_accuracy(traced, PARAMS, SOURCE, std=0.5, draws=1, relative=relative)
+    assert len(traces) == 1
+
+
 def test_no_noise_is_the_accuracy_and_much_noise_is_chance():
     rows = SOURCE.gather(np.arange(len(SOURCE)))
     clean = (np.asarray(predict(PARAMS, rows["features"])).argmax(-1) == rows["label"]).mean()
