@@ -50,7 +50,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def traced_once(function: _Function, static_argnums: Sequence[int] = ()) -> _Function:
     """Returns a function whose calls with equal shapes share a trace, in any program.
 
-    Every layer calls such a function, and layers of one shape share the trace: a sixth of the time
+    Every layer calls such a function, and layers of one shape share the trace: a tenth of the time
     in which the clipped gradient of a ViT is traced. The program is the same, because the trace is
     inlined. The function must not ask for the platform, which the trace would keep.
     """
