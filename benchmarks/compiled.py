@@ -119,7 +119,7 @@ def allocated_mb(row: Row) -> float:
 
 
 def beside(now, before) -> dict:
-    """Returns the clipped gradients of two versions over their plain ones as a table of the page."""
+    """Returns the clipped gradients of two versions over their plain ones, a table of the page."""
     rows = []
     for case, steps in before["cases"].items():
         row = {"case": case}
