@@ -44,6 +44,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxdp.files import shown, shown_lines
+from jaxdp.files.text import aligned
 from jaxdp.version import __version__
 
 from . import catalogue, studies, usage
@@ -156,8 +157,6 @@ def _add_configs(parser: argparse.ArgumentParser) -> None:
 
 
 def _list(options: argparse.Namespace) -> None:
-    from jaxdp.privacy.report_text import aligned
-
     configs = catalogue.known()
     rows = [(config.name, ", ".join(config.launchers), config.about) for config in configs]
     for line in aligned(rows):
@@ -225,7 +224,6 @@ def _plan(options: argparse.Namespace) -> None:
             "too."
         )
     from jaxdp.privacy import Ledger
-    from jaxdp.privacy.report_text import aligned
 
     with contextlib.ExitStack() as opened:
         account = None

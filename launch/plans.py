@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxdp import compilers, finetune, privacy
 from jaxdp.data import Examples, Groups
+from jaxdp.files.text import aligned
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, describe, from_json
 from jaxdp.privacy.planning import facts, left_after
-from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.units import unit_words
 from jaxdp.release import notes
 

@@ -92,8 +92,9 @@ def _cells(config: Any) -> Iterator[Cell | Values | Diagrams]:
             "config.data.parts.public must name images to train the classifier on, without a "
             "checkpoint."
         )
+    every = methods(config)
     for name, setting in itertools.product(private, _settings(config)):
-        _scale(config, name, setting.epsilon)  # raises if the method has no noise scale
+        _scale(config, every[name], setting.epsilon)  # raises if the method has no noise scale
     options = option_values(config)
     for option in options:
         valued(config, option)  # raises if no method has the option, or a value is impossible
@@ -241,9 +242,9 @@ def _kind(config: Any, name: str) -> str:
     return config.method_options.get(name, {}).get("kind", "")
 
 
-def _scale(config: Any, name: str, epsilon: float) -> Any:
+def _scale(config: Any, method: Any, epsilon: float) -> Any:
     return recalibration.noise_scale(
-        methods(config)[name],
+        method,
         epsilon=epsilon,
         adjacency=config.sweep.adjacency,
         num_classes=config.model.num_classes,
@@ -555,7 +556,7 @@ def _cost(config: Any, name: str, method: Any) -> dict[str, Any]:
     if kind in refits.REFITS:
         return row(None, 0.0, None)  # all records
     centre = _centre(config)
-    variance = _scale(config, name, centre.epsilon).variance
+    variance = _scale(config, method, centre.epsilon).variance
     return row(method.rounds, math.sqrt(variance * centre.sources), centre.epsilon)
 
 

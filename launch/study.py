@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jaxdp.report.exactness import noise_of
-
 if TYPE_CHECKING:
     from jaxdp.data import Source
     from jaxdp.privacy import Account
@@ -27,6 +25,8 @@ def noise_of_training(config: Mapping[str, Any]) -> list[str]:
     private = config.get("private")
     if not isinstance(private, Mapping):
         return []
+    from jaxdp.report.exactness import noise_of  # loads SciPy, which help does without
+
     sentences = noise_of(private.get("exact", False), "private training in this run")
     if private.get("scaler_noise_multiplier"):
         sentences += noise_of(True, "the scaler of columns")

@@ -531,7 +531,7 @@ def test_what_the_list_of_studies_names_exists():
         assert (stage.charges is None) == (stage.accounts is None), stage.name
 
 
-LOADED = '"jax" in sys.modules'
+LOADED = '"jax" in sys.modules or "scipy" in sys.modules'
 HELP = f"""
 import contextlib, io, sys
 from jaxdp.command import main
@@ -540,13 +540,15 @@ for words in ("--help", "configs --help", "finetune --help --config=cifar10_dpsg
     with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
         main(words.split())
     print(said.getvalue())
+with contextlib.redirect_stdout(io.StringIO()):
+    main(["configs", "list"])
 print({LOADED})
 """
 
 
 @pytest.mark.slow
-def test_help_imports_no_jax():
-    """The twin: this process has imported JAX."""
+def test_help_and_lists_import_neither_jax_nor_scipy():
+    """The twin: this process has imported both."""
     command = [sys.executable, "-c", HELP]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr

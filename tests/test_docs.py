@@ -89,6 +89,19 @@ def headings(page):
 # --- The built site -----------------------------------------------------------------------------
 
 
+# Without what takes half of the time: looking for garbage, running ruff for each signature, and
+# filling the index of the search, at which no test looks.
+BUILD = """
+import gc, sys
+gc.disable()
+sys.modules |= dict.fromkeys(["black", "ruff"])
+import mkdocs.__main__
+from material.plugins.search.plugin import SearchIndex
+SearchIndex.add_entry_from_context = lambda self, page: None
+mkdocs.__main__.cli()
+"""
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """Builds the site. A page outside of the navigation, or a link or an anchor that leads nowhere,
@@ -101,9 +114,7 @@ def site(tmp_path_factory):
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "NO_MKDOCS_2_WARNING": "1",
     }
-    # A tenth of the time would be the search for garbage.
-    build = "import gc, mkdocs.__main__; gc.disable(); mkdocs.__main__.cli()"
-    command = [sys.executable, "-c", build, "build", "--strict", "--site-dir", str(folder)]
+    command = [sys.executable, "-c", BUILD, "build", "--strict", "--site-dir", str(folder)]
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )

@@ -1,8 +1,9 @@
-"""Texts of other writers: strict JSON, and messages without control characters."""
+"""Texts of other writers: strict JSON, and messages without control characters. Lines of tables."""
 
 import json
 import math
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 _DEEPEST = 100
@@ -28,6 +29,14 @@ def shown(value: object) -> str:
 def shown_lines(value: object) -> str:
     """Returns `shown` of each line of a value."""
     return "\n".join(map(shown, str(value).split("\n")))
+
+
+def aligned(table: Sequence[Sequence[str]]) -> Iterable[str]:
+    """Yields the lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for row in table:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        yield "  ".join(cells).rstrip()
 
 
 def parse_json(text: str | bytes, *, finite: bool = True) -> Any:

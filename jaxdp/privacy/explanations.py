@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from jaxdp.files import shown
+from jaxdp.files.text import aligned
 from jaxdp.privacy.compositions import maximal, proven
 from jaxdp.privacy.events import Counts, composition, describe, from_json, kind
 from jaxdp.privacy.relations import Method
-from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.spent_epsilon import cached_epsilon, epsilon_of, used_epsilon
 from jaxdp.privacy.terms import Dataset
 

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.files import shown
+from jaxdp.files.text import aligned
 from jaxdp.privacy.events import (
     Counts,
     DiscreteLaplaceDpEvent,
@@ -44,7 +45,6 @@ from jaxdp.privacy.events import (
 )
 from jaxdp.privacy.explanations import compositions_of, terms_of
 from jaxdp.privacy.relations import LABELS, Adjacency
-from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, leaf_rules, pure_epsilon
 from jaxdp.privacy.spent_epsilon import cached_epsilon, deltas_of, epsilon_of
 from jaxdp.privacy.terms import Dataset

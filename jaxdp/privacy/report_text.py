@@ -2,10 +2,11 @@
 
 import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import shown
+from jaxdp.files.text import aligned
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.relations import LABELS, PROTECTED
 from jaxdp.privacy.times import local
@@ -163,11 +164,3 @@ def _open_spends(entry: Mapping[str, Any]) -> list[str]:
 
 def _time(time: str, timezone: datetime.tzinfo) -> str:
     return local(time, timezone).isoformat(timespec="seconds")[:19]
-
-
-def aligned(table: Sequence[Sequence[str]]) -> Iterable[str]:
-    """Yields the lines of a table."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for row in table:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        yield "  ".join(cells).rstrip()

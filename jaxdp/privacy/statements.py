@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.files import shown
+from jaxdp.files.text import aligned
 from jaxdp.privacy.events import (
     Counts,
     DpEvent,
@@ -18,7 +19,6 @@ from jaxdp.privacy.events import (
 from jaxdp.privacy.relations import Adjacency, distance_factor
 from jaxdp.privacy.renyi import total_rdp
 from jaxdp.privacy.renyi_conversions import RDP_ORDERS
-from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, leaf_rules
 from jaxdp.privacy.spent_epsilon import renyi_spent
 from jaxdp.privacy.terms import Dataset

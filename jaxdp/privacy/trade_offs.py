@@ -20,6 +20,7 @@ import numpy as np
 from scipy import special
 
 from jaxdp.files import shown
+from jaxdp.files.text import aligned
 from jaxdp.privacy.events import (
     Counts,
     DpEvent,
@@ -29,7 +30,6 @@ from jaxdp.privacy.events import (
 )
 from jaxdp.privacy.explanations import compositions_of, terms_of
 from jaxdp.privacy.relations import Adjacency, distance_factor
-from jaxdp.privacy.report_text import aligned
 from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, pure_epsilon
 from jaxdp.privacy.spent_epsilon import deltas_of, epsilon_of
 from jaxdp.privacy.terms import Dataset

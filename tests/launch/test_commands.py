@@ -6,6 +6,7 @@ a field that does not exist, a value of another type, a config that no study acc
 
 import ast
 import contextlib
+import functools
 import importlib
 import io
 import re
@@ -114,8 +115,14 @@ def zeros(network, seed):
     """Returns parameters as `models.fresh` does, without the compilation of an initialisation."""
     if network.params:
         return network.params
-    inputs = blank_inputs(network.preprocessing)
-    shapes = jax.eval_shape(network.model.init, jax.random.key(seed), inputs)["params"]
+    return zeros_of(network.model, network.preprocessing)
+
+
+@functools.cache
+def zeros_of(model, preprocessing):
+    """Commands share a few networks."""
+    inputs = blank_inputs(preprocessing)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)["params"]
     return jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
 
 
