@@ -182,7 +182,8 @@ def training_programs(
     and the number of its calls.
 
     "first batch" is called once, "batch" for others of its epoch, and "later batch" in later
-    epochs, which have more boxes. What is never called is left out. Nothing is computed.
+    epochs, which have more boxes. The first two are mostly one program, which JAX compiles once.
+    What is never called is left out. Nothing is computed.
 
     Args:
       loss_fn, params, data, ks, training, **options: As in `train_with_bounds`, for one device.
