@@ -9,7 +9,7 @@ distances k.
 2. `_step` runs one batch. `descent.Gradients` bounds every record's clipped gradient over the box
    of parameters reached so far, and `descent.DESCENT` bounds the mean gradient when up to k records
    change, by Theorem 4.6 or by T4.
-3. `_advance_box` makes a step of the optimizer for both ends of the box.
+3. `optimizer.advance_box` makes a step of the optimizer for both ends of the box.
 4. `certificates.certify` finds the predictions that no parameters in the box change (Lemma 4.4).
 
 docs/design/prediction.md has the derivations T1 to T13 and the proof that the stable distance is
@@ -32,12 +32,13 @@ from jaxdp.data import Records
 from jaxdp.files import shows_keywords
 from jaxdp.prediction.certificates import Bounds, Certificates, certify
 from jaxdp.prediction.checks import distances
-from jaxdp.prediction.descent import DESCENT, Gradients, LeafBounds, Leaves
+from jaxdp.prediction.descent import DESCENT, Descent, Gradients, Leaves
+from jaxdp.prediction.optimizer import Line, advance, advance_box, out
 from jaxdp.prediction.plan import BY_RECORD, Arrays, Plan, Training, TrainingKeywords, make_plan
 from jaxdp.prediction.sums import SHIFT, public_rows
 from jaxdp.report import progress_bar
 from jaxdp.transforms import forms
-from jaxdp.transforms.boxes import outward, slack
+from jaxdp.transforms.boxes import slack
 from jaxdp.transforms.meshes import check_mesh, rounded_up
 
 __all__ = ["Bounds", "Certificates", "certify", "train_with_bounds", "training_programs"]
@@ -181,7 +182,8 @@ def training_programs(
     and the number of its calls.
 
     "first batch" is called once, "batch" for others of its epoch, and "later batch" in later
-    epochs, which have more boxes. What is never called is left out. Nothing is computed.
+    epochs, which have more boxes. The first two are mostly one program, which JAX compiles once.
+    What is never called is left out. Nothing is computed.
 
     Args:
       loss_fn, params, data, ks, training, **options: As in `train_with_bounds`, for one device.
@@ -197,7 +199,7 @@ def training_programs(
     rows = arrays.order[0]
     rate = arrays.rates[0]
     batches = len(arrays.order)
-    boundary = plan.groups[0] if plan.shared_budget else batches
+    boundary = _first_batches(plan)
     functions: dict[str, Call] = {}
 
     def add(name: str, count: int, state: _State, used: Any) -> _State:
@@ -256,21 +258,23 @@ class _MeanLoss:
 
 # --- All batches (Algorithm 1) ------------------------------------------------------------------
 
-# The ends of the parameters and of the velocities: low, high, v_low, v_high. A line is a box that
-# is trained for one number of changes. Lines have a first axis where several are trained together.
-Line = tuple[Leaves, Leaves, Leaves, Leaves]
-
 
 class _State(NamedTuple):
     """Nominal parameters, and the lines.
 
-    Before the first step `lines` is None: all lines are one point, whose gradients are bounded once
-    (T5).
+    Before the first step all lines are one point, whose gradients are bounded once (T5).
+
+    Attributes:
+      params, velocity: The nominal parameters and their velocities.
+      lines: The lines. None before a first step that has a program of its own.
+      first: Whether the next step is the first one, of a program that it shares with others. None
+        in other programs.
     """
 
     params: Leaves
     velocity: Leaves
     lines: Any
+    first: Any = None
 
 
 def _train(
@@ -309,7 +313,34 @@ def _start(plan: Plan, arrays: Arrays) -> tuple[_State, np.ndarray | None]:
     if plan.momentum:
         velocity = [jnp.zeros_like(x) for x in arrays.moving]
     used = np.arange(plan.ks[-1] + 1) if plan.shared_budget else None
-    return _State(arrays.moving, velocity, None), used
+    lines = first = None
+    if _shares_program(plan):
+        count = len(plan.ks) if used is None else len(used)
+
+        def in_lines(x: jax.Array) -> np.ndarray:
+            return np.broadcast_to(np.asarray(x), (count, *x.shape))
+
+        point = arrays.moving, arrays.moving, velocity, velocity
+        lines = jax.tree.map(in_lines, point)
+        first = np.asarray(True)
+    return _State(arrays.moving, velocity, lines, first), used
+
+
+def _shares_program(plan: Plan) -> bool:
+    """Returns whether the first batch and the next ones are one program.
+
+    A program of its own would take as long to compile as that of all others.
+    """
+    if plan.threat in BY_RECORD and plan.shared_budget:
+        return False  # `_spend` needs lines of different numbers of changes
+    return _first_batches(plan) > 1
+
+
+def _first_batches(plan: Plan) -> int:
+    """Returns the number of batches before the number of lines grows."""
+    if plan.shared_budget:
+        return plan.groups[0]
+    return sum(plan.groups)
 
 
 def _with_new_budget(plan: Plan, state: _State, results: np.ndarray) -> tuple[_State, np.ndarray]:
@@ -322,7 +353,7 @@ def _with_new_budget(plan: Plan, state: _State, results: np.ndarray) -> tuple[_S
     from_last = np.repeat(results, counts)
     lines = _take(state.lines, from_last)  # the box of all k changes
     used = np.concatenate([np.arange(count) for count in counts])
-    return state._replace(lines=lines), used
+    return state._replace(lines=lines, first=None), used
 
 
 @jax.jit
@@ -343,8 +374,8 @@ def _batch_step(
 ) -> _State:
     """Runs one batch.
 
-    There is a program for the first batch, one for the others of the first epoch, and one for later
-    epochs, because their numbers of lines differ.
+    There is a program for the first epoch, and one for later epochs, because their numbers of lines
+    differ.
     """
 
     def step(
@@ -372,7 +403,7 @@ def _step(
 ) -> _State:
     """Runs one batch for the nominal parameters and all lines, a step of Algorithm 1."""
     plan = gradients.plan
-    params, velocity, lines = state
+    params, velocity, lines, first = state
     if lines is None:
         plan = dataclasses.replace(plan, dampening=0.0)  # the first step is not dampened
     # Without a shared budget k records of this batch change. With it none does at first, and
@@ -385,47 +416,99 @@ def _step(
     else:
         changes = jnp.zeros_like(used)
     batch = gradients.batch(data, rows)
-    descent_over = functools.partial(DESCENT[plan.threat], gradients, batch)
+    descent = DESCENT[plan.threat](gradients, batch)
     grads = gradients.mean(params, batch)  # D of `train_with_bounds`
     if lines is None:
         point = params, params, velocity, velocity
-        descent = descent_over((params, params))  # once for all lines (T5)
+        sums_of_point = descent.sums(point[:2])  # once for all lines (T5)
 
         def advance_point(k: jax.Array) -> Line:
-            return _advance_box(plan, point, descent(k), rate)
+            grads = descent.bounds(sums_of_point, point[:2], k)
+            return advance_box(plan, point, grads, rate)
 
-        lines = _for_lines(plan, advance_point, changes)
+        each = functools.partial(_each, advance_point)
+        lines = _for_lines(plan, each, changes)
     elif by_record and used is not None:
-        lines = _spend(plan, descent_over, lines, used, rate)
+        lines = _spend(plan, descent, lines, used, rate)
     else:
 
-        def advance(line_of_k: tuple[jax.Array, Line]) -> Line:
-            k, line = line_of_k
-            descent = descent_over(line[:2])
-            return _advance_box(plan, line, descent(k), rate)
+        def advance_line(sums: Any, k_and_line: tuple[jax.Array, Line]) -> Line:
+            k, line = k_and_line
+            grads = descent.bounds(sums, line[:2], k)
+            return advance_box(plan, line, grads, rate, first)
 
-        lines = _for_lines(plan, advance, (changes, lines))
+        def sums_of(k_and_line: tuple[jax.Array, Line]) -> Any:
+            _, line = k_and_line
+            return descent.sums(line[:2])
+
+        each = functools.partial(_each_of_lines, sums_of, advance_line, first)
+        lines = _for_lines(plan, each, (changes, lines))
     if used is not None and not by_record:
-        lines = _share_budget(plan, lines, used, rate, batch.changeable)
-    params, velocity = _advance(plan, params, velocity, grads, rate)
-    return _State(params, velocity, lines)
+        lines = _share_budget(plan, lines, used, rate, batch.changeable, first)
+    params, velocity = advance(plan, params, velocity, grads, rate, first=first)
+    if first is not None:
+        first = jnp.zeros_like(first)
+    return _State(params, velocity, lines, first)
+
+
+def _each(function: Callable[[Any], Line], xs: Any) -> Line:
+    """Returns `function` of every line."""
+    # A processor runs the lines in sequence, for its cache. An accelerator runs them in parallel.
+    if forms.platform() == "cpu":
+        lines: Line = lax.map(function, xs)
+        return lines
+    return jax.vmap(function)(xs)
+
+
+def _each_of_lines(
+    sums_of: Callable[[Any], Any],
+    advance_line: Callable[[Any, Any], Line],
+    first: jax.Array | None,
+    xs: Any,
+) -> Line:
+    """Returns `advance_line(sums_of(x), x)` of every line.
+
+    If `first` is true, all lines are one point and share its sums (T5).
+    """
+
+    def alone(x: Any) -> Line:
+        return advance_line(sums_of(x), x)
+
+    if first is None:
+        return _each(alone, xs)
+    start = jax.tree.map(lambda x: x[0], xs)
+
+    def of_point(xs: Any) -> Line:
+        sums = sums_of(start)
+        advance_point = functools.partial(advance_line, sums)
+        return _each(advance_point, xs)
+
+    if forms.platform() != "cpu":
+        of_boxes = functools.partial(_each, alone)
+        lines: Line = lax.cond(first, of_point, of_boxes, xs)
+        return lines
+
+    # In sequence the program has the sums once: a line takes over those of the line before.
+    def one(sums: Any, position_and_x: tuple[jax.Array, Any]) -> tuple[Any, Line]:
+        position, x = position_and_x
+        is_again = first & (position > 0)
+        sums = lax.cond(is_again, lambda: sums, lambda: sums_of(x))
+        return sums, advance_line(sums, x)
+
+    shapes = jax.eval_shape(sums_of, start)
+    none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    k_of_lines, _ = xs
+    positions = jnp.arange(len(k_of_lines))
+    _, lines = lax.scan(one, none, (positions, xs))
+    return lines
 
 
 def _for_lines(
     plan: Plan,
-    function: Callable[[Any], Line],
+    run: Callable[[Any], Line],
     xs: Any,
 ) -> Line:
-    """Returns `function` of every line. The devices of a mesh share the lines."""
-
-    def run(xs: Any) -> Line:
-        # A processor runs the lines in sequence, for its cache. An accelerator runs them in
-        # parallel.
-        if forms.platform() == "cpu":
-            lines: Line = lax.map(function, xs)
-            return lines
-        return jax.vmap(function)(xs)
-
+    """Returns `run(xs)` for an `xs` of all lines. The devices of a mesh share the lines."""
     if plan.mesh is None:
         return run(xs)
     count = len(jax.tree.leaves(xs)[0])
@@ -439,134 +522,6 @@ def _for_lines(
     return jax.tree.map(lambda x: x[:count], shared(padded))
 
 
-# --- The optimizer ------------------------------------------------------------------------------
-
-
-def _advance_box(
-    plan: Plan,
-    line: Line,
-    grads: LeafBounds,
-    rate: jax.Array,
-) -> Line:
-    """Makes one step of both ends of a box."""
-    low, high, v_low, v_high = line
-    # A lower parameter comes from a higher gradient, so velocities cross.
-    low, v_high = _advance(plan, low, v_high, grads[1], rate, -1)
-    high, v_low = _advance(plan, high, v_low, grads[0], rate, +1)
-    return low, high, v_low, v_high
-
-
-def _advance(
-    plan: Plan,
-    params: Leaves,
-    velocity: Leaves,
-    grads: Leaves,
-    rate: jax.Array,
-    sign: int = 0,
-) -> tuple[Leaves, Leaves]:
-    """Makes one step of the nominal parameters (sign 0) or of an end of the box.
-
-    Results of an end are rounded outward, down for the lower end (sign -1).
-    """
-    if sign and plan.weight_decay and not plan.momentum:
-        decayed = _decayed(plan, params, rate, sign)
-        return _descend(plan, decayed, grads, rate, sign), velocity
-
-    def plus(
-        grads: Leaves,
-        factor: float,
-        xs: Leaves,
-    ) -> Leaves:
-        # The terms may cancel, so the product is rounded separately.
-        sums = []
-        for grad, x in zip(grads, xs, strict=True):
-            product = _out(factor * x, -sign, 2)
-            sums.append(_out(grad + product, -sign))
-        return sums
-
-    if plan.weight_decay:
-        # Each end decays by itself. This is exact, because no gradient's influence changes sign
-        # (T10).
-        grads = plus(grads, plan.weight_decay, params)
-    steps = grads
-    if plan.momentum:
-        new = grads
-        if plan.dampening:
-            share = 1 - plan.dampening
-            new = [_out(share * grad, -sign, 2) for grad in grads]
-        velocity = plus(new, plan.momentum, velocity)  # momentum v + D + weight_decay theta
-        steps = velocity
-    if plan.nesterov:
-        steps = plus(grads, plan.momentum, velocity)  # D + weight_decay theta + momentum v
-    return _descend(plan, params, steps, rate, sign), velocity
-
-
-def _descend(
-    plan: Plan,
-    params: Leaves,
-    steps: Leaves,
-    rate: jax.Array,
-    sign: int,
-) -> Leaves:
-    moved = []
-    for param, step in zip(params, steps, strict=True):
-        change = _out(rate * step, -sign)
-        moved.append(_out(param - change, sign))
-    if not plan.l1:
-        return moved
-    amount = rate * plan.l1
-    return [_shrunk(x, amount, sign) for x in moved]
-
-
-def _shrunk(
-    x: jax.Array,
-    amount: jax.Array,
-    sign: int,
-) -> jax.Array:
-    """Moves x towards 0 by an amount and stops there, the proximal map of an l1 penalty.
-
-    The map is monotone, so the ends of a box are the images of its ends. A subgradient step jumps
-    by twice the amount at 0 and would widen every box there.
-    """
-    # A positive lower end moves by the larger amount, a negative one by the smaller.
-    downward = _out(amount, -sign, 2)
-    upward = _out(amount, sign, 2)
-    from_above = _out(x - downward, sign)
-    from_below = _out(x + upward, sign)
-    negative = jnp.minimum(from_below, 0)
-    return jnp.maximum(from_above, negative)
-
-
-def _decayed(
-    plan: Plan,
-    ends: Leaves,
-    rate: jax.Array,
-    sign: int,
-) -> Leaves:
-    """Returns ends times 1 - rate weight_decay. One factor is tighter than a sum of two terms."""
-    decay = rate * plan.weight_decay
-    outermost = jnp.minimum if sign < 0 else jnp.maximum
-    error = slack(plan.grid.dtype, 4) * decay  # it may be large compared with 1 - decay
-    least = jnp.maximum(1 - decay - error, 0)
-    most = 1 - decay + error
-    decayed = []
-    for end in ends:
-        product = outermost(end * least, end * most)
-        decayed.append(_out(product, sign, 3))
-    return decayed
-
-
-def _out(
-    x: jax.Array,
-    sign: int,
-    roundings: int = 1,
-) -> jax.Array:
-    """Rounds a computed value outward, down for sign -1 and up for +1."""
-    if not sign:
-        return x
-    return outward(x, sign, roundings)
-
-
 # --- One budget for all batches of an epoch (T8) ------------------------------------------------
 
 
@@ -576,6 +531,7 @@ def _share_budget(
     used: jax.Array,
     rate: jax.Array,
     changeable: jax.Array,
+    first: jax.Array | None,
 ) -> Line:
     """Widens each line by the changes that may be in this batch (T8).
 
@@ -584,7 +540,11 @@ def _share_budget(
     i >= 1.
     """
     share = 1 - plan.dampening
-    charge = jnp.asarray(share * _shift_of_mean(plan), plan.grid.dtype)
+    shift_of_mean = _shift_of_mean(plan)
+    charge = jnp.asarray(share * shift_of_mean, plan.grid.dtype)
+    if first is not None:
+        undampened = jnp.asarray(shift_of_mean, plan.grid.dtype)
+        charge = jnp.where(first, undampened, charge)
     if plan.threat == "replace_one":
         charge = jnp.where(changeable > 0, charge, 0)  # all records of this batch may be public
     of_params = charge * (1 + plan.momentum * plan.nesterov) * rate  # nesterov: D enters twice
@@ -601,7 +561,7 @@ def _share_budget(
             outermost = jnp.minimum if sign < 0 else jnp.maximum
             reached = []
             for x, before in zip(base[part], previous[part], strict=True):
-                shifted = _out(before + sign * shift, sign, 6)
+                shifted = out(before + sign * shift, sign, 6)
                 reached.append(outermost(x, shifted))
             # j = 0 is the first line of a k, and no line of this k is before it.
             return [jnp.where(j == 0, x, y) for x, y in zip(base[part], reached, strict=True)]
@@ -620,7 +580,7 @@ def _share_budget(
 
 def _spend(
     plan: Plan,
-    descent_over: Callable[[LeafBounds], Callable[[jax.Array], LeafBounds]],
+    descent: Descent,
     lines: Line,
     used: jax.Array,
     rate: jax.Array,
@@ -637,7 +597,7 @@ def _spend(
 
     def spend_line(reached: Line, row_of_line: tuple[jax.Array, Line]) -> tuple[Line, None]:
         row, line = row_of_line
-        descent = descent_over(line[:2])
+        sums = descent.sums(line[:2])
 
         def spend(changes: jax.Array, reached: Line) -> Line:
             target = row + changes
@@ -645,7 +605,8 @@ def _spend(
             # Lines of one k are consecutive and count their changes from 0.
             is_of_this_k = used[place] == used[row] + changes
             is_line = (target < count) & is_of_this_k
-            advanced = _advance_box(plan, line, descent(changes), rate)
+            grads = descent.bounds(sums, line[:2], changes)
+            advanced = advance_box(plan, line, grads, rate)
             return _hull_at(reached, place, advanced, is_line)
 
         widened = lax.fori_loop(0, most + 1, spend, reached)

@@ -31,7 +31,18 @@ _HALVINGS = 8
 
 Leaves = list[jax.Array]
 LeafBounds = tuple[Leaves, Leaves]  # lower and upper ends of leaves
-Descent = Callable[[jax.Array], LeafBounds]  # bounds of the mean gradient when k records change
+
+
+class Descent(NamedTuple):
+    """Bounds of the mean gradient of a batch over a box of parameters.
+
+    Attributes:
+      sums: `sums(box)` returns a pytree of arrays that all k share.
+      bounds: `bounds(sums, box, k)` bounds the mean gradient when k records change.
+    """
+
+    sums: Callable[[LeafBounds], Any]
+    bounds: Callable[[Any, LeafBounds, jax.Array], LeafBounds]
 
 
 # --- Gradients and their bounds -----------------------------------------------------------------
@@ -230,11 +241,7 @@ def _from_lower_ends(lows: Leaves) -> LeafBounds:
 # --- Records are added or removed (T4) ----------------------------------------------------------
 
 
-def _add_remove(
-    gradients: Gradients,
-    batch: Batch,
-    box: LeafBounds,
-) -> Descent:
+def _add_remove(gradients: Gradients, batch: Batch) -> Descent:
     """Returns D_L = (sum d_L - k clip) / batch_size.
 
     The divisor is constant. So a record that comes or goes moves the sum by at most clip. Theorem
@@ -246,16 +253,17 @@ def _add_remove(
     def summands(factors: Any) -> Leaves:
         return [grid.sum(bits) for bits in gradients.bits(factors)]
 
-    totals = gradients.total(box, batch, summands)
+    def sums(box: LeafBounds) -> list[Total]:
+        return gradients.total(box, batch, summands)
 
-    def descent(k: jax.Array) -> LeafBounds:
+    def bounds(totals: Any, box: LeafBounds, k: jax.Array) -> LeafBounds:
         lows = []
         for total in totals:
             least = add_units(total, -k, grid.charge)  # sum d_L - k clip (T4)
             lows.append(grid.mean(least))
         return _from_lower_ends(lows)
 
-    return descent
+    return Descent(sums, bounds)
 
 
 # --- Records are replaced (Theorem 4.6 without sorting, T6) -------------------------------------
@@ -268,11 +276,7 @@ class _Point(NamedTuple):
     excess: Total
 
 
-def _replace_one(
-    gradients: Gradients,
-    batch: Batch,
-    box: LeafBounds,
-) -> Descent:
+def _replace_one(gradients: Gradients, batch: Batch) -> Descent:
     """Returns D_L = (sum of the b - k smallest d_L - k clip) / batch_size (Theorem 4.6).
 
     The k largest sum to min_tau k tau + sum max(d - tau, 0). Any tau gives a bound. The function is
@@ -293,16 +297,20 @@ def _replace_one(
         return sums
 
     copies = 1 + gradients.plan.has_public
-    both = gradients.total(box, batch, sums_of_entries, copies)
-    ends = len(both) // copies
     # A place without a record has the least entry, which is taken off again.
     absent = places - batch.size.astype(grid.ints)
-    sums = [add_units(total, absent, charge) for total in both[:ends]]
     changeable = batch.changeable.astype(grid.ints)
     unchangeable = places - changeable
-    of_changeable = [add_units(total, unchangeable, charge) for total in both[-ends:]]
 
-    def descent(k: jax.Array) -> LeafBounds:
+    def sums(box: LeafBounds) -> tuple[list[Total], list[Total]]:
+        both = gradients.total(box, batch, sums_of_entries, copies)
+        ends = len(both) // copies
+        of_records = [add_units(total, absent, charge) for total in both[:ends]]
+        of_changeable = [add_units(total, unchangeable, charge) for total in both[-ends:]]
+        return of_records, of_changeable
+
+    def bounds(totals: Any, box: LeafBounds, k: jax.Array) -> LeafBounds:
+        of_records, of_changeable = totals
         # A batch has no more changes than records that may change (T13).
         k = batch.at_most(k)
         # At one end of the search all entries exceed tau, at the other end none does.
@@ -317,7 +325,7 @@ def _replace_one(
         halve = functools.partial(_halve, gradients, batch, box, k)
         left, right = lax.fori_loop(0, _HALVINGS, halve, (left, right))
         lows = []
-        for total, a, b in zip(sums, left, right, strict=True):
+        for total, a, b in zip(of_records, left, right, strict=True):
             # k tau + sum max(d - tau, 0), at both ends of the last interval (T6).
             at_left = add_units(a.excess, k, a.tau)
             at_right = add_units(b.excess, k, b.tau)
@@ -328,7 +336,7 @@ def _replace_one(
             lows.append(grid.mean(least))
         return _from_lower_ends(lows)
 
-    return descent
+    return Descent(sums, bounds)
 
 
 def _entries(
@@ -413,11 +421,7 @@ def _choose(
 # --- Records of every batch are replaced (Theorem 4.6 as published) -----------------------------
 
 
-def _replace_per_batch(
-    gradients: Gradients,
-    batch: Batch,
-    box: LeafBounds,
-) -> Descent:
+def _replace_per_batch(gradients: Gradients, batch: Batch) -> Descent:
     """Returns the bounds of Theorem 4.6, by sorting.
 
     D_L = (SEMin_{b-k} d_L - k clip) / b,   D_U = (SEMax_{b-k} d_U + k clip) / b
@@ -430,7 +434,10 @@ def _replace_per_batch(
     is_record = weights[None] > 0
     places = weights.size
 
-    def descent(k: jax.Array) -> LeafBounds:
+    def sums(box: LeafBounds) -> Any:
+        return gradients.factors(box, fixed)[0]
+
+    def bounds(factors: Any, box: LeafBounds, k: jax.Array) -> LeafBounds:
         # A batch has no more changes than records that may change (T13).
         k = batch.at_most(k)
         relative_error = slack(plan.grid.dtype, places + most + 8)
@@ -452,21 +459,16 @@ def _replace_per_batch(
             mean = (remaining - k * clip) / batch.size - error
             return mean.reshape(x.shape[1:])
 
-        factors = gradients.factors(box, fixed)
-        lows = gradients.bounds(factors)
+        lows = gradients.bounds((factors, weights, may_change))
         return _from_lower_ends([smallest_mean(x) for x in lows])
 
-    return descent
+    return Descent(sums, bounds)
 
 
 # --- Records are removed or poisoned (T11, T12) -------------------------------------------------
 
 
-def _by_record(
-    gradients: Gradients,
-    batch: Batch,
-    box: LeafBounds,
-) -> Descent:
+def _by_record(gradients: Gradients, batch: Batch) -> Descent:
     """Returns D_L = (sum d_L - the k largest d_L - c_L) / batch_size.
 
     c_L is the least contribution of a record once it changes: 0 if it is removed (T11), and the
@@ -476,50 +478,53 @@ def _by_record(
     grid = plan.grid
     bias = grid.bias()
     most = plan.ks[-1]
-    like = [*box[0], *box[1]]
-    zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
-    no_differences = [jnp.zeros((most, *x.shape), grid.ints) for x in zeros]
 
-    def add_fragment(carried: Any, fragment: Any) -> tuple[Any, None]:
-        sums, largest = carried
-        factors, records = fragment
-        may_change = factors[2]
-        unchanged = [bits - bias for bits in gradients.bits(factors)]
-        changed = gradients.changed(box, records, unchanged)
-        differences = []
-        for d, c in zip(unchanged, changed, strict=True):
-            # A change that would raise the sum is not made.
-            gains = jnp.maximum(d - c, 0)
-            counts = _per_record(may_change, d)
-            differences.append(jnp.where(counts, gains, 0))
-        of_fragment = _add_records(grid, unchanged)
-        sums = [x + y for x, y in zip(sums, of_fragment, strict=True)]
-        largest, _ = lax.scan(_insert, largest, differences)
-        return (sums, largest), None
+    def sums(box: LeafBounds) -> tuple[list[Total], list[Total]]:
+        like = [*box[0], *box[1]]
+        zeros = [jnp.zeros(x.shape, grid.ints) for x in like]
+        no_differences = [jnp.zeros((most, *x.shape), grid.ints) for x in zeros]
 
-    def add_block(carried: Any, block: Any) -> tuple[Any, None]:
-        totals, largest = carried
-        records, fixed = block
-        whole = gradients.factors(box, fixed), records
-        fragments = cut_up(plan.blocks, whole)
-        (sums, largest), _ = lax.scan(add_fragment, (zeros, largest), fragments)
-        return (add_to(totals, sums), largest), None
+        def add_fragment(carried: Any, fragment: Any) -> tuple[Any, None]:
+            added, largest = carried
+            factors, records = fragment
+            may_change = factors[2]
+            unchanged = [bits - bias for bits in gradients.bits(factors)]
+            changed = gradients.changed(box, records, unchanged)
+            differences = []
+            for d, c in zip(unchanged, changed, strict=True):
+                # A change that would raise the sum is not made.
+                gains = jnp.maximum(d - c, 0)
+                counts = _per_record(may_change, d)
+                differences.append(jnp.where(counts, gains, 0))
+            of_fragment = _add_records(grid, unchanged)
+            added = [x + y for x, y in zip(added, of_fragment, strict=True)]
+            largest, _ = lax.scan(_insert, largest, differences)
+            return (added, largest), None
 
-    start = [(z, z) for z in zeros], no_differences
-    blocks = batch.records, batch.fixed
-    (wide, largest), _ = lax.scan(add_block, start, blocks)
-    totals = [narrow(grid, total) for total in wide]
-    taken_off = [_sums_of_first(x) for x in largest]
+        def add_block(carried: Any, block: Any) -> tuple[Any, None]:
+            totals, largest = carried
+            records, fixed = block
+            whole = gradients.factors(box, fixed), records
+            fragments = cut_up(plan.blocks, whole)
+            (added, largest), _ = lax.scan(add_fragment, (zeros, largest), fragments)
+            return (add_to(totals, added), largest), None
 
-    def descent(k: jax.Array) -> LeafBounds:
+        start = [(z, z) for z in zeros], no_differences
+        blocks = batch.records, batch.fixed
+        (wide, largest), _ = lax.scan(add_block, start, blocks)
+        totals = [narrow(grid, total) for total in wide]
+        return totals, [_sums_of_first(x) for x in largest]
+
+    def bounds(totals: Any, box: LeafBounds, k: jax.Array) -> LeafBounds:
+        of_records, taken_off = totals
         lows = []
-        for total, (high, low) in zip(totals, taken_off, strict=True):
+        for total, (high, low) in zip(of_records, taken_off, strict=True):
             # Each coordinate loses its own k records, which only lowers the bound.
             rest = _minus(total, (high[k], low[k]))
             lows.append(grid.mean(rest))
         return _from_lower_ends(lows)
 
-    return descent
+    return Descent(sums, bounds)
 
 
 def _insert(largest: Leaves, xs: Leaves) -> tuple[Leaves, None]:
@@ -547,7 +552,7 @@ def _sums_of_first(x: jax.Array) -> Total:
     return high, low
 
 
-DESCENT: dict[Threat, Callable[[Gradients, Batch, LeafBounds], Descent]] = {
+DESCENT: dict[Threat, Callable[[Gradients, Batch], Descent]] = {
     "add_remove": _add_remove,
     "replace_one": _replace_one,
     "replace_per_batch": _replace_per_batch,

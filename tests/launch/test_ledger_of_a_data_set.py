@@ -19,10 +19,9 @@ from jaxdp.privacy import BudgetExceeded, Ledger, PrivacyWarning, PureDpEvent
 from jaxdp.privacy.events import to_json
 from jaxdp.release import Release, Till, mark_again
 from jaxdp.report import MetricsWriter
-from launch import adapt, data, finetune, frame, hospitals, predict, run_report
+from launch import adapt, data, finetune, frame, hospitals, run_report
 from launch.frame.charges import lacking
 from launch.lifecycle import life
-from tests.launch import settling, tiny
 from tests.launch.settling import charges, restore
 
 CONFIGS = pathlib.Path(digits_dpsgd.__file__).parent
@@ -239,15 +238,6 @@ def test_a_mark_that_a_ledger_lacks_is_missed(tmp_path):
         assert lacking(tmp_path, path) == [tmp_path / "cells" / "private"]
         mark_again(rows, ledger.account("data"))
     assert lacking(tmp_path, path) == []
-
-
-@pytest.mark.slow
-def test_predictions_settle_their_ledgers(tmp_path):
-    """The tests of the launchers of fine-tuning, adaptation and recalibration check theirs."""
-    ledgers = ("ledger.sqlite", "references/ledger.sqlite")
-    settling.begin(tmp_path, *ledgers)
-    frame.run(tiny.undrawn(predict.STUDY), tiny.predict(), tmp_path)
-    settling.check(predict.STUDY, tiny.predict(), tmp_path, *ledgers)
 
 
 PEOPLE = {"owner": "Cardiology", "contact": "data@clinic.example"}

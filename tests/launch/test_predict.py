@@ -21,7 +21,7 @@ from jaxdp.privacy import BudgetExceeded, Ledger, PureDpEvent, SelfComposedDpEve
 from jaxdp.privacy.events import composition
 from launch import frame, predict, release, teachers
 from launch.models import Dense
-from tests.launch import program, tiny
+from tests.launch import program, settling, tiny
 
 pytestmark = pytest.mark.slow
 
@@ -50,6 +50,7 @@ RELEASE = {
     "cells",
 }
 RELEASE |= {"report.html", "ledger.json"}
+LEDGERS = ("ledger.sqlite", "references/ledger.sqlite")
 ANSWERS = pathlib.Path("cells") / "single_model" / "released"
 
 
@@ -65,7 +66,7 @@ def files(root):
     return {
         path.name
         for path in root.iterdir()
-        if not path.name.endswith(("-wal", "-shm", ".head", ".anchor", ".lock"))
+        if not path.name.endswith(("-wal", "-shm", ".head", ".anchor", ".lock", ".copy"))
     }
 
 
@@ -77,6 +78,7 @@ def bench_of(config):
 def finished(tmp_path_factory):
     """Returns the workdir and the result of a study, and what its launcher printed."""
     root = tmp_path_factory.mktemp("predict") / "run"
+    settling.begin(root, *LEDGERS)
     return root, *program.study("predict", "configs/predict/digits.py", root, tiny.PREDICT)
 
 
@@ -138,6 +140,11 @@ def test_references_are_charged_to_a_ledger_of_their_own(finished):
         == 3 * 2
     )
     assert result["references_epsilon"] == pytest.approx(67.6632105)  # as in the releases before
+
+
+def test_a_ledger_is_charged_for_what_it_lacks(finished):
+    root, _, _ = finished
+    settling.check(predict.STUDY, tiny.predict(), root, *LEDGERS)
 
 
 def test_the_table_has_a_row_for_every_teacher_and_mechanism(finished):

@@ -817,6 +817,22 @@ def test_budget_when_batches_are_empty(monkeypatch):
         assert outside(theta, row(bounds.lower, 2), row(bounds.upper, 2)) == 0
 
 
+@pytest.mark.slow
+def test_a_change_in_the_first_batch_is_not_dampened():
+    """The momentum keeps it, so half of the shift would be too little."""
+    case = dataclasses.replace(SMALL, epochs=1, momentum=0.5, dampening=0.5, n=12)
+    params, x, y, order = case.problem()
+    bounds = case.bounds(params, x, y, order)
+    for sign in (-1, 1):
+        extreme = sign * 1e3 * np.sign(params[0].T)
+        pool = np.vstack([x, extreme]), np.append(y, sign < 0)
+        batches = [rows[rows >= 0] for rows in order]
+        batches[0] = np.append(batches[0], case.n)
+        theta = case.retrain(params, *pool, batches)
+        assert outside(theta, row(bounds.lower, 1), row(bounds.upper, 1)) == 0
+        assert outside(theta, row(bounds.lower, 0), row(bounds.upper, 0)) > 0
+
+
 # --- certify ------------------------------------------------------------------------------------
 
 
