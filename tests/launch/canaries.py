@@ -16,7 +16,7 @@ def forms(secret):
         ", ".join(map(repr, array[:3].astype(dtype).tolist())).encode()
         for dtype in (np.float64, np.float32)
     ]
-    return [*values, *texts]
+    return list(dict.fromkeys([*values, *texts]))  # an array of float32 gives some of them twice
 
 
 def leaks(messages, secrets):
