@@ -452,7 +452,7 @@ def scaled(form: Form, rule: Conv, g: jax.Array) -> jax.Array:
     shape = [1] * g.ndim
     shape[1 + rule.numbers.out_spec[1]] = -1
     scale = form.scale.reshape(shape)
-    product = g * scale
+    product = products.wide(g) * scale
     if products.multiplied_bits() == products.BFLOAT16_BITS:
         return _multiplied(product).astype(jnp.bfloat16)
     return product
@@ -476,7 +476,7 @@ def low_rank(
     Returns:
       The terms, and [B] each: what they add, E, and the error of the sum, as in `rounding`.
     """
-    x, cotangents = rule.pictures(record, g)
+    x, cotangents = rule.pictures(record, products.wide(g))
     _, of_scaled = rule.pictures(record, scaled_g)
     # The norm of s dV is that of factors with the bits that are multiplied.
     x, of_scaled = _multiplied(x), _multiplied(of_scaled)

@@ -203,3 +203,26 @@ def test_channels_that_are_not_those_of_the_outputs(platform, monkeypatch):
     np.testing.assert_allclose(result.norms, norms, rtol=0.02)
     expected = (exact * (0.5 / norms)[:, None]).sum(0)
     np.testing.assert_allclose(tpu_forms.flat(result.grads), expected, atol=0.01)
+
+
+@pytest.mark.slow
+def test_bfloat16_under_strict_promotion(monkeypatch):
+    """A kernel of float32 is standardised, and multiplied in bfloat16."""
+    rng = np.random.default_rng(1)
+    kernel, gain = leaves()
+    params = {"gain": gain, "kernel": kernel}
+    batch = jnp.asarray(rng.normal(size=(2, 5, 4, ROWS[-1])), jnp.bfloat16)
+
+    def loss(params, x):
+        weight = standard(params["kernel"], params["gain"]).astype(x.dtype)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        out = jax.lax.conv_general_dilated(
+            x[None], weight, (1, 1), "SAME", dimension_numbers=numbers
+        )
+        return jnp.square(jnp.tanh(out)).sum()
+
+    clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
+    with by_factors(monkeypatch), jax.numpy_dtype_promotion("strict"):
+        result = clipped(params, batch)
+    norms = np.linalg.norm(tpu_forms.gradients(loss, params, batch), axis=1)
+    np.testing.assert_allclose(result.norms, norms, rtol=0.03)
