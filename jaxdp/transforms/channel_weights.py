@@ -30,7 +30,7 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms import jaxprs, products, rounding
+from jaxdp.transforms import exact_scaling, jaxprs, products, rounding
 from jaxdp.transforms.convolutions import Conv
 
 
@@ -106,7 +106,8 @@ class Form:
     Attributes:
       kernel: The number of the leaf [n, C].
       scale: s, [1, C].
-      bases: The vectors [n, C] of which p and q of the kernel are multiples. None is ones.
+      bases: The vectors [n, C] of which p and q of the kernel are multiples. None is ones. The
+        largest entry of each channel is in [1, 2), or all are 0.
       numbers: (number [1, C] of the term, place of p in `bases`, q) of each further term.
       rows: n.
     """
@@ -206,7 +207,29 @@ def _form(weight: _Value, kernel: int) -> Form:
         merged.append((p.number, place, q))
     numbers = tuple((jnp.broadcast_to(x, of_channel), place, q) for x, place, q in merged)
     scale = jnp.broadcast_to(diagonal.number, of_channel)
-    return Form(kernel, scale, tuple(bases), numbers, len(weight.primal))
+    return _in_units(Form(kernel, scale, tuple(bases), numbers, len(weight.primal)))
+
+
+def _in_units(form: Form) -> Form:
+    """Returns the form with bases of entries up to 2, whose inner products keep all bits.
+
+    The powers of two that their channels had are part of the numbers.
+    """
+    units: list[Any] = []
+    powers: list[Any] = []
+    for base in form.bases:
+        unit, power = (None, 0) if base is None else exact_scaling.in_units(base, 0)
+        units.append(unit)
+        powers.append(power)
+    numbers = []
+    for number, place, q in form.numbers:
+        power = powers[place]
+        if q.leaf == form.kernel:
+            own = _place(list(form.bases), q.base)
+            q = q._replace(base=units[own])
+            power = power + powers[own]
+        numbers.append((exact_scaling.times_power(number, jnp.asarray(power)), place, q))
+    return dataclasses.replace(form, bases=tuple(units), numbers=tuple(numbers))
 
 
 def _place(bases: list[Any], base: Any) -> int:
@@ -429,7 +452,7 @@ def scaled(form: Form, rule: Conv, g: jax.Array) -> jax.Array:
     shape = [1] * g.ndim
     shape[1 + rule.numbers.out_spec[1]] = -1
     scale = form.scale.reshape(shape)
-    product = g * scale
+    product = products.wide(g) * scale
     if products.multiplied_bits() == products.BFLOAT16_BITS:
         return _multiplied(product).astype(jnp.bfloat16)
     return product
@@ -453,7 +476,7 @@ def low_rank(
     Returns:
       The terms, and [B] each: what they add, E, and the error of the sum, as in `rounding`.
     """
-    x, cotangents = rule.pictures(record, g)
+    x, cotangents = rule.pictures(record, products.wide(g))
     _, of_scaled = rule.pictures(record, scaled_g)
     # The norm of s dV is that of factors with the bits that are multiplied.
     x, of_scaled = _multiplied(x), _multiplied(of_scaled)

@@ -507,7 +507,12 @@ def channel_form(
     """
     if len(component) > 1 or _only_moves(weights):
         return None
-    if not (has_kernel or component[0].factors_channels):
+    (site,) = component
+    if not (has_kernel or site.factors_channels):
+        return None
+    # The channels of the form are the last axis of the weight. They must be those of the outputs.
+    rule = site.rule
+    if not isinstance(rule, sites.Conv) or not rule.has_features_last:
         return None
     return channel_weights.of_program(weights, leaves, leaves_of(component))
 

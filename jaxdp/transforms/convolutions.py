@@ -579,6 +579,11 @@ class Conv(Rule):
             return False
         return bool(out_shape[self.numbers.out_spec[0]] == 1)
 
+    @property
+    def has_features_last(self) -> bool:
+        """Whether the last axis of the weight is that of the output features."""
+        return bool(self.numbers.rhs_spec[0] == len(self.weight_shape) - 1)
+
     def pictures(
         self,
         record: jax.Array,

@@ -140,3 +140,89 @@ def test_a_gradient_that_the_weight_takes_away_keeps_its_bound(platform, monkeyp
     assert 0.97 * exact < result.norms[0] < 2 * exact
     assert 0.25 < np.linalg.norm(tpu_forms.flat(result.grads)) <= 0.5 * (1 + 2**-8)
     assert too_long[0] > 5 * exact
+
+
+# The size of the kernel's entries, the constant of the weight, the size of the data, and the bound.
+SIZES = [(1e-19, 1e20, 1e10, 1e-6), (1e15, 1e-35, 1e-3, 1e-6)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "constant", "of_data", "clip_norm"), SIZES)
+def test_vectors_of_any_size_are_part_of_the_norm(size, constant, of_data, clip_norm, monkeypatch):
+    """The squares of the kernel, or of its multiple in the gradient, leave the range of float32."""
+    rng = np.random.default_rng(1)
+    units = rng.normal(size=(*ROWS, 1))
+    data = np.stack([units[..., 0], rng.normal(size=ROWS)])
+    params = {"kernel": np.float32(size * units)}
+    batch = np.float32(of_data * data)
+
+    def loss(params, x):
+        kernel = params["kernel"]
+        squares = jnp.square(kernel).sum((0, 1, 2), keepdims=True)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        weight = kernel * (constant * squares)
+        return jax.lax.conv_general_dilated(
+            x[None], weight, (1, 1), "VALID", dimension_numbers=numbers
+        ).sum()
+
+    clipped = jaxdp.clipped_grad(loss, clip_norm=clip_norm)
+    with by_factors(monkeypatch), jax.default_matmul_precision("highest"):
+        results = [clipped(params, batch, mask=np.arange(2) == i) for i in range(2)]
+    for result in results:
+        length = np.linalg.norm(tpu_forms.flat(result.grads))
+        np.testing.assert_allclose(length, clip_norm, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_channels_that_are_not_those_of_the_outputs(platform, monkeypatch):
+    """The last axis of the kernel is that of the inputs, of the same length."""
+    rng = np.random.default_rng(1)
+    params = {"kernel": np.float32(rng.normal(size=(3, 3, 8, 8)))}
+    batch = np.float32(rng.normal(size=(2, 5, 4, 8)))
+
+    def loss(params, x):
+        numbers = ("NHWC", "HWOI", "NHWC")
+        weight = weighted(params["kernel"], None)
+        out = jax.lax.conv_general_dilated(
+            x[None], weight, (1, 1), "SAME", dimension_numbers=numbers
+        )
+        return jnp.square(jnp.tanh(out)).sum()
+
+    clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
+    choose = clipped_sums.choose_method
+    monkeypatch.setattr(
+        clipped_sums,
+        "choose_method",
+        lambda *args: "factors" if args[-1] else choose(*args),  # the last one is `has_form`
+    )
+    with tpu_forms.on_a_tpu() if platform == "tpu" else forms.traced_for("cuda"):
+        result = clipped(params, batch)
+    exact = tpu_forms.gradients(loss, params, batch)
+    norms = np.linalg.norm(exact, axis=1)
+    np.testing.assert_allclose(result.norms, norms, rtol=0.02)
+    expected = (exact * (0.5 / norms)[:, None]).sum(0)
+    np.testing.assert_allclose(tpu_forms.flat(result.grads), expected, atol=0.01)
+
+
+@pytest.mark.slow
+def test_bfloat16_under_strict_promotion(monkeypatch):
+    """A kernel of float32 is standardised, and multiplied in bfloat16."""
+    rng = np.random.default_rng(1)
+    kernel, gain = leaves()
+    params = {"gain": gain, "kernel": kernel}
+    batch = jnp.asarray(rng.normal(size=(2, 5, 4, ROWS[-1])), jnp.bfloat16)
+
+    def loss(params, x):
+        weight = standard(params["kernel"], params["gain"]).astype(x.dtype)
+        numbers = ("NHWC", "HWIO", "NHWC")
+        out = jax.lax.conv_general_dilated(
+            x[None], weight, (1, 1), "SAME", dimension_numbers=numbers
+        )
+        return jnp.square(jnp.tanh(out)).sum()
+
+    clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
+    with by_factors(monkeypatch), jax.numpy_dtype_promotion("strict"):
+        result = clipped(params, batch)
+    norms = np.linalg.norm(tpu_forms.gradients(loss, params, batch), axis=1)
+    np.testing.assert_allclose(result.norms, norms, rtol=0.03)
