@@ -299,8 +299,10 @@ def _play(
 
     def noise_of(k: int, shape: tuple[int, ...], scale: Scale) -> jax.Array:
         """Returns the noise of round k. One sampler for all rounds compiles fastest."""
+        of_round = functools.partial(round_noise, key, shape, scale)
+        if method.rounds == 1:
+            return of_round(k)
         if shape not in drawn:
-            of_round = functools.partial(round_noise, key, shape, scale)
             drawn[shape] = jax.vmap(of_round)(jnp.arange(method.rounds))
         return drawn[shape][k]
 
