@@ -258,7 +258,17 @@ def with_noise(
     """
     if scale is None:
         return exact
-    noisy_sum = exact + noise.discrete_laplace(key, exact, scale.noise, number=number)
+    return in_units(exact + round_noise(key, exact.shape, scale, number), scale)
+
+
+def round_noise(key: jax.Array, shape: tuple[int, ...], scale: Scale, number: Any) -> jax.Array:
+    """Returns the noise of round `number` in steps, int32."""
+    like = jax.ShapeDtypeStruct(shape, jnp.int32)
+    return noise.discrete_laplace(key, like, scale.noise, number=number)
+
+
+def in_units(noisy_sum: jax.Array, scale: Scale) -> jax.Array:
+    """Returns float32 in the method's units of answers in steps."""
     return noisy_sum.astype(jnp.float32) * scale.step
 
 

@@ -35,10 +35,11 @@ from jaxdp.recalibration.protocol import (
     Scale,
     event,
     exact_sums,
+    in_units,
     noise_scale,
     play,
+    round_noise,
     summands,
-    with_noise,
 )
 from jaxdp.recalibration.search import Bracket, FoundTemperature, Spacing
 from jaxdp.release import Release, Till, digest, program, stream
@@ -294,10 +295,23 @@ def _play(
     scale: Scale | None,
     owner: jax.Array | None = None,
 ) -> Any:
+    drawn: dict[tuple[int, ...], jax.Array] = {}
+
+    def noise_of(k: int, shape: tuple[int, ...], scale: Scale) -> jax.Array:
+        """Returns the noise of round k. One sampler for all rounds compiles fastest."""
+        of_round = functools.partial(round_noise, key, shape, scale)
+        if method.rounds == 1:
+            return of_round(k)
+        if shape not in drawn:
+            drawn[shape] = jax.vmap(of_round)(jnp.arange(method.rounds))
+        return drawn[shape][k]
+
     def ask(k: int, temperature: jax.Array) -> jax.Array:
         added = summands(method, k, records, temperature)
         exact = exact_sums(added, source, sources, scale, owner)
-        return with_noise(key, exact, scale, k).sum(0)
+        if scale is None:
+            return exact.sum(0)
+        return in_units(exact + noise_of(k, exact.shape, scale), scale).sum(0)
 
     variance = 0.0 if scale is None else scale.variance * sources
     return play(method, ask, variance)

@@ -26,11 +26,14 @@ NEWER_FUSIONS = (
 )
 
 
-def compiler_options(batch: Any) -> dict[str, Any]:
-    """Returns options that compile quickly, and that index rightly by the integers of `batch`."""
+def compiler_options(arguments: Any) -> dict[str, Any]:
+    """Returns options that compile quickly, and that index rightly by the integers of the arguments
+    of a program."""
+    leaves = [x for x in jax.tree.leaves(arguments) if hasattr(x, "dtype")]
+    longest = max((n for x in leaves for n in x.shape), default=0)
     narrow = any(
-        jax.dtypes.issubdtype(x.dtype, np.integer) and x.dtype.itemsize < 4
-        for x in jax.tree.leaves(batch)
+        jax.dtypes.issubdtype(x.dtype, np.integer) and np.iinfo(x.dtype).max < longest
+        for x in leaves
     )
     return QUICK_COMPILE | (NEWER_FUSIONS if narrow else {})
 
@@ -67,50 +70,93 @@ def _float64(tree: Any) -> Any:
     return jax.tree.map(cast, tree)
 
 
-def micro_batches_of_one(
-    loss_fn: Callable[..., Any],
-    params: Any,
-    batch: Any,
-    *,
-    trainable: Callable[[str, Any], bool] = lambda path, leaf: True,
-) -> Reference:
-    """Computes `jax.grad` of `loss_fn` for one example after the other in float64, and norms by
-    NumPy."""
-    paths, structure = jax.tree_util.tree_flatten_with_path(_float64(params))
+def every_leaf(path: str, leaf: Any) -> bool:
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A loss, with what its gradient is asked at."""
+
+    loss: Callable[..., Any]
+    params: Any
+    batch: Any
+    trainable: Callable[[str, Any], bool] = every_leaf
+
+
+def _in_float64(problem: Any) -> tuple[list[Any], list[int], Callable[[list[Any], Any], Any]]:
+    """Returns the leaves of params in float64, which of them are trainable, and the loss as a
+    function of those."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(_float64(problem.params))
     leaves = [leaf for _, leaf in paths]
     moving = [
         i
         for i, (path, leaf) in enumerate(paths)
         if getattr(leaf, "dtype", None) == np.float64
-        and trainable(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
+        and problem.trainable(jax.tree_util.keystr(path, simple=True, separator="/"), leaf)
     ]
 
     def loss(values: list[Any], example: Any) -> Any:
         every = list(leaves)
         for i, value in zip(moving, values, strict=True):
             every[i] = value
-        return loss_fn(jax.tree.unflatten(structure, every), example)
+        return problem.loss(jax.tree.unflatten(structure, every), example)
+
+    return leaves, moving, loss
+
+
+def micro_batches_of_one_each(problems: Sequence[Any]) -> list[Reference]:
+    """Computes `jax.grad` of each loss for one example after the other in float64, and norms by
+    NumPy.
+
+    A problem has the fields of `Problem`. All have one size of a batch. They are one program, which
+    compiles faster than one for each."""
+    parts = [_in_float64(problem) for problem in problems]
+    batches = [_float64(problem.batch) for problem in problems]
+    size = len(jax.tree.leaves(batches)[0])
+    given = [[leaves[i] for i in moving] for leaves, moving, _ in parts]
+
+    def gradients(values: list[Any], examples: list[Any]) -> list[Any]:
+        losses = (loss for _, _, loss in parts)
+        return [
+            jax.value_and_grad(loss)(*pair)
+            for loss, *pair in zip(losses, values, examples, strict=True)
+        ]
 
     # Flax mixes float32 into float64
-    with (
-        jax.enable_x64(True),
-        jax.numpy_dtype_promotion("standard"),
-    ):
-        step = jax.jit(jax.value_and_grad(loss), compiler_options=compiler_options(batch))
-        size = len(jax.tree.leaves(batch)[0])
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        options = compiler_options((given, batches))
+        step = jax.jit(gradients, compiler_options=options)
         rows = [
-            step([leaves[i] for i in moving], jax.tree.map(lambda x, b=b: x[b], _float64(batch)))
+            jax.device_get(step(given, jax.tree.map(lambda x, b=b: x[b], batches)))
             for b in range(size)
         ]
-        losses = np.array([float(value) for value, _ in rows])
-        stacked = [
-            np.stack([np.asarray(g[k], np.float64) for _, g in rows]) for k in range(len(moving))
-        ]
-    norms = np.sqrt(sum(((g.reshape(size, -1) ** 2).sum(1) for g in stacked), np.zeros(size)))
+    return [
+        _reference(leaves, moving, of_one)
+        for (leaves, moving, _), of_one in zip(parts, zip(*rows, strict=True), strict=True)
+    ]
+
+
+def _reference(leaves: list[Any], moving: list[int], rows: Sequence[Any]) -> Reference:
+    losses = np.array([float(value) for value, _ in rows])
     grads: list[np.ndarray | None] = [None] * len(leaves)
-    for i, g in zip(moving, stacked, strict=True):
-        grads[i] = g
-    return Reference(losses, grads, norms)
+    squares = np.zeros(len(rows))
+    for k, i in enumerate(moving):
+        grads[i] = g = np.stack([np.asarray(row[k], np.float64) for _, row in rows])
+        squares = squares + (g.reshape(len(rows), -1) ** 2).sum(1)
+    return Reference(losses, grads, np.sqrt(squares))
+
+
+def micro_batches_of_one(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    *,
+    trainable: Callable[[str, Any], bool] = every_leaf,
+) -> Reference:
+    """Returns the reference of one loss, see `micro_batches_of_one_each`."""
+    (found,) = micro_batches_of_one_each([Problem(loss_fn, params, batch, trainable)])
+    return found
 
 
 def assert_same_sum(
@@ -182,6 +228,7 @@ def oracle() -> types.SimpleNamespace:
     """Hands out the functions above, since test modules cannot import each other."""
     return types.SimpleNamespace(
         micro_batches_of_one=micro_batches_of_one,
+        micro_batches_of_one_each=micro_batches_of_one_each,
         assert_same_sum=assert_same_sum,
         forced=forced,
         every_method=every_method,

@@ -66,7 +66,7 @@ def test_large_programs_are_within_budget_and_small_ones_equal_vmap(
             expected = reference(made.plain or made.loss, params, batch, 0.1)
             return expected, clipping.clipped_grad(made.loss, clip_norm=0.1)(params, batch)
 
-        options = oracle.compiler_options(batch)
+        options = oracle.compiler_options((params, batch))
         (norms, sums), out = jax.device_get(jax.jit(run, compiler_options=options)(params, batch))
     assert not chosen
     tolerance = 1e-2 if name == "bfloat16_layers" else 1e-9
@@ -117,7 +117,7 @@ def test_reads_of_any_part_of_a_weight(oracle: Any) -> None:
             found = oracle.every_method(loss, ("factors", "drop"), params, batch, clip_norm=0.1)
             return reference(loss, params, batch, 0.1), found
 
-        options = oracle.compiler_options(batch)
+        options = oracle.compiler_options((params, batch))
         (norms, sums), found = jax.device_get(jax.jit(run, compiler_options=options)(params, batch))
         assert all(
             leaf.rules == ("embedding",)
@@ -166,7 +166,7 @@ def test_ragged_dot_inside_of_other_programs(engine: Any, oracle: Any) -> None:
             clipped = clipping.clipped_grad(loss, clip_norm=0.1, engine=engine)
             return reference(known, params, batch, 0.1), clipped(params, batch)
 
-        options = oracle.compiler_options(batch)
+        options = oracle.compiler_options((params, batch))
         (norms, sums), out = jax.device_get(jax.jit(run, compiler_options=options)(params, batch))
     np.testing.assert_allclose(out.norms, norms, rtol=1e-9)
     jax.tree.map(

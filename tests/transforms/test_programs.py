@@ -520,7 +520,7 @@ def differences(program: Program, methods: tuple[str, ...], oracle: Any) -> dict
                 loss, methods, *args, clip_norm=clip_norm, group=setting.group
             )
 
-        options = oracle.compiler_options(setting.batch)
+        options = oracle.compiler_options((setting.params, setting.batch))
         got = jax.jit(run, compiler_options=options)(setting.params, setting.batch, setting.mask)
 
     wrong, scale = {}, max(float(np.sqrt(sum(np.square(s).sum() for s in sums))), 0.01 * clip_norm)
@@ -597,9 +597,10 @@ def test_programs_with_small_indices_are_compiled_to_index_rightly(oracle: Any) 
     def hits(options):
         return int(jax.jit(jax.grad(total), compiler_options=options)(table, index).sum())
 
-    assert hits(oracle.compiler_options(index)) == len(index)
-    wide = oracle.compiler_options(index.astype(np.int32))
-    assert (hits(wide) == len(index)) == (oracle.compiler_options(index) == wide)
+    options = oracle.compiler_options((table, index))
+    assert hits(options) == len(index)
+    wide = oracle.compiler_options((table, index.astype(np.int32)))
+    assert (hits(wide) == len(index)) == (options == wide)
 
 
 # --- Broken twins: what the programs must catch ---
