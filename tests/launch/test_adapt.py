@@ -209,6 +209,7 @@ ABLATIONS = {
     "fisher_images": 64,
     "clipping": ("image", "batch"),
     "privacy.filters": ("remove", "keep"),
+    "privacy.exact": False,
     "data.images": 64,
     "protocol.lengths": (32,),
     "tuning.learning_rates": (1e-2,),

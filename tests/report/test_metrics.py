@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxdp.report import MetricsWriter, read_metrics
+from tests import forked
 
 
 def without_time(records):
@@ -95,20 +96,18 @@ def test_truncate_after_drops_later_steps_and_keeps_writing(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_killed_writer_loses_nothing_it_reported(tmp_path, run_in_subprocess):
+def test_a_killed_writer_loses_nothing_it_reported(tmp_path):
     path = tmp_path / "m.jsonl"
-    code = f"""
-import os, signal
+    code = """
+import os, signal, sys
 from jaxdp.report.metrics import MetricsWriter
-pid = os.fork()
-if pid == 0:
-    metrics = MetricsWriter({str(path)!r})
-    for step in range(100):
-        metrics.write(step, x=step / 3)
-    os.kill(os.getpid(), {int(signal.SIGKILL)})
-assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -{int(signal.SIGKILL)}
+metrics = MetricsWriter(sys.argv[1])
+for step in range(100):
+    metrics.write(step, x=step / 3)
+os.kill(os.getpid(), signal.SIGKILL)
 """
-    run_in_subprocess(code)
+    process = forked.run(code, path, modules=forked.LEDGERS)
+    assert process.returncode == -signal.SIGKILL, process.stderr
     assert without_time(read_metrics(path)) == [
         {"step": step, "x": step / 3} for step in range(100)
     ]
