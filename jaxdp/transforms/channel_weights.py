@@ -250,11 +250,12 @@ def _evaluated(
     inputs: Sequence[_Value | None],
     kernel: int,
 ) -> list[_Value]:
-    """Evaluates a program. None stands for a leaf that it must not read."""
+    """Evaluates a program. None stands for a value that it must not read."""
     jaxpr = program.jaxpr
     values: dict[Any, _Value | None] = {}
     for variable, constant in zip(jaxpr.constvars, program.consts, strict=True):
-        values[variable] = _constant(constant)
+        # The program may have arrays of the loss among its constants, which no weight reads.
+        values[variable] = None if jnp.ndim(constant) else _constant(constant)
     values.update(zip(jaxpr.invars, inputs, strict=True))
 
     def read(variable: Any) -> _Value:

@@ -226,3 +226,33 @@ def test_bfloat16_under_strict_promotion(monkeypatch):
         result = clipped(params, batch)
     norms = np.linalg.norm(tpu_forms.gradients(loss, params, batch), axis=1)
     np.testing.assert_allclose(result.norms, norms, rtol=0.03)
+
+
+@pytest.mark.slow
+def test_a_constant_of_the_loss_leaves_the_form(monkeypatch):
+    """The weight does not read the array by which the outputs are multiplied."""
+    kernel, gain = leaves()
+    params = {"gain": gain, "kernel": kernel}
+    rng = np.random.default_rng(1)
+    batch = np.float32(rng.normal(size=(2, *ROWS)))
+    of_outputs = np.float32(rng.normal(size=CHANNELS))
+    traced = []
+    low_rank = channel_weights.low_rank
+    monkeypatch.setattr(
+        channel_weights, "low_rank", lambda *args: traced.append(args) or low_rank(*args)
+    )
+
+    def loss(params, x):
+        weight = standard(params["kernel"], params["gain"])
+        numbers = ("NHWC", "HWIO", "NHWC")
+        out = jax.lax.conv_general_dilated(
+            x[None], weight, (1, 1), "VALID", dimension_numbers=numbers
+        )
+        return (out * jnp.broadcast_to(of_outputs.astype(out.dtype), out.shape)).sum()
+
+    clipped = jaxdp.clipped_grad(loss, clip_norm=0.5)
+    with by_factors(monkeypatch), jax.default_matmul_precision("highest"):
+        result = clipped(params, batch)
+    norms = np.linalg.norm(tpu_forms.gradients(loss, params, batch), axis=1)
+    np.testing.assert_allclose(result.norms, norms, rtol=1e-4)
+    assert len(traced) == 1
