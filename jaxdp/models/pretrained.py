@@ -153,15 +153,17 @@ def _fitted(tensors: dict[str, jax.Array], like: Any, path: str) -> Any:
 def load_tensors(
     path: str | os.PathLike[str], *, remedy: str, limits: Limits | None = None
 ) -> dict[str, jax.Array]:
-    """Reads a safetensors file as JAX arrays, since NumPy lacks some number formats.
+    """Reads a safetensors file as JAX arrays.
 
     Errors are those of `load_params`.
     """
-    from safetensors.flax import load_file
+    # The reader for Flax compiles a program for each shape, which takes longer than to read it.
+    from safetensors.numpy import load_file
 
     with understood(path, remedy):
         (limits or Limits()).check("bytes", os.path.getsize(path), os.fspath(path))
-        tensors = load_file(os.fspath(path))
+        on_host = load_file(os.fspath(path))
+    tensors: dict[str, jax.Array] = jax.device_put(on_host)
     check_finite(tensors, path, remedy)
     return tensors
 

@@ -254,7 +254,8 @@ def _inputs(
     """Returns the arguments of `_play`."""
     logits = np.concatenate([party.logits for party in parties])
     labels = np.concatenate([party.labels for party in parties])
-    records = Records(jnp.asarray(logits), jnp.asarray(labels))
+    # `jnp.asarray` would compile a program for each shape. Nothing else holds the two arrays.
+    records = Records(*jax.device_put((logits, labels)))
     units = [party.units for party in parties]
     source = np.repeat(np.arange(len(parties), dtype=np.int32), units)
     inputs = (method, records, source, len(parties), key, scale)

@@ -263,7 +263,8 @@ def _expected_projection(backbone: Backbone, arrays: Mapping[str, np.ndarray]) -
 def _under(prefix: str, arrays: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
     """Returns the arrays whose names start with a prefix, without it."""
     names = [name for name in arrays if name.startswith(prefix)]
-    return {name.removeprefix(prefix): jnp.asarray(arrays[name]) for name in names}
+    # `jnp.asarray` would compile a program for each shape.
+    return {name.removeprefix(prefix): jax.device_put(arrays[name]) for name in names}
 
 
 def _check_declared(backbone: Backbone, arrays: Mapping[str, np.ndarray], limits: Limits) -> None:
