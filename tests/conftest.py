@@ -186,7 +186,7 @@ def few_programs() -> Iterator[None]:
     """Forgets compiled programs after a module, before they fill the 65,530 mappings that Linux
     allows a process."""
     yield
-    if resident() > 0.75 * MEMORY or mappings() > 25_000:
+    if resident() > 0.9 * MEMORY or mappings() > 25_000:
         forget_programs()
 
 
