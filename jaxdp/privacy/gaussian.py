@@ -11,6 +11,8 @@ import math
 import numpy as np
 from scipy import special
 
+from jaxdp.privacy.loss_distribution import legendre_rule
+
 # What the formulas below may err in log delta.
 _MARGIN = 1e-10
 _UNIT = 2.0**-53
@@ -26,7 +28,7 @@ def log_delta(mu: float, u: float) -> float:
     if mu > 0.01:
         return log_density + math.log(_mills(u) - _mills(u + mu))
     # The difference is the integral of 1 - x R(x), which cancels less.
-    nodes, weights = np.polynomial.legendre.leggauss(5)
+    nodes, weights = legendre_rule(5)
     x = u + mu * (nodes + 1) / 2
     slope = np.array([1 - value * _mills(value) for value in x])
     return log_density + math.log(mu / 2 * float(weights @ slope))

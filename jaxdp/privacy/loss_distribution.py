@@ -13,6 +13,7 @@ below `MASS_ERROR`. docs/design/proofs.md has the bound.
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -31,9 +32,7 @@ _MOST_KEPT_POINTS = 2**16
 _KEPT_LATTICES = 2
 _KEPT_COPIES = 4
 # Points of a Gauss-Legendre rule by the width of a panel, in units of the widest one.
-_POINTS = ((1 / 32, 4), (1 / 4, 6), (math.inf, 10))
-# (width, nodes, weights). NumPy solves an eigenproblem for the nodes, which takes long.
-_RULES = tuple((most, *np.polynomial.legendre.leggauss(points)) for most, points in _POINTS)
+_RULES = ((1 / 32, 4), (1 / 4, 6), (math.inf, 10))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +88,25 @@ class Piece:
         return np.sort(np.concatenate([edges, inner_cuts]))
 
 
+@functools.cache
+def legendre_rule(points: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the nodes, in [-1, 1], and the weights of a Gauss-Legendre rule.
+
+    NumPy solves an eigenproblem for the nodes, which takes longer than most sums over them.
+    """
+    nodes, weights = np.polynomial.legendre.leggauss(points)
+    return nodes, weights
+
+
 def _panels(edges: np.ndarray, width: float) -> Iterable[tuple[np.ndarray, np.ndarray]]:
     """Yields nodes and weights of the panels, by classes of their width."""
     half = np.diff(edges) / 2
     middle = (edges[1:] + edges[:-1]) / 2
     least = -math.inf
-    for most, nodes, weights in _RULES:
+    for most, points in _RULES:
         in_class = (2 * half > least * width) & (2 * half <= most * width)
         least = most
+        nodes, weights = legendre_rule(points)
         offsets = middle[in_class, None] + half[in_class, None] * nodes
         yield offsets.ravel(), (half[in_class, None] * weights).ravel()
 
