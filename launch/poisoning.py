@@ -52,7 +52,7 @@ class Opened:
         self.test = everything(task.test)
         self.name = task.train.name
         count, width = self.train["features"].shape
-        self.model = models.Dense(width, task.train.num_classes, **config.model)
+        self.model = models.dense(width, task.train.num_classes, **config.model)
         if not 0 <= changes.public < 1:
             raise ValueError(f"config.changes.public must be in [0, 1), got {changes.public}.")
         rows = choose(count, round(changes.public * count), seed=changes.seed)
