@@ -309,7 +309,7 @@ def _train(
 
 def _start(plan: Plan, arrays: Arrays) -> tuple[_State, np.ndarray | None]:
     """Returns the state before the first batch, and the changes so far of each line (T8)."""
-    velocity = []
+    velocity: list[Any] = []
     if plan.momentum:
         velocity = [np.zeros(x.shape, x.dtype) for x in arrays.moving]  # compiles nothing
     used = np.arange(plan.ks[-1] + 1) if plan.shared_budget else None

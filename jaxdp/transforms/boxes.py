@@ -124,8 +124,9 @@ def _outward(value: Any, direction: int) -> jax.Array:
     is_inward = rounded > exact if direction < 0 else rounded < exact
     outermost = np.asarray(direction * np.inf, converted.dtype)
     moved_out = np.nextafter(converted, outermost)
-    # Unlike `jnp.asarray`, it compiles nothing.
-    return jax.device_put(np.where(is_inward, moved_out, converted))
+    # Unlike `jnp.asarray`, `device_put` compiles nothing.
+    array: jax.Array = jax.device_put(np.where(is_inward, moved_out, converted))
+    return array
 
 
 def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
