@@ -254,8 +254,9 @@ def _drawn(
     # One group has the key itself, and several have its children.
     keys = jax.random.split(key, len(groups)) if len(groups) > 1 else [key] * len(groups)
     for group, group_key in zip(groups, keys, strict=True):
+        drawn = draw(group_key, group)
         factor = jnp.asarray(scale, group.dtype) if is_standard else None
-        arrays = _leaves_of(draw(group_key, group), factor, tuple(group.shapes))
+        arrays = _leaves_of(drawn, factor, tuple(group.shapes))
         for i, noise in zip(group.indices, arrays, strict=True):
             leaves[i] = noise
     return jax.tree.unflatten(treedef, leaves)
