@@ -93,7 +93,8 @@ def gaussian(
     def draw(key: jax.Array, group: _LeafGroup) -> Sequence[jax.Array]:
         # Without shardings this is true of none.
         if all(sharding.is_fully_replicated for sharding in layout):
-            return standard_normals(number, key, group.sizes, group.dtype)
+            vectors: list[jax.Array] = standard_normals(number, key, group.sizes, group.dtype)
+            return vectors
         shardings = [layout[i] for i in group.indices]
         return divided_normals(number, key, group.shapes, group.dtype, shardings)
 
