@@ -569,9 +569,17 @@ def drawn_program(draw, kind):
     return lambda key: draw(key, jnp.zeros(9, kind), 3.0), (KEY,)
 
 
-def interval_program():
+@functools.cache
+def small_model():
+    """Returns a model and parameters, zeros."""
     model = models.create("mlp", num_classes=4, hidden=(6,))
-    params = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    start = lambda: model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]  # noqa: E731
+    zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype))  # noqa: E731
+    return model, jax.tree.map(zeros, jax.eval_shape(start))
+
+
+def interval_program():
+    model, params = small_model()
     box = jax.tree.map(lambda x: jaxdp.Interval(x - 0.01, x + 0.01), params)
     return jaxdp.interval(lambda p, x: model.apply({"params": p}, x)), (
         box,
@@ -598,8 +606,7 @@ def finetune_programs(name):
 
 
 def pretrain_program(name):
-    model = models.create("mlp", num_classes=4, hidden=(6,))
-    params = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    model, params = small_model()
 
     def loss(params, batch):
         logits = model.apply({"params": params}, batch["image"])

@@ -421,7 +421,7 @@ def test_a_public_backbone_gets_a_new_head():
     pretrained = load("augreg")
     model = models.create("vit_ti16", num_classes=5, **VIT)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8, 8, 3)))["params"]
-    fresh = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
+    fresh = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     merged = models.merge_pretrained(fresh, pretrained.params)
     np.testing.assert_array_equal(
         merged["block_1"]["mlp_0"]["kernel"], pretrained.params["block_1"]["mlp_0"]["kernel"]
