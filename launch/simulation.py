@@ -191,8 +191,7 @@ class Sums(NamedTuple):
     def of_first(self, count: int, order: Order) -> "Sums":
         """Returns the sums over the first `count` records of each trial, without the axis P."""
         place = order.ends.index(count)
-        beginning = self.beginnings[:, place]
-        return self._replace(beginnings=beginning)
+        return self._replace(beginnings=_at_place(self.beginnings, place))
 
     def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the sums [s] of a trial and beginning, the sums [s] of all records, and whether T
@@ -207,6 +206,12 @@ class Sums(NamedTuple):
 
 
 _ONE_TRIAL = Sums(None, 0, None)  # type: ignore[arg-type]  # axes for jax.vmap
+
+
+@jax.jit
+def _at_place(beginnings: jax.Array, place: int) -> jax.Array:
+    """Returns the sums at one place of the axis P."""
+    return jax.lax.dynamic_index_in_dim(beginnings, place, axis=1, keepdims=False)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
@@ -291,7 +296,7 @@ def simulate(
         used = sources * samples
         scale = None if key is None else scale_of(epsilon=epsilon)
         if key is None or scale is None:  # no privacy has no scale
-            drawn, variance = jnp.zeros(shape), 0.0
+            drawn, variance = np.zeros(shape, np.float32), 0.0
         else:
             setting_key = jax.random.fold_in(key, index)
             drawn = noise_of_sources(setting_key, shape, sources, scale)

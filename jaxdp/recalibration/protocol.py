@@ -440,7 +440,7 @@ class Party:
         scale = noise_scale(
             method, epsilon=epsilon, adjacency=adjacency, num_classes=self.logits.shape[1]
         )
-        records = Records(jnp.asarray(self.logits), jnp.asarray(self.labels))
+        records = Records(*jax.device_put((self.logits, self.labels)))
         owners = () if self.group is None else (self.group,)
         source = np.zeros(self.units, np.int32)
         return _Answerer(method, records, scale, (source, *owners))
@@ -585,7 +585,8 @@ class Conversation:
         """
         # Before JAX and the lock, either of which would hang in a forked process.
         self._till.check_process()
-        question = np.asarray(jnp.float32(temperature))
+        with np.errstate(over="ignore"):  # a temperature beyond float32 becomes infinite
+            question = np.asarray(float(temperature), np.float32)
         with self._lock:
             k = self.answered if round is None else operator.index(round)
             if 0 <= k < self.answered:

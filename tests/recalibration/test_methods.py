@@ -5,6 +5,7 @@ Statistical tests use fixed seeds, so they are deterministic.
 """
 
 import functools
+import itertools
 import math
 
 import jax
@@ -399,21 +400,34 @@ METHODS = {
 added_by = jax.jit(summands, static_argnums=(0, 1))
 
 
+@jax.jit
+def added_in_every_round(records, temperature):
+    """Returns what each record adds, {method: {round: [n, s]}}, in the first and last rounds."""
+    return {
+        name: {k: summands(method, k, records, temperature) for k in {0, method.rounds - 1}}
+        for name, method in METHODS.items()
+    }
+
+
+@functools.cache
+def case(m, size, temperature):
+    """Returns valid records of m classes, and what each of them adds."""
+    rng = np.random.default_rng(m)
+    logits = (rng.normal(size=(60, m)) * size).astype(np.float32)
+    labels = np.where(rng.random(60) < 0.5, logits.argmax(1), rng.integers(0, m, 60))
+    labels = labels.astype(np.int32)
+    return logits, labels, added_in_every_round(Records(logits, labels), np.float32(temperature))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_contributions_follow_the_equations(name):
     method = METHODS[name]
-    rng = np.random.default_rng(0)
-    for m, size in ((2, 1.0), (7, 3.0)):
-        logits = (rng.normal(size=(60, m)) * size).astype(np.float32)
-        labels = np.where(rng.random(60) < 0.5, logits.argmax(1), rng.integers(0, m, 60)).astype(
-            np.int32
-        )
-        for k in {0, method.rounds - 1}:
-            for temperature in (0.31, 1.0, 4.0):
-                added = added_by(method, k, Records(logits, labels), np.float32(temperature))
-                expected = contributions(method, k, logits, labels, temperature)
-                np.testing.assert_allclose(added, expected, rtol=1e-5, atol=2e-6)
+    for (m, size), temperature in itertools.product(((2, 1.0), (7, 3.0)), (0.31, 1.0, 4.0)):
+        logits, labels, added = case(m, size, temperature)
+        for k, of_round in added[name].items():
+            expected = contributions(method, k, logits, labels, temperature)
+            np.testing.assert_allclose(of_round, expected, rtol=1e-5, atol=2e-6)
 
 
 def people(m, rng):

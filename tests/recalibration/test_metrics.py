@@ -62,7 +62,7 @@ def slow_ece(confidence, correct, bins, binning, debiased=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n", "bins"), [(7, 15), (200, 1), (200, 15), (200, 32)])
+@pytest.mark.parametrize(("n", "bins"), [(7, 32), (200, 1), (200, 15)])
 def test_ece_is_the_sum_over_bins(n, bins):
     confidence, correct = examples(n, accuracy=lambda c: 0.1 + 0.7 * c)
     expected = [slow_ece(confidence, correct, bins, *kind) for kind in KINDS]
@@ -77,17 +77,27 @@ def test_ece_keeps_its_digits_over_many_examples():
     assert ece(confidence, correct) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("bins", [1, 2, 6, 15, 22, 49])
-def test_an_edge_belongs_to_the_bin_above_it_and_1_to_the_last(bins):
-    edges = np.array([k / bins for k in range(bins + 1)], np.float32)
-    below = np.nextafter(edges, np.float32(-1))
-    expected = np.arange(bins + 1)
-    np.testing.assert_array_equal(equal_width_bin(edges, bins), np.minimum(expected, bins - 1))
-    np.testing.assert_array_equal(equal_width_bin(below, bins), np.maximum(expected - 1, 0))
-    np.testing.assert_array_equal(
-        jax.jit(equal_width_bin, static_argnums=1)(edges, bins), equal_width_bin(edges, bins)
-    )
+def test_an_edge_belongs_to_the_bin_above_it_and_1_to_the_last():
+    """Also in a compiled function, whose divisions XLA may round in another way."""
+    numbers = (1, 2, 6, 15, 22, 49)
+    edges = [np.array([k / bins for k in range(bins + 1)], np.float32) for bins in numbers]
+    below = [np.nextafter(each, np.float32(-1)) for each in edges]
+
+    @jax.jit
+    def indices(confidences):
+        return [
+            equal_width_bin(confidence, bins)
+            for confidence, bins in zip(confidences, numbers, strict=True)
+        ]
+
+    found = zip(numbers, indices(edges), indices(below), strict=True)
+    for bins, of_edges, of_below in found:
+        expected = np.arange(bins + 1)
+        np.testing.assert_array_equal(of_edges, np.minimum(expected, bins - 1))
+        np.testing.assert_array_equal(of_below, np.maximum(expected - 1, 0))
+    for bins in (15, 49):
+        again = equal_width_bin(edges[numbers.index(bins)], bins)
+        np.testing.assert_array_equal(again, np.minimum(np.arange(bins + 1), bins - 1))
 
 
 def test_a_confidence_of_1_counts():

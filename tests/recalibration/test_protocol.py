@@ -189,7 +189,9 @@ def test_neighbouring_sources_differ_by_the_stated_number_of_steps(adjacency):
         HistogramBinning(form="published"),
     ):
         scale = scale_of(method, 2.0, adjacency, 3)
-        for k in sorted({0, method.rounds - 1}):
+        # The first round is special in the split form. Elsewhere all are alike, which the tests of
+        # the methods prove of the first and the last one.
+        for k in (0, method.rounds - 1) if getattr(method, "split", False) else (0,):
             allowed = math.ceil(method.sensitivity(k, adjacency, 3) / scale.step)
             sums = sums_without(False, method, k, logits, labels, scale)
             largest = 0
@@ -391,7 +393,9 @@ def test_values_beyond_32_bits_are_invalid_not_other_values():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [AccT(iterations=2, split=True), HistogramBinning()], ids=repr)
+@pytest.mark.parametrize(
+    "method", [AccT(iterations=1, split=True), HistogramBinning(bins=8)], ids=repr
+)
 def test_answers_of_separate_sources_play_the_same_conversation(method, tmp_path):
     parties = [Party(*people(40, seed=i)) for i in range(3)] + [Party(*people(0))]
 
@@ -425,7 +429,7 @@ def test_answers_of_separate_sources_play_the_same_conversation(method, tmp_path
 def test_an_answer_is_the_exact_sum_plus_noise_in_whole_steps(monkeypatch):
     # Of fresh seeds, one in 2,000 gives two of three answers equal noise.
     monkeypatch.setattr(secrets, "token_bytes", lambda size: bytes(range(size)))
-    source, method = Party(*people(60)), AccT(iterations=2)
+    source, method = Party(*people(20)), AccT(iterations=2)
     scale, exact, noisy = (
         scale_of(method, 1.0),
         source.begin(method, epsilon=math.inf),
@@ -459,7 +463,7 @@ def test_a_conversation_is_paid_once_before_its_first_answer():
 
 def test_a_question_is_answered_once_and_may_be_repeated():
     method = AccT(iterations=2)
-    with Party(*people(60)).begin(method, epsilon=1.0) as talk:
+    with Party(*people(20)).begin(method, epsilon=1.0) as talk:
         first = talk.answer(1.0)
         assert (talk.answer(jnp.float32(1), round=0) == first).all() and talk.answered == 1
         for other in (1.0000001, math.nan, -0.0):
@@ -491,7 +495,7 @@ def test_threads_that_ask_at_once_do_not_share_noise(monkeypatch):
 
     monkeypatch.setattr(Till, "keeper", slow)
     with (
-        Party(*people(60)).begin(AccT(iterations=2), epsilon=1.0) as talk,
+        Party(*people(20)).begin(AccT(iterations=2), epsilon=1.0) as talk,
         ThreadPoolExecutor(4) as pool,
     ):
         heard = [
@@ -661,7 +665,7 @@ def test_copies_of_a_workdir_answer_one_question_in_a_round(tmp_path):
     """Each copy has the secret. Without marks, copies that are asked other questions would answer
     them with independent noise, all for one charge."""
     ledger = registered(epsilon=1.0, delta=0.0)
-    method, source = AccT(iterations=2), Party(*people(50), account=ledger.account("clinic"))
+    method, source = AccT(iterations=2), Party(*people(20), account=ledger.account("clinic"))
     source.begin(method, epsilon=1.0, workdir=tmp_path / "original").close()
     copies = [tmp_path / name for name in ("first", "equal", "other")]
     for copy in copies:
@@ -679,7 +683,7 @@ def test_copies_of_a_workdir_answer_one_question_in_a_round(tmp_path):
         talk.close()
     # What was answered while the ledger had no marks is marked when the conversation goes on.
     restored = registered(epsilon=2.0, delta=0.0)
-    source = Party(*people(50), account=restored.account("clinic"))
+    source = Party(*people(20), account=restored.account("clinic"))
     source.begin(method, epsilon=1.0, workdir=copies[0]).close()
     with (
         source.begin(method, epsilon=1.0, workdir=copies[1]) as equal,
@@ -712,14 +716,14 @@ def test_an_answer_that_cannot_be_kept_is_not_given(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_hostile_calibrator_gets_no_more_rounds_and_no_odd_sums():
-    source, method = Party(*people(60)), AccT(iterations=2)
+    source, method = Party(*people(20)), AccT(iterations=2)
     for epsilon in (math.inf, 1.0):
         strange = [math.nan, 0.0, -1.0, 1e-40, math.inf, -math.inf]
         for first, second, third in (strange[:3], strange[3:]):
             talk = source.begin(method, epsilon=epsilon)
             answers = np.array([talk.answer(first), talk.answer(second), talk.answer(third)])
             assert np.isfinite(answers).all() and (
-                epsilon < math.inf or np.abs(answers).max() <= 60
+                epsilon < math.inf or np.abs(answers).max() <= 20
             )
             with pytest.raises(RuntimeError, match="all 3 rounds are answered"):
                 talk.answer(1.0)
@@ -746,10 +750,18 @@ def compiled_first(method, records, source, scale, owner):
     return exact_sums(summands(method, 0, records, jnp.float32(1.0)), source, 1, scale, owner)[0]
 
 
-def first_sum(method, logits, labels, scale, owners=None):
+def first_sum(method, logits, labels, scale, owners):
+    """The exact sum of a source's first round, from one program for all sources of at most 15
+    records."""
     party = Party(logits, labels, group=owners)
-    records, source = Records(party.logits, party.labels), np.zeros(party.units, np.int32)
-    return np.asarray(compiled_first(method, records, source, scale, party.group))
+    missing = 15 - len(labels)
+    records = Records(
+        np.pad(party.logits, ((0, missing), (0, 0))), np.pad(party.labels, (0, missing))
+    )
+    # The other records are those of a source that is not asked.
+    owner = np.pad(party.group, (0, missing), constant_values=15)
+    source = np.where(np.arange(16) < party.units, 0, 1).astype(np.int32)
+    return np.asarray(compiled_first(method, records, source, scale, owner))
 
 
 @pytest.mark.slow

@@ -398,9 +398,10 @@ def test_fisher_errors():
 # --- SAR ------------------------------------------------------------------------------------------
 
 
-def sar(come=False, **changes):
-    threshold = changes.pop("threshold", 1.3 if come else 1.1)
-    constants = {"rho": 0.2, "reset_below": 0.0, **changes}
+@functools.cache  # three tests share a method, and so its compiled step
+def sar(come, **changes):
+    threshold = changes.pop("threshold", 1.3 if come else 0.8)
+    constants = {"rho": 0.2, "reset_below": 0.0 if come else 0.65, **changes}
     method = tta.SAR(tiny.CLASSES, margin=threshold / LN, **constants)
     return tta.COME(method, tiny.CLASSES) if come else method, {"threshold": threshold, **constants}
 
@@ -416,17 +417,18 @@ def same_average(state, reference):
 @pytest.mark.parametrize("come", [False, True])
 def test_sar(come):
     method, constants = sar(come)
-    batches = tiny.stream(5, 8)
+    batches = tiny.stream(5 if come else 45, 8)
     reference = oracle("SAR", rows=LOWER, come=come, **constants)
     states = agree(tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, batches)
     same_average(states[-1], reference)
     flat = oracle("SAR", rows=LOWER, come=come, **{**constants, "rho": 0.0})
     _ = [flat.step(x) for x in batches]
+    assert not reference.resets
     assert np.abs(flat.theta - reference.theta).max() > 1e-3, "the ascent must be at work"
 
 
 def test_sar_filters_again_at_the_ascended_point():
-    method, constants = sar(threshold=1.0, rho=1.5)
+    method, constants = sar(False, threshold=1.0, rho=1.5, reset_below=0.0)
     batches = tiny.stream(5, 8)
     reference = oracle("SAR", rows=LOWER, **constants)
     agree(
@@ -444,11 +446,12 @@ def _slower(reference):
 
 
 def test_sar_with_nothing_selected_goes_on_by_momentum():
-    method, constants = sar(threshold=0.5)
+    method, constants = sar(False)
     reference = oracle("SAR", rows=LOWER, **constants)
     states = agree(
-        tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(8, 8)
+        tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd()), reference, tiny.stream(1, 8)
     )
+    assert not reference.resets
     idle = [t for t in range(1, 8) if reference.selected[t] == 0 and any(reference.selected[:t])]
     assert idle
     for t in idle:
@@ -461,7 +464,7 @@ def test_sar_with_nothing_selected_goes_on_by_momentum():
 
 @pytest.mark.slow
 def test_sar_resets_parameters_momentum_and_average_when_the_loss_is_low():
-    method, constants = sar(threshold=0.8, reset_below=0.65)
+    method, constants = sar(False)
     adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
     reference = oracle("SAR", rows=LOWER, **constants)
     states = agree(adapter, reference, tiny.stream(4, 12))
@@ -521,6 +524,9 @@ class Spy:
         return seen
 
 
+SPY = Spy()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("come", [False, True])
 def test_deyo_by_any_augmentation(come):
@@ -552,7 +558,7 @@ def test_deyo_by_occlusion():
 @pytest.mark.slow
 @pytest.mark.parametrize("augmentation", ["patch", "pixel"])
 def test_deyo_by_permutation(augmentation):
-    spy = Spy()
+    spy = SPY
     method, constants = deyo(augmentation)
     batches = tiny.stream(6)
     adapter = tta.Adapter(spy, tiny.PARAMS, method, sgd())
@@ -638,17 +644,30 @@ def test_channels_of_destroyed_images_stay_where_they_are(augmentation):
 
 @pytest.mark.slow
 def test_deyo_with_nothing_selected_makes_no_step():
-    batches = tiny.stream(6, 2)
-    start, _ = tiny.run(
-        tta.Adapter(tiny.apply_fn, tiny.PARAMS, deyo(upside_down)[0], sgd()), batches
-    )
-    assert any(x.any() for x in jax.tree.leaves(start[-1].opt_state))
-    for empty in ({"entropy_threshold": 0.01}, {"plpd_margin": 0.999}):
-        adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, deyo(upside_down, **empty)[0], sgd())
-        states, _ = tiny.run(adapter, batches, state=start[-1])
-        # parameters and momentum
-        jax.tree.map(np.testing.assert_array_equal, states[-1][1:3], start[-1][1:3])
+    """Batches of images that one filter leaves out, and a twin of images that it does not."""
+    method, constants = deyo(upside_down, False)
+    adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
+    start = tiny.run(adapter, tiny.stream(6, 2))[0][-1]
+    assert any(x.any() for x in jax.tree.leaves(start.opt_state))
+    (images,) = tiny.stream(7, 1, 400)
+    theta, every = tiny.theta_of(start.params), np.arange(400)
+    logits, seen = tiny.MODEL.logits(theta, images), tiny.MODEL.logits(theta, images[:, ::-1])
+    entropies, _ = published.entropy(logits)
+    classes = logits.argmax(1)
+    drops = published.softmax(logits)[every, classes] - published.softmax(seen)[every, classes]
+    unsure = entropies - constants["entropy_threshold"]
+    structured = drops - constants["plpd_margin"]
+    for chosen, is_left_out in (
+        ((unsure > 0.01) & (structured > 0.01), True),
+        ((unsure < -0.01) & (structured < -0.01), True),
+        ((unsure < -0.01) & (structured > 0.01), False),
+    ):
+        batches = images[chosen][:12].reshape(2, 6, *images.shape[1:])
+        states, _ = tiny.run(adapter, batches, state=start)
         assert states[-1].step == 4
+        # parameters and momentum
+        pairs = zip(*map(jax.tree.leaves, (states[-1][1:3], start[1:3])), strict=True)
+        assert all(np.array_equal(*pair) for pair in pairs) == is_left_out
 
 
 # --- COME -----------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import pytest
 from jaxdp import tta
 from tests.tta import tiny_model as tiny
 
-SGD = optax.sgd(0.05, momentum=0.9)
+SGD = optax.sgd(0.1, momentum=0.9)
 X = tiny.stream(1)[0, 0]
 BAD = {
     "NaN": np.full_like(X, np.nan),

@@ -1,6 +1,7 @@
 """The serving loop: charges, resets, reports, and data that it never writes."""
 
 import builtins
+import functools
 import logging
 import math
 import os
@@ -249,9 +250,17 @@ def model():
     }
 
 
+TENT = Tent()  # adapters share a compiled step only with one method and one optimizer
+
+
+@functools.cache
+def sgd(learning_rate):
+    return optax.sgd(learning_rate, momentum=0.9)
+
+
 def new_adapter(noise_multiplier=1.0, learning_rate=1e-2, **terms):
-    method = private(Tent(), clip_norm=1.0, noise_multiplier=noise_multiplier)
-    return Adapter(apply_fn, model(), method, optax.sgd(learning_rate, momentum=0.9), **terms)
+    method = private(TENT, clip_norm=1.0, noise_multiplier=noise_multiplier)
+    return Adapter(apply_fn, model(), method, sgd(learning_rate), **terms)
 
 
 class Watched:
