@@ -58,7 +58,8 @@ def on_device(array: Any, dtype: Any = None) -> jax.Array:
     """
     if isinstance(array, jax.Array):
         return jnp.asarray(array, dtype)
-    return jnp.array(array, dtype)
+    # It shares the copy, which nobody else has. `jnp.array` compiles a program for each shape.
+    return jax.device_put(np.array(array, dtype))
 
 
 def stored(column: Any, where: str) -> Any:

@@ -1,5 +1,6 @@
 """`fit`: what every step sees, resumption after a crash, and what is refused."""
 
+import functools
 import itertools
 import json
 import os
@@ -28,6 +29,7 @@ def mean_loss(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
+@functools.cache  # Each compiles its own programs.
 def trainer(**options):
     return dpadapter(mean_loss, optax.sgd(0.1, momentum=0.9), **options)
 
