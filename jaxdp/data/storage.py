@@ -58,7 +58,17 @@ def on_device(array: Any, dtype: Any = None) -> jax.Array:
     """
     if isinstance(array, jax.Array):
         return jnp.asarray(array, dtype)
-    return jnp.array(array, dtype)
+    return own_copy(np.asarray(array, dtype))
+
+
+def own_copy(array: Any) -> jax.Array:
+    """Returns a JAX array whose memory nobody else has.
+
+    `jnp.array` would compile a program for each shape.
+    """
+    if not isinstance(array, jax.Array):
+        array = np.asarray(array)
+    return jax.device_put(array, may_alias=False)
 
 
 def stored(column: Any, where: str) -> Any:
