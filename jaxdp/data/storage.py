@@ -58,8 +58,16 @@ def on_device(array: Any, dtype: Any = None) -> jax.Array:
     """
     if isinstance(array, jax.Array):
         return jnp.asarray(array, dtype)
-    # It shares the copy, which nobody else has. `jnp.array` compiles a program for each shape.
-    return jax.device_put(np.array(array, dtype))
+    return own_copy(np.asarray(array, dtype))
+
+
+def own_copy(array: Any) -> jax.Array:
+    """Returns a JAX array whose memory nobody else has."""
+    if isinstance(array, jax.Array):
+        return jnp.array(array)
+    # JAX may share the memory of the NumPy array, which nobody else has either. `jnp.array` would
+    # compile a program for each shape, and `may_alias=False` does not prevent sharing.
+    return jax.device_put(np.array(array))
 
 
 def stored(column: Any, where: str) -> Any:
