@@ -191,11 +191,7 @@ class Sums(NamedTuple):
     def of_first(self, count: int, order: Order) -> "Sums":
         """Returns the sums over the first `count` records of each trial, without the axis P."""
         place = order.ends.index(count)
-<<<<<<< HEAD
         return self._replace(beginnings=_at_place(self.beginnings, place))
-=======
-        return self._replace(beginnings=self.beginnings[place])
->>>>>>> hb
 
     def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the sums [s] of a trial and beginning, the sums [s] of all records, and whether T

@@ -63,10 +63,11 @@ def on_device(array: Any, dtype: Any = None) -> jax.Array:
 
 def own_copy(array: Any) -> jax.Array:
     """Returns a JAX array whose memory nobody else has."""
+    # `jnp.array` would compile a program for each shape.
     if isinstance(array, jax.Array):
-        return jnp.array(array)
-    # JAX may share the memory of the NumPy array, which nobody else has either. `jnp.array` would
-    # compile a program for each shape, and `may_alias=False` does not prevent sharing.
+        return jax.device_put(array, may_alias=False)
+    # JAX may share the memory of this copy, which nobody else has either. `may_alias=False` does
+    # not keep JAX from sharing an array of NumPy.
     return jax.device_put(np.array(array))
 
 
