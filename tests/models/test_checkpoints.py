@@ -143,6 +143,15 @@ def test_logits_are_those_of_the_publishing_library(case):
 
 
 @pytest.mark.slow
+def test_attributes_of_a_model_may_be_lists():
+    lists = build("hf_convnext", **{name: list(values) for name, values in CONVNEXT.items()})
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(lists)
+    found = load("hf_convnext", model=lists).params
+    jax.tree.map(np.testing.assert_array_equal, found, load("hf_convnext").params)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_two_tensors_could_be_exchanged_unnoticed(case):
     """The parity above can fail: any two parameters of one shape, exchanged, move the logits well
