@@ -37,7 +37,8 @@ class _Key(np.random.bit_generator.ISeedSequence):
 
 def generator(seed: bytes) -> np.random.Generator:
     """Returns NumPy's generator of all bits of a seed. Equal seeds give equal draws."""
-    return np.random.Generator(np.random.Philox(_Key(seed)))
+    key: Any = _Key(seed)  # NumPy's types name one of its classes
+    return np.random.Generator(np.random.Philox(key))
 
 
 def check_seed(seed: bytes | None) -> None:
