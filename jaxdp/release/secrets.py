@@ -6,7 +6,6 @@ They are drawn, kept while a paid release is unfinished, and deleted. Keys deriv
 import contextlib
 import hmac
 import pathlib
-from typing import Any
 
 import numpy as np
 
@@ -24,21 +23,10 @@ def derive(seed: bytes, purpose: str) -> bytes:
     return hmac.digest(seed, purpose.encode(), "sha256")[:_BYTES]
 
 
-class _Key(np.random.bit_generator.ISeedSequence):
-    """The key of a generator. NumPy would draw entropy that it does not use beside `key=`."""
-
-    def __init__(self, seed: bytes):
-        number = int.from_bytes(seed, "little")
-        self._words = np.frombuffer(number.to_bytes(_BYTES, "little"), "<u8")
-
-    def generate_state(self, n_words: int, dtype: Any = np.uint32) -> np.ndarray:
-        return self._words.astype(dtype)
-
-
 def generator(seed: bytes) -> np.random.Generator:
     """Returns NumPy's generator of all bits of a seed. Equal seeds give equal draws."""
-    key: Any = _Key(seed)  # NumPy's types name one of its classes
-    return np.random.Generator(np.random.Philox(key))
+    bits = np.random.Philox(key=int.from_bytes(seed, "little"))
+    return np.random.Generator(bits)
 
 
 def check_seed(seed: bytes | None) -> None:
