@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Required, TypedDict, TypeVar
 
 import dp_accounting
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import stats
 
 Claim = Literal["approximate", "gaussian"]
 Verdict = Literal["VIOLATED", "consistent", "cannot tell"]
@@ -321,11 +321,6 @@ def _one_lower(inside: np.ndarray, outside: np.ndarray, terms: Terms) -> float:
 @functools.lru_cache(maxsize=1024)
 def _of_guesses(count: int, right: int, canaries: int, terms: Terms) -> float:
     """Returns the bound of one of the tests of one run, in which so many guesses are right."""
-    significance = (1 - terms.confidence) / _TESTS
-    delta = max(terms.delta, _SMALLEST_DELTA)
-    if terms.claim == "gaussian":
-        # With the two artificial canaries of the other claim.
-        return _of_gaussian_guesses(count, right, canaries + 2, significance, delta)
     from jax_privacy import auditing
 
     # A threshold counts only by these three numbers. Two artificial canaries, which are never
@@ -336,46 +331,15 @@ def _of_guesses(count: int, right: int, canaries: int, terms: Terms) -> float:
     certainly_wrong = np.full(wrong + 1, -np.inf)
     certainly_wrong[:wrong] = 1.0
     auditor = auditing.CanaryScoreAuditor(certainly_right, certainly_wrong)
-    epsilon = auditor.epsilon_one_run(
-        significance, delta, threshold_strategy=auditing.Explicit(1.0)
+    lower_bound = auditor.epsilon_one_run
+    if terms.claim == "gaussian":
+        lower_bound = auditor.epsilon_one_run_fdp
+    epsilon = lower_bound(
+        (1 - terms.confidence) / _TESTS,
+        max(terms.delta, _SMALLEST_DELTA),
+        threshold_strategy=auditing.Explicit(1.0),
     )
     return float(epsilon)
-
-
-def _of_gaussian_guesses(
-    count: int, right: int, canaries: int, significance: float, delta: float
-) -> float:
-    """Returns the largest epsilon whose Gaussian so many right guesses refute.
-
-    It equals that of jax_privacy's `epsilon_one_run_fdp`, which takes many times as long.
-    """
-
-    def excess(epsilon: float) -> float:
-        """Returns a positive number if the guesses refute epsilon."""
-        mu = _gaussian_of(epsilon, delta)
-        # The recursion of Mahloujifar, Melis, Chaudhuri 2024.
-        of_right = significance * right / canaries
-        of_wrong = significance * (count - right) / canaries
-        for i in reversed(range(right)):
-            new = max(of_wrong, special.ndtr(special.ndtri(of_right) - mu))
-            if new == of_wrong:  # neither changes any more
-                break
-            of_right = min(of_right + i / (count - i) * (new - of_wrong), 1.0)
-            of_wrong = new
-        return float(of_right + of_wrong - count / canaries)
-
-    low, high = 0.0, 1.0
-    if excess(low) <= 0:
-        return low
-    while excess(high) > 0:
-        low, high = high, 2 * high
-    return float(optimize.brentq(excess, low, high, xtol=1e-6))
-
-
-@functools.lru_cache(maxsize=1024)
-def _gaussian_of(epsilon: float, delta: float) -> float:
-    """Returns the mu of the Gaussian of epsilon at delta."""
-    return 1 / dp_accounting.get_sigma_gaussian(epsilon, delta)
 
 
 def _gaussian_lower(present: np.ndarray, absent: np.ndarray, terms: Terms) -> float:
