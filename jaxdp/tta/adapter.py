@@ -116,7 +116,7 @@ class Adapter:
     _source: tuple[Any, Layout | None] = dataclasses.field(init=False, repr=False)
     _leaves: tuple[AdaptedLeaf, ...] = dataclasses.field(init=False, repr=False)
     _program: StepProgram = dataclasses.field(init=False, repr=False)
-    # Where the structure decides what adapts: the form of states, and of those that were made before
+    # Where the structure decides what adapts: the form of states, and of those from before
     # `prepare`, when only names had been looked at.
     _form: Any = dataclasses.field(init=False, repr=False, default=None)
     _form_by_name: Any = dataclasses.field(init=False, repr=False, default=None)
