@@ -58,17 +58,18 @@ def on_device(array: Any, dtype: Any = None) -> jax.Array:
     """
     if isinstance(array, jax.Array):
         return jnp.asarray(array, dtype)
-    return own_copy(np.asarray(array, dtype))
+    return own_copy(array, dtype)
 
 
-def own_copy(array: Any) -> jax.Array:
+def own_copy(array: Any, dtype: Any = None) -> jax.Array:
     """Returns a JAX array whose memory nobody else has.
 
     `jnp.array` would compile a program for each shape.
     """
-    if not isinstance(array, jax.Array):
-        array = np.asarray(array)
-    return jax.device_put(array, may_alias=False)
+    if isinstance(array, jax.Array):
+        return jax.device_put(jnp.asarray(array, dtype), may_alias=False)
+    # The device may share the copy, because nothing else refers to it.
+    return jax.device_put(np.array(array, dtype))
 
 
 def stored(column: Any, where: str) -> Any:
