@@ -342,14 +342,14 @@ class Adapter:
         Returns:
           The new state, and float logits [B, C].
         """
-        batch = jnp.asarray(batch)
+        batch = on_device(batch)
         if batch.ndim < 2 or not len(batch):
             raise ValueError(
                 "batch must be images [B, ...] with B at least 1, the public divisor, got shape "
                 f"{batch.shape}. For a batch without records pass padding and a mask of False."
             )
         if mask is None:
-            mask = jnp.ones(len(batch), bool)
+            mask = np.ones(len(batch), bool)
         elif jnp.result_type(mask) != jnp.bool_ or jnp.shape(mask) != batch.shape[:1]:
             raise ValueError(
                 f"mask must be boolean of shape {batch.shape[:1]}, got {jnp.result_type(mask)} "
@@ -367,7 +367,7 @@ class Adapter:
             )
         self.prepare(batch)
         key = _typed(state.key if key is None else key)
-        arguments = self._arguments(state, batch, jnp.asarray(mask), key)
+        arguments = self._arguments(state, batch, on_device(mask), key)
         moving, logits = compiled_step(self._program, len(batch), self.constants, *arguments)
         return self._whole(moving), logits
 
@@ -376,7 +376,7 @@ class Adapter:
 
         Each kind of batch is lowered once.
         """
-        function, arguments = self.programs(state, jnp.asarray(batch))["step"]
+        function, arguments = self.programs(state, on_device(batch))["step"]
         _, size, _, *changing = arguments
         kind = size, *map(_kind_of, jax.tree.leaves(changing))
         if kind not in self._texts:
@@ -400,7 +400,7 @@ class Adapter:
           ValueError: As `prepare`.
         """
         self.prepare(batch)
-        present = jnp.ones(len(batch), bool)
+        present = on_device(np.ones(len(batch), bool))
         arguments = self._arguments(state, batch, present, state.key)
         return {"step": (compiled_step, (self._program, len(batch), self.constants, *arguments))}
 

@@ -180,7 +180,12 @@ def fisher(
         )
     # A batch of which nothing is used has no mean.
     batches_used = sum(bool(present.any()) for present in presence)
-    return jax.tree.map(lambda *each: sum(each) / batches_used, *squares)
+    return _mean_of_batches(squares, batches_used)
+
+
+@jax.jit
+def _mean_of_batches(squares: list[Any], count: int) -> Any:
+    return jax.tree.map(lambda *each: sum(each) / count, *squares)
 
 
 def _mean_loss(
