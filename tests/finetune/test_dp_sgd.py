@@ -101,8 +101,7 @@ def assert_close(tree, expected):
 
 # Batches of several physical batches; and batches that are often empty.
 @pytest.mark.slow
-@pytest.mark.parametrize("probability", [0.35, 0.03])
-@pytest.mark.parametrize("augmult", [None, 3])
+@pytest.mark.parametrize(("probability", "augmult"), [(0.35, None), (0.35, 3), (0.03, None)])
 def test_steps_equal_float64(probability, augmult):
     seen = collections.defaultdict(list)
 
