@@ -120,7 +120,9 @@ def certify(
         # An array, so that all distances share one program.
         row = _certain(apply_fn, product, layout, box, np.int32(k), frozen, queries)
         rows.append(jax.block_until_ready(row))
-    return _certificates(apply_fn, layout, bounds.ks, moving, frozen, queries, rows)
+    certificates = _certificates(apply_fn, layout, bounds.ks, moving, frozen, queries, rows)
+    # The queries may share the memory of the caller, who may change it later.
+    return jax.block_until_ready(certificates)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
