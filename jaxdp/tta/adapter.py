@@ -349,7 +349,7 @@ class Adapter:
                 f"{batch.shape}. For a batch without records pass padding and a mask of False."
             )
         if mask is None:
-            mask = np.ones(len(batch), bool)
+            mask = on_device(np.ones(len(batch), bool))
         elif jnp.result_type(mask) != jnp.bool_ or jnp.shape(mask) != batch.shape[:1]:
             raise ValueError(
                 f"mask must be boolean of shape {batch.shape[:1]}, got {jnp.result_type(mask)} "
@@ -516,5 +516,5 @@ def _mixes(apply_fn: ApplyFn, params: Any, shape: tuple[int, ...], dtype: Any) -
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _first_row(apply_fn: ApplyFn, params: Any, images: np.ndarray) -> jax.Array:
+def _first_row(apply_fn: ApplyFn, params: Any, images: Any) -> jax.Array:
     return apply_fn(params, images)[0]
