@@ -193,7 +193,8 @@ def long_run(workdir, dies=None):
         return {}
 
     options = {**SIZES, "steps": 60, "checkpoint_every": 5, "augment": jitter, "evaluate": evaluate}
-    return fit(trainer(), PARAMS, SOURCE, workdir=workdir, **options)
+    # A trainer of its own, as in another process.
+    return fit(trainer.__wrapped__(), PARAMS, SOURCE, workdir=workdir, **options)
 
 
 @pytest.mark.slow
