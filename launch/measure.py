@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from .split_costs import Program
 
@@ -59,7 +59,8 @@ def measure(programs: Mapping[str, Program], images: int, *, timed: bool) -> Mea
 
 def _seconds(compiled: Callable[..., Any], shapes: tuple[Any, ...]) -> float:
     """Returns the median time of some calls, after a first call."""
-    args, taken = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes), []
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    args, taken = jax.device_put(zeros), []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
         jax.block_until_ready(compiled(*args))

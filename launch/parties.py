@@ -20,7 +20,6 @@ import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import split
@@ -192,7 +191,7 @@ def _make_frontend(config: Any, backbone: split.Backbone, root: pathlib.Path) ->
     model = models.source_model(config, lambda: pretraining, root, "backbone")
     calibration_key, tuning_key = jax.random.split(_key(config, "server"))
     batch = images.gather(np.arange(len(images)))
-    pixels, labels = jnp.asarray(batch["image"]), jnp.asarray(batch["label"])
+    pixels, labels = jax.device_put((batch["image"], batch["label"]))
     both = split.merge_hilbert(pixels, labels)
     params = model.params
     frontends = split.calibrate_frontends(
@@ -228,15 +227,14 @@ def _adapted(config: Any, shipment: Any, back: Any, upload: Any, ask: messages.G
     if private:
         x = split.lift(shipment.projection, upload.released.features)
     else:
-        x = jnp.asarray(upload.representations)
+        x = jax.device_put(upload.representations)
     copying = _copying(shipment)
     # The upload has its noise already.
     copies = split.augment_then_noise(copies_key, x, laplace_scale=0.0, **copying)
     if not private:
         return adapt_by_client(key, backbone, back, copies, ask, **options).back
     matrix = split.label_noise_matrix(upload.num_classes, upload.release.label_epsilon)
-    options["label_noise"] = jnp.asarray(matrix)
-    labels = jnp.asarray(upload.released.labels)
+    options["label_noise"], labels = jax.device_put((matrix, upload.released.labels))
     return split.adapt(key, backbone, back, copies, labels, **options).back
 
 

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import compilers, finetune, privacy
@@ -361,8 +360,9 @@ def _megabytes(count: float) -> str:
 def _zeros(arguments: Any) -> Any:
     def zeros(x: Any) -> jax.Array:
         if isinstance(x, _ZEROS):
-            return jnp.zeros(x.shape, x.dtype)
-        return jnp.copy(x)
+            return jax.device_put(np.zeros(x.shape, x.dtype))
+        # The program may write over a copy. `jnp.copy` would compile one program for each shape.
+        return jax.device_put(x, may_alias=False)
 
     return jax.tree.map(zeros, arguments)
 

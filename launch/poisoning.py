@@ -52,7 +52,7 @@ class Opened:
         self.test = everything(task.test)
         self.name = task.train.name
         count, width = self.train["features"].shape
-        self.model = models.Dense(width, task.train.num_classes, **config.model)
+        self.model = models.dense(width, task.train.num_classes, **config.model)
         if not 0 <= changes.public < 1:
             raise ValueError(f"config.changes.public must be in [0, 1), got {changes.public}.")
         rows = choose(count, round(changes.public * count), seed=changes.seed)
@@ -142,13 +142,14 @@ def _run(cell: Cell, work: frame.Work) -> Fields:
 
 def _largest_box(ends: Any) -> list[np.ndarray]:
     """Returns one end of the box for the most changes, a leaf of the parameters each."""
-    return [np.asarray(of_changes[-1]) for of_changes in jax.tree.leaves(ends)]
+    return [np.asarray(of_changes)[-1] for of_changes in jax.tree.leaves(ends)]
 
 
 def _is_outside(params: Any, lower: Sequence[Any], upper: Sequence[Any]) -> bool:
     """Returns whether a coordinate lies outside of the box."""
     for leaf, least, most in zip(jax.tree.leaves(params), lower, upper, strict=True):
-        if not np.all((least <= leaf) & (leaf <= most)):
+        trained = np.asarray(leaf)
+        if not np.all((least <= trained) & (trained <= most)):
             return True
     return False
 

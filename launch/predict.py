@@ -226,7 +226,7 @@ def _event(cell: Cell, config: Any) -> DpEvent:
         pate = _pate(config)
         return pate.event(queries, max_answers=queries)
     if cell.teacher == DP_SGD:
-        model = models.Dense(1, 2, **config.model)  # the event does not depend on the model
+        model = models.dense(1, 2, **config.model)  # the event does not depend on the model
         trainer = dp_sgd(config, model, config.training.records)
         return trainer.event(0, config.dp_sgd.steps)
     return prediction.event(queries, epsilon=epsilon)
@@ -282,7 +282,7 @@ def _programs(
     """
     if memory is None:
         return ()
-    model = models.Dense(opened.width, opened.classes, **config.model)
+    model = models.dense(opened.width, opened.classes, **config.model)
     start = model.init()
     members = config.ensemble.members if cell.answers == PATE else 1
     records = config.training.records // members

@@ -224,7 +224,7 @@ def _student(run: Run) -> Published:
     count = task.test.num_classes
     one_input = task.test.gather(np.arange(1))
     _, width = one_input["features"].shape
-    model = models.Dense(width, count, **config.model)
+    model = models.dense(width, count, **config.model)
 
     def predict(params: Any, batch: jax.Array) -> jax.Array:
         vectors = mapping(params["features"], batch)

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdp.models.training import adam_step, check_positive, epoch_batches
+from jaxdp.models.training import adam_state, adam_step, check_positive, epoch_batches
 from jaxdp.models.vit import Block
 from jaxdp.report import progress_bar
 
@@ -273,7 +273,7 @@ def train_decoder(
     decoder = decoder_for(images.shape[1:], tokens, prefix_tokens)
     check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
     params = initial_params(decoder, init_key, tokens)
-    state = optax.scale_by_adam().init(params)
+    state = adam_state(params)
     size = min(batch_size, len(images))
     steps = -(-len(images) // size)
     public = jax.device_put(images)
@@ -612,7 +612,7 @@ def attack(
     for name, attacker in progress:
         attacked = median_of_copies(uploads[: attacker.copies])
         inverse = attacker.learn(key, attacked, public, batch_size=batch_size, **training)
-        images = np.asarray(inverse(jnp.asarray(attacked)))
+        images = np.asarray(inverse(jax.device_put(attacked)))
         reconstructions[name] = _measure(images, references, perceptual)
     return reconstructions
 

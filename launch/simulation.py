@@ -173,12 +173,12 @@ class Sums(NamedTuple):
 
     Attributes:
       temperatures: float32 [T].
-      beginnings: float32 [trials, P, T, s].
+      beginnings: P times float32 [trials, T, s].
       everyone: float32 [T, s].
     """
 
     temperatures: jax.Array
-    beginnings: jax.Array
+    beginnings: Any
     everyone: jax.Array
 
     @classmethod
@@ -217,7 +217,7 @@ def _at_place(beginnings: jax.Array, place: int) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(0, 4))
 def _sums(
     summand: Any, records: Records, temperatures: jax.Array, rows: jax.Array, ends: tuple[int, ...]
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], jax.Array]:
     """Returns the sums over beginnings and over everyone, with one trial's rows in memory."""
     by_temperature = jax.vmap(summand, in_axes=(None, 0), out_axes=1)
     table = by_temperature(records, temperatures)
@@ -229,7 +229,8 @@ def _sums(
         sums = jax.ops.segment_sum(table[order], segment, count, indices_are_sorted=True)
         return jnp.cumsum(sums, 0)
 
-    return jax.lax.map(beginnings, rows), table.sum(0)
+    of_trials = jax.lax.map(beginnings, rows)
+    return [of_trials[:, place] for place in range(count)], table.sum(0)
 
 
 def _fit_at(records: Records, temperature: jax.Array) -> jax.Array:
@@ -317,7 +318,7 @@ def simulate(
 def unchanged(records: Records, order: Order, settings: Sequence[Setting]) -> list[Outcome]:
     """Returns the outcomes without recalibration."""
     fits = Sums.of(_fit_at, records, np.ones(1), order)
-    ones = jnp.ones(len(order.rows))
+    ones = np.ones(len(order.rows), np.float32)
     outcomes = []
     for setting in settings:
         used = setting.sources * setting.samples

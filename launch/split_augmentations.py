@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp import split
@@ -68,7 +67,7 @@ def cells(config: Any) -> Iterator[Augmentation]:
 def run(cell: Augmentation, work: frame.Work) -> dict[str, float]:
     """Returns the scores of an augmentation on all public images, and keeps some of them."""
     bench, seed = work.shared, work.config.server.seed
-    originals = jnp.asarray(bench.public["image"])
+    originals = jax.device_put(bench.public["image"])
     images = AUGMENTATIONS[cell.name](jax.random.key(seed), originals)
     shown = np.asarray(images[:_SHOWN])
     write_durably(work.folder(cell) / "images.npz", lambda file: np.savez(file, images=shown))
@@ -96,7 +95,7 @@ def scores(
     return {
         "accuracy": float(models.judged(np.asarray(logits), public["label"]).mean()),
         "distance": float(np.sqrt(squares).mean()),
-        "ssim": float(ssim(jnp.asarray(images), jnp.asarray(originals), window=window).mean()),
+        "ssim": float(ssim(*jax.device_put((images, originals)), window=window).mean()),
     }
 
 

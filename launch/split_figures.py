@@ -4,7 +4,7 @@ import pathlib
 from collections.abc import Iterable
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from jaxdp import split
@@ -160,7 +160,7 @@ def _note(scores: Row) -> str:
 
 def draw_hilbert(images: Any, path: pathlib.Path) -> None:
     """Draws what the Hilbert augmentation makes of images, float [n, S, S, C] in [0, 1]."""
-    pixels = jnp.asarray(images)
+    pixels = jax.device_put(images)
     augmented = {
         "original": pixels,
         "Hilbert augmentation": split.hilbert_augment(pixels),

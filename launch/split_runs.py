@@ -193,8 +193,7 @@ class Bench:
     def _server(self, variant: ServerVariant) -> tuple[split.QuantizedFrontend, Fields]:
         options = self.config.server
         whole = self.backbone, self.params
-        images = jnp.asarray(self.public["image"])
-        labels = jnp.asarray(self.public["label"])
+        images, labels = jax.device_put((self.public["image"], self.public["label"]))
         epochs = options.epochs
         key = jax.random.key(options.seed)
         calibration_key, tuning_key = jax.random.split(key)

@@ -148,7 +148,7 @@ class Bench:
         self.test = everything(self.task.test)
         self.classes = self.task.train.num_classes
         width = self.train["features"].shape[1]
-        self.model = models.Dense(width, self.classes, **config.model)
+        self.model = models.dense(width, self.classes, **config.model)
         self.start = _start(self.model, self.task.start)
         self.epsilon = prediction.query_epsilon(**self.plan)
         print(

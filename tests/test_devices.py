@@ -24,7 +24,8 @@ KEY = jax.random.key(3, impl="threefry2x32")
 
 
 def images(n, side=8, channels=1, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).random((n, side, side, channels)), jnp.float32)
+    drawn = np.random.default_rng(seed).random((n, side, side, channels))
+    return jax.device_put(drawn.astype(np.float32))
 
 
 @functools.cache
@@ -36,7 +37,7 @@ def initial(name, **options):
 def network(name, **options):
     """A model, and parameters that are the same on every device."""
     model, params = initial(name, **options)
-    return model, jax.tree.map(jnp.asarray, params)
+    return model, jax.device_put(params)
 
 
 TRANSFORMER = {"patch_size": 4, "width": 8, "depth": 2, "num_heads": 2, "mlp_width": 12}
@@ -172,9 +173,10 @@ def divided(name):
 
 def bounded():
     """Bounds of a network over a box of parameters. They hold the points that the CPU computes."""
-    model, params = network("mlp", hidden=(6,))
+    model, params = initial("mlp", hidden=(6,))
     box = jax.tree.map(lambda x: jaxdp.Interval(x - 0.01, x + 0.01), params)
-    found = jaxdp.interval(lambda p, x: model.apply({"params": p}, x))(box, images(2))
+    bounds_of = jax.jit(jaxdp.interval(lambda p, x: model.apply({"params": p}, x)))
+    found = bounds_of(box, images(2))
     return found.lower, found.upper
 
 

@@ -88,8 +88,7 @@ def audit_stream(
 
     runs = Trials(charge=charge, adjacency=adjacency, **terms)
     runs.check_candidates("candidates must hold", len(candidates), "images")
-    updates = adapter.method.updates
-    size = min(runs.trials, max(1, _IMAGES // len(batch) // updates))
+    size = min(runs.trials, max(1, _IMAGES // len(batch)))
 
     def after(image: Any, keys: jax.Array) -> np.ndarray:
         """Returns the adapted parameters under each of `size` keys, float64 [size, P]."""
@@ -121,7 +120,7 @@ def audit_stream(
     empty = same_noise(None)  # padding
     canary, neighbour = runs.farthest(results, [empty], distance)
     direction = canary.result - neighbour.result
-    if updates > 1:
+    if adapter.method.updates > 1:
         draws = ends(neighbour.data, "what the noise is like", runs.trials)
         direction = _weighed(direction, draws)
 

@@ -58,7 +58,18 @@ def on_device(array: Any, dtype: Any = None) -> jax.Array:
     """
     if isinstance(array, jax.Array):
         return jnp.asarray(array, dtype)
-    # `jnp.array` would compile a program for each shape. Nothing else holds this copy.
+    return own_copy(array, dtype)
+
+
+def own_copy(array: Any, dtype: Any = None) -> jax.Array:
+    """Returns a JAX array whose memory nobody else has.
+
+    `jnp.array` would compile a program for each shape.
+    """
+    if isinstance(array, jax.Array):
+        return jax.device_put(jnp.asarray(array, dtype), may_alias=False)
+    # JAX may share the memory of this copy, which nobody else has either. `may_alias=False` does
+    # not keep JAX from sharing an array of NumPy.
     return jax.device_put(np.array(array, dtype))
 
 

@@ -9,7 +9,6 @@ import math
 import warnings
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data import Source
@@ -53,7 +52,10 @@ def check_dropped(
     dropped = 0
     for physical in trainer.load(state, source, np.arange(count), step=0):
         sums: Any = trainer.part_sum(state, *physical)
-        dropped += int(jnp.sum(sums.dropped))
+        flags = sums.dropped
+        if flags.is_fully_addressable:  # Otherwise each process holds those of its examples.
+            flags = np.asarray(flags)  # A sum on the device compiles a program for each size.
+        dropped += int(flags.sum())
     if not dropped:
         return
     if dropped == count:

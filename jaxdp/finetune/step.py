@@ -126,7 +126,7 @@ class StepFunctions:
         compiled = functools.partial(repeatable, platform=platform_of(self.mesh))
         object.__setattr__(self, "zeros", compiled(self._zeros))
         object.__setattr__(self, "part_sum", compiled(self._part_sum))
-        object.__setattr__(self, "add", compiled(self._add, donate=(0,)))
+        object.__setattr__(self, "add", _addition(platform_of(self.mesh)))
         object.__setattr__(self, "update", compiled(self._update))
         in_place = compiled(self._update_in_place, donate=(0,), cpu_options=CPU_OPTIONS)
         object.__setattr__(self, "update_in_place", in_place)
@@ -202,9 +202,6 @@ class StepFunctions:
         assert self.augment is not None
         keys = jax.random.split(key, self.augmult)
         return jax.vmap(self.augment, in_axes=(0, None))(keys, record)
-
-    def _add(self, sums: Any, others: Any) -> Any:
-        return jax.tree.map(jnp.add, sums, others)
 
     def _update_in_place(
         self, large: Large, rest: TrainState, sums: Any
@@ -289,6 +286,16 @@ def repeatable(
     on_gpu = {"xla_gpu_deterministic_ops": True}
     options = {"cuda": on_gpu, "rocm": on_gpu, "cpu": cpu_options}
     return jax.jit(function, compiler_options=options.get(platform), donate_argnums=donate)
+
+
+@functools.cache
+def _addition(platform: str) -> Any:
+    """Returns the compiled `_add`. Its program depends on shapes only, so all trainers share it."""
+    return repeatable(_add, platform=platform, donate=(0,))
+
+
+def _add(sums: Any, others: Any) -> Any:
+    return jax.tree.map(jnp.add, sums, others)
 
 
 def _ascended(params: Any, direction: Any, radius: float) -> Any:

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -341,6 +342,23 @@ def _stacked(variables: Variables) -> Variables:
     return stacked
 
 
+def _shapes_of(model: nn.Module, preprocessing: Preprocessing | None) -> Any:
+    """Returns the shapes of a model's variables."""
+    try:
+        hash(model)
+    except TypeError:
+        # An attribute has no hash, such as a list.
+        return _traced_shapes.__wrapped__(model, preprocessing)
+    return _traced_shapes(model, preprocessing)
+
+
+# A model of many layers takes a second to trace.
+@functools.lru_cache(maxsize=32)
+def _traced_shapes(model: nn.Module, preprocessing: Preprocessing | None) -> Any:
+    # Shapes alone, so no parameter is drawn from the key.
+    return jax.eval_shape(lambda: model.init(jax.random.key(0), blank_inputs(preprocessing)))
+
+
 def _translate(
     naming: str,
     tensors: Tensors,
@@ -353,8 +371,7 @@ def _translate(
     Raises:
       ValueError: Something does not fit. The message lists all of it.
     """
-    # Shapes alone, so no parameter is drawn from the key.
-    shapes = jax.eval_shape(model.init, jax.random.key(0), blank_inputs(preprocessing))
+    shapes = _shapes_of(model, preprocessing)
     is_stacked = isinstance(model, LanguageModel)
     expected = _by_layer(shapes) if is_stacked else flatten_dict(shapes)
     translation = _Translation(naming, tensors)

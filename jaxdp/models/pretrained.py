@@ -70,7 +70,8 @@ def save_params(path: str | os.PathLike[str], params: Any) -> None:
     """
     from safetensors.flax import save
 
-    flat = {key: jax.numpy.asarray(value) for key, value in flatten(params).items()}
+    # `jnp.asarray` compiles a program for each shape of a NumPy array.
+    flat = {key: jax.device_put(value) for key, value in flatten(params).items()}
     metadata = None
     if not _is_nested_dicts(params):
         metadata = {_STRUCTURE: type(params).__name__}

@@ -77,10 +77,11 @@ def fit_public(
         params: Any,
         opt_state: Any,
         batch: Any,
-        key: jax.Array,
+        keys: jax.Array,
+        number: Any,
     ) -> tuple[Any, Any]:
         if augment is not None:
-            view_keys = jax.random.split(key, sampler.batch_size)
+            view_keys = jax.random.split(keys[number], sampler.batch_size)
             batch = jax.vmap(augment)(view_keys, batch)
         gradient = jax.grad(mean_loss)(params, batch)
         updates, opt_state = optimizer.update(gradient, opt_state, params)
@@ -93,7 +94,7 @@ def fit_public(
     keys = jax.random.split(key, steps)
     for step in progress_bar(range(steps), label=label, unit="step", show=progress):
         batch = gather(sampler.batch(step))
-        params, opt_state = update(params, opt_state, batch, keys[step])
+        params, opt_state = update(params, opt_state, batch, keys, np.int32(step))
     return params
 
 
@@ -192,10 +193,10 @@ def fit_until_steady(
     count = len(jax.tree.leaves(data)[0])
     if count == 0:
         raise ValueError("data must have at least one example, got none.")
-    state = optax.scale_by_adam().init(params)
+    state = adam_state(params)
     size = min(batch_size, count)
     # An array, so that another rate is no other program.
-    rate = jnp.float32(learning_rate)
+    rate = np.float32(learning_rate)
     smallest = math.inf
     since = 0  # epochs since the smallest loss
     taken = 0
@@ -272,6 +273,13 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
     is_new = jnp.arange(places) < count
     weights = is_new.reshape(steps, size).astype(jnp.float32)
     return rows, weights, jax.random.split(key, steps)
+
+
+def adam_state(params: Any) -> Any:
+    """Returns the state of `adam_step` before its first step."""
+    shapes = jax.eval_shape(optax.scale_by_adam().init, params)
+    # Zeros of the device would need a program for each shape.
+    return jax.device_put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes))
 
 
 def adam_step(

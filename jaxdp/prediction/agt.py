@@ -303,15 +303,15 @@ def _train(
             state = _batch_step(loss_fn, step_plan, *inputs)
             state = jax.block_until_ready(state)
             bar.update()
-    low, high, *_ = _take(state.lines, results)
+    low, high = _at(state.lines[:2], results)
     return state.params, low, high
 
 
 def _start(plan: Plan, arrays: Arrays) -> tuple[_State, np.ndarray | None]:
     """Returns the state before the first batch, and the changes so far of each line (T8)."""
-    velocity = []
+    velocity: list[Any] = []
     if plan.momentum:
-        velocity = [jnp.zeros_like(x) for x in arrays.moving]
+        velocity = [np.zeros(x.shape, x.dtype) for x in arrays.moving]  # compiles nothing
     used = np.arange(plan.ks[-1] + 1) if plan.shared_budget else None
     lines = first = None
     if _shares_program(plan):
@@ -351,9 +351,15 @@ def _with_new_budget(plan: Plan, state: _State, results: np.ndarray) -> tuple[_S
     """
     counts = np.asarray(plan.ks) + 1
     from_last = np.repeat(results, counts)
-    lines = _take(state.lines, from_last)  # the box of all k changes
+    lines = _at(state.lines, from_last)  # the box of all k changes
     used = np.concatenate([np.arange(count) for count in counts])
     return state._replace(lines=lines, first=None), used
+
+
+def _at(lines: Any, rows: np.ndarray) -> Any:
+    """Returns rows of all arrays of lines."""
+    every_row = np.arange(len(jax.tree.leaves(lines)[0]))
+    return lines if np.array_equal(rows, every_row) else _take(lines, rows)
 
 
 @jax.jit

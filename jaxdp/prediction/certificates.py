@@ -114,13 +114,15 @@ def certify(
     low, _ = layout.split(bounds.lower)
     high, _ = layout.split(bounds.upper)
     box = low, high
-    queries = jax.tree.map(jnp.asarray, queries)
+    queries = jax.device_put(queries)  # compiles nothing, unlike jnp.asarray
     rows = []
     for k in progress_bar(range(len(bounds.ks)), label="certificates", unit="distance"):
         # An array, so that all distances share one program.
         row = _certain(apply_fn, product, layout, box, np.int32(k), frozen, queries)
         rows.append(jax.block_until_ready(row))
-    return _certificates(apply_fn, layout, bounds.ks, moving, frozen, queries, rows)
+    certificates = _certificates(apply_fn, layout, bounds.ks, moving, frozen, queries, rows)
+    # The queries may share the memory of the caller, who may change it later.
+    return jax.block_until_ready(certificates)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

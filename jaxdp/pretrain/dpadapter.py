@@ -134,7 +134,9 @@ class SharpnessTrainer:
         check_mesh(self.mesh, self.data_axes, self.param_sharding)
         object.__setattr__(self, "zeros", jax.jit(_zeros))
         object.__setattr__(self, "gradient", jax.jit(self._gradient, static_argnames="parts"))
-        object.__setattr__(self, "ascend", jax.jit(self._ascend))
+        # Trainers with equal balls and shapes share its program.
+        ball = _Ball(float(self.gamma), float(self.ascent_rate), self.ball, self.rule)
+        object.__setattr__(self, "ascend", functools.partial(_ascend, ball))
         object.__setattr__(self, "descend", jax.jit(self._descend))
 
     def init(self, params: Any, stats: Any = None) -> SharpnessState:
@@ -325,24 +327,6 @@ class SharpnessTrainer:
             gradient = layout.constrained(gradient, params, params)
         return loss, _wide(gradient), stats
 
-    def _ascend(self, perturbation: Any, gradient: Any) -> tuple[Any, jax.Array]:
-        """Returns Delta after lines 5 to 8 and the norm of the gradient."""
-        moved = jax.tree.map(lambda d, g: d + self.ascent_rate * g, perturbation, gradient)  # Eq. 6
-        if self.ball == "global":
-            return self._scaled(moved), optax.tree.norm(gradient)
-        return jax.tree.map(self._scaled, moved), optax.tree.norm(gradient)
-
-    def _scaled(self, moved: Any) -> Any:
-        """Scales a tree to the ball (project) or the sphere (normalise). Zero stays zero."""
-        # In these units squares neither overflow nor vanish.
-        units, power = tree_in_units(moved)
-        norm = optax.tree.norm(units)
-        scale = jnp.where(norm > 0, self.gamma / norm, 0)
-        if self.rule == "normalise":
-            return jax.tree.map(lambda u: scale * u, units)
-        long = times_power(norm, power) > self.gamma
-        return jax.tree.map(lambda d, u: jnp.where(long, scale * u, d), moved, units)
-
     def _descend(
         self, state: SharpnessState, gradient: Any, layout: Layout | None = None
     ) -> tuple[SharpnessState, jax.Array]:
@@ -356,6 +340,37 @@ class SharpnessTrainer:
         if layout is not None:
             state = layout.constrained(state, params, params)
         return state, optax.tree.norm(state.perturbation)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ball:
+    """The ball or sphere in which an ascent ends. `dpadapter` documents the fields."""
+
+    gamma: float
+    ascent_rate: float
+    ball: Ball
+    rule: Rule
+
+    def scaled(self, moved: Any) -> Any:
+        """Scales a tree to the ball (project) or the sphere (normalise). Zero stays zero."""
+        # In these units squares neither overflow nor vanish.
+        units, power = tree_in_units(moved)
+        norm = optax.tree.norm(units)
+        scale = jnp.where(norm > 0, self.gamma / norm, 0)
+        if self.rule == "normalise":
+            return jax.tree.map(lambda u: scale * u, units)
+        long = times_power(norm, power) > self.gamma
+        return jax.tree.map(lambda d, u: jnp.where(long, scale * u, d), moved, units)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _ascend(ball: _Ball, perturbation: Any, gradient: Any) -> tuple[Any, jax.Array]:
+    """Returns Delta after lines 5 to 8 and the norm of the gradient."""
+    moved = jax.tree.map(lambda d, g: d + ball.ascent_rate * g, perturbation, gradient)  # Eq. 6
+    norm = optax.tree.norm(gradient)
+    if ball.ball == "global":
+        return ball.scaled(moved), norm
+    return jax.tree.map(ball.scaled, moved), norm
 
 
 @jax.jit

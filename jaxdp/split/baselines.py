@@ -23,6 +23,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.data import labels as shapes
+from jaxdp.data.storage import on_device
 from jaxdp.files import shows_keywords
 from jaxdp.models.training import Loss, fit_until_steady
 from jaxdp.split.backbone import Backbone, Params, in_batches
@@ -303,13 +304,13 @@ def adapt(
     check_labels(labels, len(images), num_classes)
     head_key, key = jax.random.split(key)
     recipe, params = baseline(backbone, params, num_classes=num_classes, key=head_key)
-    inputs = jnp.asarray(images)
+    inputs = on_device(images)
     if recipe.features:
         features = functools.partial(_run, recipe.features, params)
         inputs = in_batches(features, images, options.batch_size)
     trained, frozen = divide_trained(recipe, params)
     loss = training_loss(recipe.training)
-    examples = inputs, jnp.asarray(labels)
+    examples = inputs, on_device(labels)
     settings = dataclasses.asdict(options)
     fitted = fit_until_steady(loss, trained, examples, key=key, frozen=frozen, **settings)
     tuned_params = unflatten_dict({**frozen, **fitted.params}, sep="/")

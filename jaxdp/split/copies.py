@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.data.storage import own_copy
 from jaxdp.privacy import Account
 from jaxdp.release import Release, program, stream
 from jaxdp.split.augment import augmented_batch, batchable, retrieve_neighbors
@@ -77,10 +78,10 @@ class Copies:
 
         It makes one number of all images at a time.
         """
-        images = jnp.arange(len(self.representations), dtype=jnp.int32)
+        images = np.arange(len(self.representations), dtype=np.int32)
         copies = []
         for number in range(1 + self.copies):
-            numbers = jnp.full_like(images, number)
+            numbers = np.full_like(images, number)
             # The copies of one number at a time are on the device.
             copies.append(np.asarray(_batch(self, images, numbers)))
         return np.stack(copies)
@@ -96,8 +97,8 @@ _batch = jax.jit(Copies.batch)
 
 def index_of_copies(images: int, each: int) -> tuple[jax.Array, jax.Array]:
     """Returns image and number of every copy, int32 [images * each] both."""
-    copy = jnp.arange(images * each, dtype=jnp.int32)
-    image, number = jnp.divmod(copy, each)
+    copy = np.arange(images * each, dtype=np.int32)
+    image, number = jax.device_put(np.divmod(copy, np.int32(each)))
     return image, number
 
 
@@ -193,7 +194,7 @@ def plan_copies(
     """
     not_negative(laplace_scale=laplace_scale)
     at_least(0, copies=copies)
-    x = jnp.array(representations)
+    x = own_copy(representations)
     images = jax.ShapeDtypeStruct(x.shape[:1], jnp.int32)
     # Tracing comes before the payment, so that a program that cannot run costs nothing.
     neighbors = jax.eval_shape(retrieve_neighbors, x)
@@ -235,7 +236,7 @@ def plan_noisy(
 
     Arguments and errors are as in `plan_copies`.
     """
-    x = jnp.array(representations)
+    x = own_copy(representations)
     event = published_event(laplace_scale)
     text = program(_noisy, stream(bytes(16), "noise"), x, laplace_scale)
 

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import scipy.special
 
@@ -214,7 +213,7 @@ def _shipment(package: Package, limits: Limits) -> Shipment:
         if site.kind != "product":
             second[path] = units[f"{path}/kernel"]
     first = _under("first/", arrays)
-    output = jnp.asarray(arrays["output"])
+    output = jax.device_put(arrays["output"])
     searched = Scales(first, second, output)
     projection = None
     if clip_norm is not None:

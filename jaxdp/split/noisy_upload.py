@@ -33,6 +33,7 @@ import scipy.linalg
 
 from jaxdp import privacy
 from jaxdp.data.labels import check_labels, check_range
+from jaxdp.data.storage import on_device, own_copy
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
 from jaxdp.split.checks import check_numbers, not_negative, one_of
@@ -108,7 +109,7 @@ def public_projection(representations: Any, k: int) -> Projection:
     if count < size:
         # The eigenvalues are the squared lengths of these columns.
         directions = x.T @ directions / np.sqrt(values)
-    return Projection(jnp.asarray(mean, jnp.float32), jnp.asarray(directions, jnp.float32))
+    return Projection(*jax.device_put((np.float32(mean), np.float32(directions))))
 
 
 @jax.jit
@@ -541,7 +542,7 @@ def release_privately(
     )
     with Till(workdir, seed=seed) as till:
         released = till.once(what)
-    features = jnp.asarray(released["features"])
+    features = on_device(released["features"])
     return Released(features, released["labels"])
 
 
@@ -570,8 +571,8 @@ def plan_release(
         )
     release.check(representations, labels=labels, projection=projection)
     # Copies, because the till reads them when it releases, which may be long after this call.
-    representations = jnp.array(representations)
-    projection = jax.tree.map(jnp.array, projection)
+    representations = own_copy(representations)
+    projection = jax.tree.map(own_copy, projection)
     labels = np.array(labels)
     arguments = release._arguments(representations, projection)
     # Tracing comes before the payment, so that a program that cannot run costs nothing.
@@ -645,7 +646,7 @@ def published_event(laplace_scale: float) -> privacy.UnprovenDpEvent:
 
 def _float32(x: Any) -> jax.Array:
     with np.errstate(over="ignore"):  # infinite beyond float32: clipping makes the row zero
-        return jnp.asarray(x, jnp.float32)
+        return on_device(x, jnp.float32)
 
 
 def _check_norm(clip_norm: float) -> None:

@@ -20,11 +20,12 @@ from typing import Any, Literal, NamedTuple, Protocol, Unpack, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
+from jaxdp.data.storage import on_device
 from jaxdp.files import shows_keywords
 from jaxdp.models.training import (
     Loss,
+    adam_state,
     adam_step,
     check_positive,
     epoch_batches,
@@ -204,7 +205,7 @@ def tune_backend(
     options = Training(epochs=epochs, **training)
     front, back = backbone.divide(params)
     loss = mixup_loss(backbone, beta)
-    examples = jnp.asarray(images), jnp.asarray(labels)
+    examples = on_device(images), on_device(labels)
     frozen = front, tuple(frontends)
     settings = dataclasses.asdict(options)
     fitted = fit_until_steady(loss, back, examples, key=key, frozen=frozen, **settings)
@@ -316,9 +317,9 @@ def adapt(
     head_key, key = jax.random.split(key)
     backbone, back = backbone.with_head(head_key, back, num_classes)
     if label_noise is None:
-        label_noise = jnp.eye(num_classes)
+        label_noise = jax.device_put(np.eye(num_classes, dtype=np.float32))
     loss = copies_loss(backbone)
-    frozen = copies, jnp.asarray(labels), label_noise
+    frozen = copies, on_device(labels), label_noise
     settings = dataclasses.asdict(options)
     fitted = fit_until_steady(loss, back, copies.index(), key=key, frozen=frozen, **settings)
     return Adapted(backbone, fitted.params, fitted.epochs)
@@ -388,7 +389,7 @@ def adapt_by_client(
         )
     head_key, key = jax.random.split(key)
     backbone, tuned = backbone.with_head(head_key, back, num_classes)
-    state = optax.scale_by_adam().init(tuned)
+    state = adam_state(tuned)
     images, numbers = map(np.asarray, copies.index())
     size = min(options.batch_size, len(images))
     epoch_keys = jax.random.split(key, options.epochs)

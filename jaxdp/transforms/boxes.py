@@ -112,18 +112,21 @@ def _outward(value: Any, direction: int) -> jax.Array:
     JAX without x64 converts float64 to float32, to nearest. Direction -1 gives the next number
     below where the nearest one is above, +1 the reverse.
     """
-    array = jnp.asarray(value)
-    is_host_float = isinstance(value, np.ndarray | np.floating | float)
-    if not is_host_float or not jnp.issubdtype(array.dtype, jnp.floating):
-        return array
-    converted = np.asarray(array)
+    is_host_number = isinstance(value, np.ndarray | np.floating | float)
+    if not is_host_number or not jnp.issubdtype(np.result_type(value), jnp.floating):
+        return jnp.asarray(value)
+    given = np.asarray(value)
+    with np.errstate(over="ignore"):  # a number too large becomes infinite
+        converted = given.astype(jax.dtypes.canonicalize_dtype(given.dtype))
     # Both fit into float64, so the comparison is exact.
-    rounded = np.asarray(array, np.float64)
-    exact = np.asarray(value, np.float64)
+    rounded = np.asarray(converted, np.float64)
+    exact = np.asarray(given, np.float64)
     is_inward = rounded > exact if direction < 0 else rounded < exact
-    outermost = np.asarray(direction * np.inf, array.dtype)
+    outermost = np.asarray(direction * np.inf, converted.dtype)
     moved_out = np.nextafter(converted, outermost)
-    return jnp.asarray(np.where(is_inward, moved_out, converted))
+    # Unlike `jnp.asarray`, `device_put` compiles nothing.
+    array: jax.Array = jax.device_put(np.where(is_inward, moved_out, converted))
+    return array
 
 
 def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:

@@ -324,12 +324,16 @@ class GridSchedule:
         """
         self._check()
         planned = len(self.places)
-        is_planned = (step >= 0) & (step < planned)
-        place = jnp.asarray(self.places)[jnp.where(is_planned, step, 0)]
-        place = jnp.where(is_planned, place, len(self.grids))
         nan = np.float32(math.nan)
         nothing = GridAt(np.float32(0), nan, np.uint32(0), np.uint32(0), np.float32(1))
         numbers = [*(grid.at() for grid in self.grids), nothing]
+        if not isinstance(step, jax.core.Tracer):
+            number = int(jax.device_get(step))
+            place = self.places[number] if 0 <= number < planned else len(self.grids)
+            return GridAt(*map(jax.device_put, numbers[place]))
+        is_planned = (step >= 0) & (step < planned)
+        place = jnp.asarray(self.places)[jnp.where(is_planned, step, 0)]
+        place = jnp.where(is_planned, place, len(self.grids))
         tables = [np.stack(column) for column in zip(*numbers, strict=True)]
         return GridAt(*[jnp.asarray(table)[place] for table in tables])
 

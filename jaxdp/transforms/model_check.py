@@ -588,7 +588,7 @@ def _check_plan(
     """Returns the findings that follow from the program of the loss of one example."""
     arrays, rebuild = _split(params)
     keys = {} if key is None else {"key": key}
-    first = jax.tree.map(lambda x: x[0], batch)
+    first = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
 
     def loss(arrays: list[Any], example: Any) -> Any:
         return f.loss_fn(rebuild(arrays), example, **keys)

@@ -116,7 +116,9 @@ class Adapter:
     _source: tuple[Any, Layout | None] = dataclasses.field(init=False, repr=False)
     _leaves: tuple[AdaptedLeaf, ...] = dataclasses.field(init=False, repr=False)
     _program: StepProgram = dataclasses.field(init=False, repr=False)
-    # The form of states that were made before `prepare`, when only names had been looked at.
+    # Where the structure decides what adapts: the form of states, and of those from before
+    # `prepare`, when only names had been looked at.
+    _form: Any = dataclasses.field(init=False, repr=False, default=None)
     _form_by_name: Any = dataclasses.field(init=False, repr=False, default=None)
     # Shape and dtype of the images for which apply_fn was checked.
     _checked: set[Any] = dataclasses.field(init=False, repr=False, default_factory=set)
@@ -135,7 +137,7 @@ class Adapter:
         if goes_by_structure(self._rule):
             # The program of apply_fn decides when images are known. Until then names suggest.
             self._settle(leaves_by_name(params, self._rule))
-            self._set(_form_by_name=self._form_of_states())
+            self._set(_form_by_name=self._form)
         else:
             self._settle(adapted_leaves(params, self._rule, None))
         if self.images is not None:
@@ -222,6 +224,9 @@ class Adapter:
                 divisor_scale=self.method.kept_fraction,
             )
         self._set(_program=program, constants=constants, _leaves=leaves)
+        if goes_by_structure(self._rule):
+            nothing = jnp.zeros(())
+            self._set(_form=_form(fresh_state(program, constants, nothing, nothing)))
 
     def prepare(self, images: jax.Array | jax.ShapeDtypeStruct) -> None:
         """Checks apply_fn on images of one shape and dtype, and chooses the parameters that adapt.
@@ -419,15 +424,11 @@ class Adapter:
         A state from before `prepare` fits those that names suggested. No step has changed it, since
         a step prepares first. So it has no momentum that would be lost.
         """
-        fits = self._form_by_name is None or self._form_by_name == self._form_of_states()
+        fits = self._form_by_name is None or self._form_by_name == self._form
         if fits or self._form_by_name != _form(state):
             return state
         fresh = self._source_state(state.step, state.key)
         return fresh._replace(params=state.params, memory=state.memory)
-
-    def _form_of_states(self) -> Any:
-        nothing = jnp.zeros(())
-        return _form(fresh_state(self._program, self.constants, nothing, nothing))
 
     def _placed(self, tree: Any, constants: StepConstants) -> Any:
         """Returns a pytree whose arrays lie on the mesh, if there is one."""
@@ -515,5 +516,5 @@ def _mixes(apply_fn: ApplyFn, params: Any, shape: tuple[int, ...], dtype: Any) -
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _first_row(apply_fn: ApplyFn, params: Any, images: jax.Array) -> jax.Array:
+def _first_row(apply_fn: ApplyFn, params: Any, images: Any) -> jax.Array:
     return apply_fn(params, images)[0]

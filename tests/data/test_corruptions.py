@@ -4,6 +4,7 @@ classes.
 Statistical tests use fixed seeds and bounds of five standard deviations (a right implementation
 fails one draw in 1.7 million) and state that scales off by 0.7 and 1.3 are outside."""
 
+import functools
 import sys
 import types
 
@@ -54,6 +55,7 @@ each_corruption = pytest.mark.parametrize("name", ALL)
 each_scale = pytest.mark.parametrize("scale", SIDES)
 
 
+@functools.cache
 def photographs(side: int, count: int = 8) -> Source:
     """Overlapping parts of the two photographs that scikit-learn brings, at the size asked for."""
     from sklearn.datasets import load_sample_images
@@ -89,16 +91,16 @@ def test_names_are_the_published_ones_in_order():
 @each_scale
 @each_corruption
 def test_pixels_depend_on_position_and_seed_alone(name, scale):
-    source = photographs(SIDES[scale], 3)
+    source = photographs(SIDES[scale], 2)
     everything = pixels(corrupt(source, name, seed=7, scale=scale))
-    assert everything.shape == (3, SIDES[scale], SIDES[scale], 3)
+    assert everything.shape == (2, SIDES[scale], SIDES[scale], 3)
 
     np.random.seed(1)
     before = np.random.get_state()
     again = corrupt(source, name, seed=7, scale=scale)
-    np.testing.assert_array_equal(pixels(again.take([2, 1])), everything[[2, 1]])
+    np.testing.assert_array_equal(pixels(again.take([1])), everything[[1]])
     np.testing.assert_array_equal(
-        pixels(corrupt(source.take([1, 2]), name, seed=7, scale=scale)), everything[1:]
+        pixels(corrupt(source.take([1]), name, seed=7, scale=scale)), everything[1:]
     )
     for kept, expected in zip(np.random.get_state(), before, strict=True):
         np.testing.assert_array_equal(kept, expected)

@@ -33,6 +33,15 @@ def values(first=None):
     return x
 
 
+def aligned(array):
+    """Returns a copy whose memory JAX can share on a CPU."""
+    memory = np.zeros(64 + array.nbytes, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 # --- Sources, each with a function that edits record 0 ------------------------------------------
 
 
@@ -331,9 +340,7 @@ def test_a_token_is_of_the_facts_as_they_are():
 def test_parameters_of_a_user_are_copied_to_the_device():
     """Broken twin: `jnp.asarray` shares an aligned array on a CPU, and an edit reached the state of
     a run."""
-    memory = np.zeros(64 + 4 * 1024, np.uint8)
-    start = -memory.ctypes.data % 64
-    x = memory[start : start + 4 * 1024].view(np.float32)
+    x = aligned(np.zeros(1024, np.float32))
     options = {"sampler": data.PoissonSampler(N, 1.0), "clip_norm": 1.0, "noise_multiplier": 1.0}
     trainer = finetune.dp_sgd(lambda p, example: p["w"].sum(), optax.sgd(0.1), **options)
     robust = pretrain.dpadapter(
@@ -360,15 +367,17 @@ def test_a_party_answers_about_the_records_it_was_given(tmp_path):
 
 @pytest.mark.slow
 def test_a_planned_upload_is_of_the_images_it_was_given():
-    """A plan may be released long after it was made, and again after a failure."""
+    """A plan may be released long after it was made, and again after a failure.
+
+    Broken twin: `jax.device_put(x, may_alias=False)` shares an aligned array on a CPU."""
     ledger = Ledger.in_memory()
     ledger.register("clinic", adjacency="replace_one", unit="image")
-    x, labels = values().reshape(N, 2, 2), np.arange(N) % 2
+    x, labels = aligned(values().reshape(N, 2, 2)), np.arange(N) % 2
     settings = noisy_upload.PrivateRelease(
         clip_norm=1.0, noise_multiplier=1.0, label_epsilon=1.0, num_classes=2
     )
     projection = noisy_upload.Projection(
-        np.zeros((2, 2), np.float32), np.eye(4, 2, dtype=np.float32)
+        aligned(np.zeros((2, 2), np.float32)), np.eye(4, 2, dtype=np.float32)
     )
     plan = functools.partial(noisy_upload.plan_release, ledger.account("clinic"), release=settings)
     what = plan(representations=x, labels=labels, projection=projection)

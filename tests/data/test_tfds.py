@@ -95,7 +95,7 @@ def data_dir(tmp_path_factory) -> str:
 
     def bomb():
         file = io.BytesIO()
-        PIL.Image.new("RGB", (9000, 9000)).save(file, "PNG")  # 240 kB, which decode to 243 MB
+        PIL.Image.new("1", (9000, 9000)).save(file, "PNG")  # 10 kB, which decode to 243 MB of RGB
         return io.BytesIO(file.getvalue())
 
     prepare(

@@ -236,8 +236,8 @@ def refused(folder):
 
 
 def launcher(folder, devices):
-    """Runs the launcher with noise that does not depend on the mesh. Notes the files that it opens
-    to write."""
+    """Runs the launcher with a constant noise, which does not depend on the mesh: `same_steps` has
+    that of a key. Notes the files that it opens to write."""
     root, wrote = folder / "run", set()
 
     def hook(event, arguments):
@@ -250,6 +250,7 @@ def launcher(folder, devices):
             wrote.add(path.partition(f"{root}/")[2])
 
     sys.addaudithook(hook)
+    quick_noise()
     release.Till.token = lambda self, what: what.label
     fields = {
         "references": False,

@@ -161,8 +161,8 @@ def test_counts_that_use_up_the_budget_are_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unit_norm", [True, False])
-@pytest.mark.parametrize("probability", [0.35, 0.03])  # several physical batches; often empty ones
+# Several physical batches, and batches that are often empty.
+@pytest.mark.parametrize(("probability", "unit_norm"), [(0.35, True), (0.35, False), (0.03, True)])
 def test_steps_equal_float64(probability, unit_norm):
     z, sigma_b, quantile, rate, lr = 0.7, 1.1, 0.6, 0.3, 0.5
     features = features_of()

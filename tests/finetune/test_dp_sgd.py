@@ -101,8 +101,7 @@ def assert_close(tree, expected):
 
 # Batches of several physical batches; and batches that are often empty.
 @pytest.mark.slow
-@pytest.mark.parametrize("probability", [0.35, 0.03])
-@pytest.mark.parametrize("augmult", [None, 3])
+@pytest.mark.parametrize(("probability", "augmult"), [(0.35, None), (0.35, 3), (0.03, None)])
 def test_steps_equal_float64(probability, augmult):
     seen = collections.defaultdict(list)
 
@@ -572,22 +571,23 @@ def test_no_recompilation_and_no_implicit_transfers_whatever_the_batch_sizes():
 def test_chosen_sizes_and_batches_read_ahead_take_the_same_steps():
     steps = FIRST_STEPS + 4  # the first ones take one size
 
-    def run(ahead, **options):
-        trainer, source = trainer_of(data.PoissonSampler(N, 0.35), **options), source_of()
+    def run(trainer, ahead):
+        source = source_of()
         state = trainer.init(params_of())
         state = state._replace(noise=state.noise._replace(key=noise.stream(bytes(16), "test")))
         if not ahead:
             for _ in range(steps):
                 state, _ = trainer.step(state, source)
-            return trainer, state
+            return state
         with trainer.batches(state, source, steps) as batches:
             for batch in batches:
                 state, _ = trainer.step(state, source, batch)
-        return trainer, state
+        return state
 
-    _, fixed = run(False)
-    chosen, now = run(False, physical_batch_size=None)
-    _, later = run(True, physical_batch_size=None)
+    sampler = data.PoissonSampler(N, 0.35)
+    fixed = run(trainer_of(sampler), ahead=False)
+    chosen = trainer_of(sampler, physical_batch_size=None)
+    now, later = (run(chosen, ahead) for ahead in (False, True))
     assert len(chosen.physical(now, source_of()).sizes) > 1
     assert_close(now.params, float64(fixed.params))
     for name in fixed.params:  # the same physical batches give the same bits

@@ -1,6 +1,7 @@
 """`fit`: runs that are killed, changed or refused never release what the ledger has not charged."""
 
 import collections
+import copy
 import dataclasses
 import functools
 import importlib.metadata
@@ -304,14 +305,14 @@ def test_another_sampling_package_after_a_crash_draws_fresh_noise(tmp_path, monk
 BLOBS = data.bundled("blobs").take(np.arange(60))
 
 
-def blobs_trainer(source=BLOBS, noise_multiplier=1.0, **kwargs):
+def blobs_trainer(noise_multiplier=1.0, **kwargs):
     def loss(params, example):
         return ((example["features"] @ params["w"] - example["label"]) ** 2).sum()
 
     return finetune.dp_sgd(
         kwargs.pop("loss_fn", loss),
         kwargs.pop("optimizer", optax.sgd(0.01)),
-        sampler=data.PoissonSampler(len(source), 0.2),
+        sampler=data.PoissonSampler(len(BLOBS), 0.2),
         clip_norm=1.0,
         noise_multiplier=noise_multiplier,
         physical_batch_size=8,
@@ -322,8 +323,13 @@ def blobs_trainer(source=BLOBS, noise_multiplier=1.0, **kwargs):
 
 @functools.cache
 def shared_trainer():
-    """The trainer of all tests that leave it as it is. So it is compiled once."""
+    """The trainer of all tests that leave it as it is, or change a copy. So it is compiled once."""
     return blobs_trainer()
+
+
+@functools.cache
+def averaging_trainer():
+    return blobs_trainer(ema_decay=0.5)
 
 
 def blobs_ledger(**terms):
@@ -341,7 +347,7 @@ def fit(trainer, ledger, *, source=BLOBS, params=None, **kwargs):
 
 @pytest.mark.slow
 def test_a_run_that_does_not_fit_spends_nothing(tmp_path):
-    trainer = blobs_trainer()
+    trainer = copy.copy(shared_trainer())
     budget = epsilon(trainer.event(0, 5), delta=1e-5)
     ledger = blobs_ledger(epsilon=budget, delta=1e-5)
     steps = []
@@ -405,7 +411,7 @@ class Counted:
 
 
 def test_what_would_fail_after_the_first_chunk_fails_before(tmp_path):
-    trainer, ledger = blobs_trainer(), blobs_ledger()
+    trainer, ledger = copy.copy(shared_trainer()), blobs_ledger()
     steps = []
     object.__setattr__(trainer, "update_in_place", Counted(trainer.update_in_place, steps))
     with pytest.raises(ValueError, match="delta is needed"):
@@ -452,7 +458,7 @@ def test_steps_and_chunk_sizes_may_change_on_resume(tmp_path):
 def test_chunks_of_any_size_are_one_run_of_independent_noise():
     """Chunks draw from streams of their own: equal steps of equal chunks must not share noise or
     batches."""
-    trainer, ledger, seen = blobs_trainer(), blobs_ledger(delta=1e-5), []
+    trainer, ledger, seen = copy.copy(shared_trainer()), blobs_ledger(delta=1e-5), []
 
     class Keys:
         def __init__(self, update):
@@ -642,14 +648,14 @@ def test_nan_in_the_data_does_not_stop_training():
     source = data.from_arrays(
         features=features, label=BLOBS.gather(np.arange(60))["label"], num_classes=4
     )
-    trainer, ledger = blobs_trainer(source), blobs_ledger(delta=1e-5)
+    trainer, ledger = shared_trainer(), blobs_ledger(delta=1e-5)
     state = fit(trainer, ledger, source=source, allow_nonfinite=True)
     assert np.isfinite(np.asarray(state.params["w"])).all()
 
 
 @pytest.mark.slow
 def test_metrics_of_a_run(tmp_path):
-    trainer, ledger = blobs_trainer(ema_decay=0.5), blobs_ledger(delta=1e-5)
+    trainer, ledger = averaging_trainer(), blobs_ledger(delta=1e-5)
     seen = []
 
     def evaluate(params):
@@ -673,7 +679,7 @@ def test_metrics_of_a_run(tmp_path):
 @pytest.mark.slow
 def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
     source = data.bundled("digits").take(np.arange(150))
-    trainer = killed_runs.trainer_of.__wrapped__(150)
+    trainer = copy.copy(killed_runs.trainer_of(150))
     params = {"head": np.ones((64, 10), np.float32) / 8}
     object.__setattr__(trainer, "update_in_place", trainer.update_in_place._update)
     totals = []
@@ -749,7 +755,7 @@ def test_an_evaluation_on_private_data_pays_between_two_checkpoints(tmp_path):
 
 @pytest.mark.slow
 def test_callbacks_see_every_step_once_its_row_is_written(tmp_path):
-    trainer, ledger, seen = blobs_trainer(ema_decay=0.5), blobs_ledger(delta=1e-5), []
+    trainer, ledger, seen = averaging_trainer(), blobs_ledger(delta=1e-5), []
 
     def callback(step, row, params):
         # the row is on disk when its step ends

@@ -86,8 +86,13 @@ RARE = {
     ("b-min-sep, truncated batches", "truncation without its price"),
     ("private search", "the best of 20 runs, with the noise of one run"),
 }
+# Cauchy noise's other twins were caught with 8,000 trials under each of six seeds.
 OTHERS = {"private search": 500, "amplified correlated noise": 1000}
+OTHERS |= {"Cauchy noise on values": 8000}
 OTHERS |= dict.fromkeys(("balls in bins", "b-min-sep", "b-min-sep, truncated batches"), 1500)
+# Answers of what is not clipped or has one key tell the canary in nearly all trials.
+ANSWERS = {"randomised response", "randomised response of a certified vote"}
+ANSWERS |= {"rounded Cauchy noise", "Cauchy noise on values", "Laplace noise on votes"}
 # 1,000 trials miss the noise for the largest part under some seeds. 2,000 caught it under each of
 # six.
 PARTS = "noise for the largest part"
@@ -101,6 +106,8 @@ def trials(case, twin):
         return 2000
     if case in (*finetune.CASES, *tta.CASES) and twin in SURE:
         return 256
+    if case.mechanism in ANSWERS and twin in SURE:
+        return 2000
     return (OTHERS | FEW if twin else FEW).get(case.mechanism)
 
 

@@ -1,7 +1,6 @@
 """What a generator reconstructs whose images have the uploaded representations."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -24,7 +23,7 @@ def world():
     columns = source.gather(np.arange(len(source)))
     images, seen = np.asarray(columns["image"], np.float32), np.asarray(columns["label"]) < 5
     public, references = images[seen][:100], images[~seen][:20]
-    params = jax.jit(MODEL.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    params = jax.jit(MODEL.init)(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32))["params"]
     shipped, _ = BACKBONE.divide(params)
     return public, references, shipped, np.asarray(jax.jit(BACKBONE.front)(shipped, references))
 

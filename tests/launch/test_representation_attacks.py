@@ -49,17 +49,25 @@ def release(key, representations, copy):
     return representations + SCALE * jax.random.laplace(key, representations.shape)
 
 
-@jax.jit
+# The tests of Ginver have this program too.
+initialize = jax.jit(MODEL.init)
+
+
 def client(key, images):
     """Returns a new frontend, the same with the client's noise, and the uploads."""
-    params = MODEL.init(key, jnp.zeros((1, 8, 8, 1)))["params"]
+    params = initialize(key, np.zeros((1, 8, 8, 1), np.float32))["params"]
     shipped, _ = BACKBONE.divide(params)
+    return shipped, *uploaded(key, shipped, images)
+
+
+@jax.jit
+def uploaded(key, shipped, images):
     true = model_noise(jax.random.fold_in(key, 1), shipped)
     clean = EXTRACT(true, images)
     uploads = jax.lax.map(
         lambda copy: release(jax.random.fold_in(key, copy), clean, copy), 2 + jnp.arange(COPIES)
     )
-    return shipped, true, uploads
+    return true, uploads
 
 
 @pytest.fixture(scope="module")

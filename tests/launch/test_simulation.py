@@ -147,7 +147,7 @@ def played(method, answers):
         end = play(method, lambda k, t: asked.append(t) or script[k], 0.0)
         return [*asked, end.temperature]
 
-    return jax.jit(jax.vmap(one))(jnp.asarray(answers, jnp.float32))
+    return jax.jit(jax.vmap(one))(np.float32(answers))
 
 
 @pytest.mark.slow

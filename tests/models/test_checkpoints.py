@@ -143,6 +143,15 @@ def test_logits_are_those_of_the_publishing_library(case):
 
 
 @pytest.mark.slow
+def test_attributes_of_a_model_may_be_lists():
+    lists = build("hf_convnext", **{name: list(values) for name, values in CONVNEXT.items()})
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(lists)
+    found = load("hf_convnext", model=lists).params
+    jax.tree.map(np.testing.assert_array_equal, found, load("hf_convnext").params)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_two_tensors_could_be_exchanged_unnoticed(case):
     """The parity above can fail: any two parameters of one shape, exchanged, move the logits well
@@ -421,7 +430,7 @@ def test_a_public_backbone_gets_a_new_head():
     pretrained = load("augreg")
     model = models.create("vit_ti16", num_classes=5, **VIT)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8, 8, 3)))["params"]
-    fresh = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
+    fresh = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
     merged = models.merge_pretrained(fresh, pretrained.params)
     np.testing.assert_array_equal(
         merged["block_1"]["mlp_0"]["kernel"], pretrained.params["block_1"]["mlp_0"]["kernel"]

@@ -40,11 +40,15 @@ TRAINED = {"resnet", "wide resnet", "vit", "vit distilled", "vit post", "convnex
 IMAGES = np.random.default_rng(0).random((3, 8, 8, 2), np.float32)
 
 
-@functools.cache
-def build(kind: str, dtype=None):
-    """The tiny model of a kind and variables whose every leaf is moved off its initial value."""
+def model_of(kind: str, dtype=None):
     name, attributes = TINY[kind]
-    model = models.create(name, num_classes=5, dtype=dtype, **attributes)
+    return models.create(name, num_classes=5, dtype=dtype, **attributes)
+
+
+@functools.cache
+def build(kind: str):
+    """The tiny model of a kind and variables whose every leaf is moved off its initial value."""
+    model = model_of(kind)
     shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8, 8, 2)))
     rng = np.random.default_rng(1)
 
@@ -286,7 +290,7 @@ def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(ki
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", TINY)
 def test_bfloat16_computes_close_to_float32_and_gives_float32_logits(kind):
-    model, variables = build(kind, jnp.bfloat16)
+    model, (_, variables) = model_of(kind, jnp.bfloat16), build(kind)
     jaxpr = jax.make_jaxpr(model.apply)(variables, IMAGES)
     assert [aval.dtype for aval in jaxpr.out_avals] == [jnp.float32]
     fresh = jax.eval_shape(model.init, jax.random.key(0), IMAGES)

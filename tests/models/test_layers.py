@@ -98,9 +98,8 @@ def test_group_norm_is_that_of_flax(dtype):
 )
 def test_layers_are_those_of_flax_and_refuse_the_same_shapes(kind, args, x):
     ours, theirs = (getattr(library, kind)(*args) for library in (layers, nn))
-    (found, params), expected = (
-        layer.init_with_output(jax.random.key(0), x) for layer in (ours, theirs)
-    )
+    results = jax.jit(lambda *at: [layer.init_with_output(*at) for layer in (ours, theirs)])
+    (found, params), expected = results(jax.random.key(0), x)
     chex.assert_trees_all_equal((found, params), expected)
     longer = jax.tree.map(lambda leaf: jnp.ones((*leaf.shape[:-1], leaf.shape[-1] + 1)), params)
     told = []

@@ -66,6 +66,13 @@ class Layer:
     bias: Any
 
 
+def drawn(shapes: Any, seed: int = 0) -> Any:
+    """Returns a tree of these shapes, without a program for each."""
+    rng = np.random.default_rng(seed)
+    of = lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype))  # noqa: E731
+    return jax.tree.map(lambda x: of(x) if isinstance(x, jax.ShapeDtypeStruct) else x, shapes)
+
+
 Pair = collections.namedtuple("Pair", ["first", "second"])
 TREES = {
     "list": [jnp.arange(3.0), {"a": jnp.ones((2, 2), jnp.bfloat16)}],
@@ -76,10 +83,18 @@ TREES = {
         "mlp/~/linear_0": {"w": jnp.ones((2, 3))},
         "mlp/~/linear_1": {"w": jnp.zeros((3, 2))},
     },
-    "nnx": nnx.split(
-        nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.LayerNorm(3, rngs=nnx.Rngs(0)))
-    )[1],
-    "equinox": eqx.filter(eqx.nn.MLP(2, 2, 3, 1, key=jax.random.key(0)), eqx.is_array),
+    "nnx": drawn(
+        nnx.split(
+            nnx.eval_shape(
+                lambda: nnx.Sequential(
+                    nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.LayerNorm(3, rngs=nnx.Rngs(0))
+                )
+            )
+        )[1]
+    ),
+    "equinox": eqx.filter(
+        drawn(eqx.filter_eval_shape(eqx.nn.MLP, 2, 2, 3, 1, key=jax.random.key(0))), eqx.is_array
+    ),
 }
 
 
@@ -130,7 +145,7 @@ def test_a_backbone_of_another_library_gets_a_new_head():
 
 def backbone(num_classes: int, seed: int, **attributes):
     model = models.create("mlp", num_classes=num_classes, **{"hidden": (6, 4), **attributes})
-    return jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 5)))["params"]
+    return drawn(jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 5))), seed)["params"]
 
 
 @pytest.mark.slow

@@ -21,19 +21,21 @@ def predict(params, inputs):
     return inputs @ params["w"] + params["b"][None]
 
 
+SEEN = []
+
+
+# One function for all calls, which compiles once for each shape.
+def spy(params, inputs):
+    jax.debug.callback(lambda p: SEEN.append(jax.tree.map(np.asarray, p)), params, ordered=False)
+    return predict(params, inputs) if "b" in params else large(params, inputs)
+
+
 def capture(params, inputs, **options):
     """The parameters that robust_accuracy evaluates, by way of a model that reports them."""
-    seen = []
-
-    def spy(params, inputs):
-        jax.debug.callback(
-            lambda p: seen.append(jax.tree.map(np.asarray, p)), params, ordered=False
-        )
-        return predict(params, inputs)
-
+    SEEN.clear()
     robust_accuracy(spy, params, inputs, draws_per_call=1, **options)
     jax.effects_barrier()
-    return seen
+    return SEEN.copy()
 
 
 @pytest.mark.slow
@@ -99,9 +101,9 @@ def test_seeds_differ_and_draws_do_not_depend_on_the_data():
 
 
 LARGE = {
-    "w": jnp.full((50, 100), 3.0),
-    "v": jnp.tile(jnp.array([[1.0, -7.0]]), (1000, 1)),
-    "zero": jnp.zeros(1000),
+    "w": jax.device_put(np.full((50, 100), 3, np.float32)),
+    "v": jax.device_put(np.tile(np.float32([[1, -7]]), (1000, 1))),
+    "zero": jax.device_put(np.zeros(1000, np.float32)),
 }
 
 
@@ -114,16 +116,7 @@ def large(params, inputs):
 def test_the_noise_has_the_standard_deviation_that_is_asked_for(relative):
     """The sum of n squares over n deviates from its mean by 5 sqrt(2 / n) once in two million
     tests."""
-    seen = []
-
-    def spy(params, inputs):
-        jax.debug.callback(lambda p: seen.append(jax.tree.map(np.asarray, p)), params)
-        return large(params, inputs)
-
-    robust_accuracy(
-        spy, LARGE, SOURCE.take(np.arange(1)), std=0.2, draws=2, relative=relative, draws_per_call=1
-    )
-    jax.effects_barrier()
+    seen = capture(LARGE, SOURCE.take(np.arange(1)), std=0.2, draws=2, relative=relative)
     rms = {"w": 3.0, "v": 5.0, "zero": 0.0} if relative else {"w": 1.0, "v": 1.0, "zero": 1.0}
     assert len(seen) == 2
     for name, scale in rms.items():

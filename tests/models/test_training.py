@@ -66,10 +66,9 @@ def test_steps_are_those_of_adam_on_the_mean_over_real_examples(batch_size):
 
     params, state = START, optimizer.init(START)
     for epoch_key in jax.random.split(KEY, 3):
-        for rows, weights, key in zip(
-            *epoch_batches(epoch_key, 5, min(batch_size, 5)), strict=True
-        ):
-            real = np.asarray(rows)[np.asarray(weights) > 0]
+        rows, weights, keys = epoch_batches(epoch_key, 5, min(batch_size, 5))
+        for of_step, weight, key in zip(np.asarray(rows), np.asarray(weights), keys, strict=True):
+            real = of_step[weight > 0]
             params, state = step(
                 params, state, {name: column[real] for name, column in DATA.items()}, key
             )

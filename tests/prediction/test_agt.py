@@ -607,10 +607,8 @@ def test_neighbours_where_a_gradient_overflows():
         overflowed.add(by_contents(x, y, case.batches, 1)[1].tolist().count(0))
         ours, other = case.bounds(params, x, y, None), case.bounds(params, x[1:], y[1:], None)
         assert within(ours, other) and within(other, ours)
-        radius = max(
-            float(np.max(high[0] - low[0]))
-            for low, high in zip(ours.lower, ours.upper, strict=True)
-        )
+        ends = zip(row(ours.lower, 0), row(ours.upper, 0), strict=True)
+        radius = max(np.max(high - low) for low, high in ends)
         assert step < radius < 2 * step
     assert overflowed == {0, 1}  # it was in either batch: over a point and over a box
 
@@ -1282,7 +1280,7 @@ def test_the_programs_of_a_training_are_those_that_it_calls(monkeypatch, setting
     def batch_step(*inputs):
         seen.append(shapes(inputs))
         results = compiled.eval_shape(*inputs)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), results)
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), results)
 
     programs = training_programs(bce, params, data, **settings)
     compiled = agt._batch_step

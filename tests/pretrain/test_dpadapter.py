@@ -1,6 +1,7 @@
 """Algorithm 1 against an independent computation in NumPy, SAM against optax, and what must hold of
 every step."""
 
+import functools
 import logging
 
 import jax
@@ -36,6 +37,11 @@ def mean_loss(params, batch):
 
 def optimizer(rate=0.3, momentum=0.9, decay=0.05):
     return optax.chain(optax.add_decayed_weights(decay), optax.sgd(rate, momentum=momentum))
+
+
+@functools.cache  # Each compiles its own programs.
+def made(make=dpadapter, **options):
+    return make(mean_loss, optimizer(), **{"gamma": 0.2} | options)
 
 
 def float32(tree):
@@ -192,8 +198,8 @@ def test_sam_is_that_of_optax():
 
 def test_amp_is_dpadapter_with_one_batch():
     same = [(second, second) for _, second in BATCHES]
-    ours, _ = run(amp(mean_loss, optimizer(), gamma=0.3), same[:2])
-    general, _ = run(dpadapter(mean_loss, optimizer(), gamma=0.3), same[:2])
+    ours, _ = run(made(amp), same[:2])
+    general, _ = run(made(), same[:2])
     jax.tree.map(np.testing.assert_array_equal, ours, general)
 
 
@@ -215,7 +221,7 @@ def test_without_a_ball_or_without_ascent_it_is_plain_training():
     expected = plain_training(BATCHES)
     for trainer, batches in (
         (sam(mean_loss, optimizer(), gamma=0.0), BATCHES),
-        (dpadapter(mean_loss, optimizer()), [(None, second) for _, second in BATCHES]),
+        (made(), [(None, second) for _, second in BATCHES]),
     ):
         state, rows = run(trainer, batches)
         jax.tree.map(
@@ -232,7 +238,7 @@ def test_without_a_ball_or_without_ascent_it_is_plain_training():
 @pytest.mark.slow
 def test_between_ascents_the_perturbation_stays():
     (first, second), (_, third) = BATCHES[:2]
-    trainer = dpadapter(mean_loss, optimizer(), gamma=0.2)
+    trainer = made()
     state, rows = run(trainer, [(first, second), (None, third)])
     before, _ = run(trainer, [(first, second)])
     jax.tree.map(np.testing.assert_array_equal, state.perturbation, before.perturbation)
@@ -270,15 +276,13 @@ def test_one_dead_tensor_does_not_hurt_the_others():
 
 @pytest.fixture(scope="module")
 def whole():
-    return run(dpadapter(mean_loss, optimizer(), gamma=0.2))
+    return run(made())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("microbatch_size", [6, 100])
 def test_microbatches_change_nothing(microbatch_size, whole):
-    parts, others = run(
-        dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=microbatch_size)
-    )
+    parts, others = run(made(microbatch_size=microbatch_size))
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
     jax.tree.map(close, whole, (parts, others))
 
@@ -300,7 +304,7 @@ def test_a_mesh_changes_nothing_keeps_shardings_and_compiles_once(make, microbat
         return mean_loss(params, batch)
 
     batches = [(first, second if make is dpadapter else first) for first, second in BATCHES]
-    alone, _ = run(make(mean_loss, optimizer(), gamma=0.2), batches)
+    alone, _ = run(made(make), batches)
     trainer = make(
         traced,
         optimizer(),
@@ -362,7 +366,7 @@ def test_a_second_step_compiles_nothing(caplog):
 
 
 def test_nothing_moves_between_host_and_device_by_itself():
-    trainer = dpadapter(mean_loss, optimizer(), gamma=0.2, microbatch_size=8)
+    trainer = made(microbatch_size=8)
     state = trainer.init(float32(PARAMS))
     first, second = BATCHES[0]
     with jax.transfer_guard("disallow"):

@@ -1,5 +1,6 @@
 """`fit`: what every step sees, resumption after a crash, and what is refused."""
 
+import functools
 import itertools
 import json
 import os
@@ -28,6 +29,7 @@ def mean_loss(params, batch):
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
+@functools.cache  # Each compiles its own programs.
 def trainer(**options):
     return dpadapter(mean_loss, optax.sgd(0.1, momentum=0.9), **options)
 
@@ -191,7 +193,8 @@ def long_run(workdir, dies=None):
         return {}
 
     options = {**SIZES, "steps": 60, "checkpoint_every": 5, "augment": jitter, "evaluate": evaluate}
-    return fit(trainer(), PARAMS, SOURCE, workdir=workdir, **options)
+    # A trainer of its own, as in another process.
+    return fit(trainer.__wrapped__(), PARAMS, SOURCE, workdir=workdir, **options)
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ import logging
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -85,9 +84,9 @@ class TinyViT(NamedTuple):
         seen = self.reference.observe(self.exact, self.images, self.backbone.cut)
         (output,) = seen.pop("output")
         for path, operands in seen.items():
-            scales = [jnp.float32(factor * self.reference.largest(path, x, bits)) for x in operands]
+            scales = [np.float32(factor * self.reference.largest(path, x, bits)) for x in operands]
             first[path], second[path] = scales
-        scale = jnp.float32(factor * self.reference.largest("output", output, bits))
+        scale = np.float32(factor * self.reference.largest("output", output, bits))
         return _quantize_frontend(self.front, Scales(first, second, scale), bits=bits)
 
 
@@ -109,7 +108,7 @@ def vit() -> TinyViT:
     def leaf(path: Any, shape: Any) -> jax.Array:
         name = path[-1].key
         std = 1.2 / np.sqrt(np.prod(shape.shape[:-1])) if name == "kernel" else 0.3
-        return jnp.asarray((name == "scale") + rng.normal(0, std, shape.shape), jnp.float32)
+        return jax.device_put(np.float32((name == "scale") + rng.normal(0, std, shape.shape)))
 
     shapes = jax.eval_shape(model.init, jax.random.key(0), backbone.images)["params"]
     params = jax.tree_util.tree_map_with_path(leaf, shapes)

@@ -37,7 +37,7 @@ def test_trainable_leaves_by_path(engine: str, oracle: Any) -> None:
             return nn.Dense(2, name="head")(nn.tanh(nn.Dense(5, name="body")(x)))
 
     model, (x,) = Model(), draws(2, (5, 4))
-    params = model.init(jax.random.key(0), x)["params"]
+    params = jax.jit(model.init)(jax.random.key(0), x)["params"]
     apply = lambda p, x: jnp.sum(jnp.square(model.apply({"params": p}, x)))  # noqa: E731
     head = lambda path, leaf: path.startswith("head/") and leaf.ndim > 1  # noqa: E731
     f = jaxdp.clipped_grad(apply, clip_norm=0.5, engine=engine, trainable=head)

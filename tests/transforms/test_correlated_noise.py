@@ -139,6 +139,11 @@ def test_the_buffers_are_updated_in_place():
 
 
 WRONG = [
+    (
+        ValueError,
+        {"strategy": [1e-3, -1e3], "steps": 40, "inverse": True},
+        "must have a finite sensitivity",
+    ),
     (TypeError, {"strategy": "banded"}, "strategy must be the coefficients"),
     (ValueError, {"strategy": np.eye(2)}, "one-dimensional"),
     (ValueError, {"strategy": [0.0, 1.0]}, "begin with a positive coefficient"),

@@ -16,8 +16,9 @@ import jaxdp
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
 EXAMPLE = {"x": X, "y": jax.ShapeDtypeStruct((), jnp.int32)}
-W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
-PARAMS = {"w": W, "b": jnp.zeros(3)}
+WEIGHT = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+W = jax.device_put(WEIGHT)
+PARAMS = {"w": W, "b": jax.device_put(np.zeros(3, np.float32))}
 
 
 def cross_entropy(p: Any, e: Any) -> Any:
@@ -193,22 +194,22 @@ def test_frozen_batch_norm_of_haiku_is_allowed() -> None:
         ),
         (
             lambda p, x: energy(p, x),
-            {"w": W, "steps": jnp.arange(3)},
+            {"w": W, "steps": jax.device_put(np.arange(3, dtype=np.int32))},
             "note: .*'steps' of dtype int32.*never trained",
         ),
         (
             lambda p, x: energy({"w": p["w"].astype(jnp.float32)}, x),
-            {"w": W.astype(jnp.bfloat16)},
+            {"w": jax.device_put(WEIGHT.astype(jnp.bfloat16))},
             "warning: .*'w' of dtype bfloat16.*float32",
         ),
         (
             lambda p, x: energy(p, x) + jnp.sum(p["c"].real),
-            {"w": W, "c": jnp.ones(2, jnp.complex64)},
+            {"w": W, "c": jax.device_put(np.ones(2, np.complex64))},
             "error: .*complex leaf 'c'.*jax.lax.complex",
         ),
         (
             lambda p, x: energy(p, x),
-            {"w": W.at[0, 0].set(jnp.nan)},
+            {"w": jax.device_put(np.where(np.arange(12).reshape(4, 3), WEIGHT, np.float32("nan")))},
             "NaN or infinite values in 'w'",
         ),
         (
@@ -218,7 +219,7 @@ def test_frozen_batch_norm_of_haiku_is_allowed() -> None:
         ),
         (
             energy,
-            {"w": W, "old": jnp.ones(2)},
+            {"w": W, "old": jax.device_put(np.ones(2, np.float32))},
             "warning: .*'old', which gets no gradient.*trainable",
         ),
         (

@@ -234,7 +234,7 @@ def test_gaussian_noise_is_that_of_an_independent_computation():
     assert 3.9 < abs(expected).max() < 5.5 and len(np.unique(expected)) == SAMPLES
     with jax.enable_x64(True):
         wide = noise.gaussian(
-            KEY, {"a": jnp.zeros(5), "b": jnp.zeros(101, jnp.float32), "c": jnp.zeros(6)}, 1.0
+            KEY, {"a": np.zeros(5), "b": np.zeros(101, np.float32), "c": np.zeros(6)}, 1.0
         )
     both = np.concatenate([wide["a"], wide["c"]])
     assert both.dtype == np.float64

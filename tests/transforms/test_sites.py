@@ -76,7 +76,8 @@ def check_rule(site: Any, record: Any, g: Any, truth: np.ndarray) -> None:
             "bound": site.without_cancellation(record, g),
         }
 
-    got = jax.jit(everything, compiler_options=COMPILER_OPTIONS)(record, g)
+    compiled = jax.jit(everything, compiler_options=COMPILER_OPTIONS)
+    got = jax.device_get(compiled(record, g))  # what follows compiles nothing
     bound, squares = (
         got.pop("bound"),
         np.square(truth.astype(np.float64)).reshape(len(truth), -1).sum(1),
@@ -343,14 +344,16 @@ def test_gradients_of_kernels_by_parts_of_examples(
     with cotangents."""
     rule, xs, gs, truth = conv_site(features, size, dtype)
     found = set()
+    of_one = xs.dtype.itemsize * rule.positions * rule.rows
     for most in range(1, size + 1):
-        monkeypatch.setattr(
-            convolution_rule, "_PART", most * xs.dtype.itemsize * rule.positions * rule.rows
-        )
-        found.add(convolution_rule._parts(size, xs.dtype.itemsize * rule.positions * rule.rows)[1])
+        monkeypatch.setattr(convolution_rule, "_PART", most * of_one)
+        cut = convolution_rule._parts(size, of_one)
+        if cut in found:  # the same program
+            continue
+        found.add(cut)
         got = jax.jit(lambda *pair: rule.weight_grads(*pair))(xs[:, None], gs[:, None])
         np.testing.assert_allclose(got, truth, rtol=1e-5, atol=1e-4)
-    assert found == lengths
+    assert {length for _, length in found} == lengths
 
 
 def test_gradients_of_kernels_have_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +389,7 @@ def test_lookup_rule(mode: str) -> None:
         if mode == "drop_negative" or mode == "clip"
         else np.where((index < 0) & (index >= -5), index + 5, index)
     )
-    record = jax.vmap(lambda i: rule.record([None, i[..., None]]))(jnp.asarray(given))
+    record = jax.vmap(lambda i: rule.record([None, i[..., None]]))(given)
     truth = np.zeros((N, *table.shape))
     for b, i, j in np.ndindex(N, 2, 2):
         row = np.clip(given[b, i, j], 0, 4) if mode == "clip" else given[b, i, j]
@@ -410,7 +413,7 @@ def test_lookup_by_indices_of_any_integer_type(mode: str, rows: int, kind: str) 
         equation(fn, "gather", jax.ShapeDtypeStruct((rows, 3), jnp.float32), index)
     )
     assert rule is not None
-    record = rule.record([None, jnp.asarray(index)[:, None]])
+    record = rule.record([None, jax.device_put(index[:, None])])
     whole = index.astype(np.int64)
     inside = (whole >= 0) & (whole < rows)
     np.testing.assert_array_equal(
@@ -418,9 +421,8 @@ def test_lookup_by_indices_of_any_integer_type(mode: str, rows: int, kind: str) 
     )
     assert record.dtype == jnp.int32
     with jax.enable_x64(True):
-        wide = rule.record(
-            [None, jnp.asarray(index.astype(np.uint64 if kind == "uint32" else np.int64))[:, None]]
-        )
+        long = index.astype(np.uint64 if kind == "uint32" else np.int64)
+        wide = rule.record([None, jax.device_put(long[:, None])])
     np.testing.assert_array_equal(wide, record)
 
 
@@ -428,20 +430,22 @@ def test_lookup_by_indices_of_any_integer_type(mode: str, rows: int, kind: str) 
 @pytest.mark.parametrize("kind", [jnp.bfloat16, jnp.float16])
 def test_settled_values_are_those_of_their_dtype(kind: Any) -> None:
     """Checks all 2**16 values. A backend may flush subnormal numbers of bfloat16."""
-    every = jax.lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), kind)
-    every = every[jnp.isfinite(every)]
+    every = np.arange(2**16, dtype=np.uint16).view(kind)
+    with np.errstate(invalid="ignore"):  # of signalling NaN
+        every = every[np.isfinite(every)]
     settled = np.asarray(jax.jit(sites.settled)(every), np.float64)
     known = np.asarray(every, np.float64)
     np.testing.assert_allclose(
         settled, known, rtol=0, atol=2.0**-126 if kind == jnp.bfloat16 else 0
     )
-    special = jax.jit(sites.settled)(jnp.asarray([np.inf, -np.inf, np.nan], kind))
+    special = jax.jit(sites.settled)(np.asarray([np.inf, -np.inf, np.nan], kind))
     np.testing.assert_array_equal(
         np.asarray(special, np.float32), np.asarray([np.inf, -np.inf, np.nan], np.float32)
     )
-    wide = jnp.asarray(normal(0, 10_000) * np.float32(2) ** np.arange(-20, 0).repeat(500))
+    exponents = np.arange(-20, 0, dtype=np.float32).repeat(500)
+    wide = normal(0, 10_000) * np.float32(2) ** exponents
     rounded = jax.jit(lambda x: sites.settled(x.astype(kind)).astype(jnp.float32))(wide)
-    np.testing.assert_array_equal(rounded, np.asarray(np.asarray(wide).astype(kind), np.float32))
+    np.testing.assert_array_equal(rounded, np.asarray(wide.astype(kind), np.float32))
 
 
 @pytest.mark.slow
@@ -590,8 +594,8 @@ def on(platform: str, capability: int = 9, units: int | None = None) -> Iterator
         yield
 
 
-def contracted(kind: str, dtype: Any) -> tuple[Any, Any, Any, np.ndarray]:
-    """Returns a site, its record and cotangent, and the gradient of each example in float64."""
+def contracted(kind: str, dtype: Any) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Returns a site, and a record and a cotangent of `N` examples."""
     if kind == "dot":
         xs, w, gs = normal(1, N, 6, 5), normal(0, 5, 7), normal(2, N, 6, 7)
         rule: Any = sites.Dot.of(equation(jnp.matmul, "dot_general", xs[0], w), 1)
@@ -605,16 +609,16 @@ def contracted(kind: str, dtype: Any) -> tuple[Any, Any, Any, np.ndarray]:
             dimension_numbers=numbers,
         )
         rule = sites.Conv.of(equation(apply, "conv_general_dilated", xs[0], w))
-    site = site_of(rule, gs.shape[1:], w.shape)
-    record, g = jax.jit(functools.partial(sites.settled_at, rule))(
-        jnp.asarray(xs, dtype), jnp.asarray(gs, dtype)
-    )
-    x, y = (np.asarray(a, np.float64) for a in (record, g))
+    return site_of(rule, gs.shape[1:], w.shape), xs.astype(dtype), gs.astype(dtype)
+
+
+def gradients(kind: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Returns the gradient of each example of `contracted`, in float64."""
     if kind == "dot":
-        return site, record, g, np.einsum("ntp,ntq->npq", x, y)
+        return np.einsum("ntp,ntq->npq", x, y)
     places = itertools.product(range(3), range(3))
-    truth = [np.einsum("nhwp,nhwq->npq", x[:, 0, i : i + 4, j : j + 4], y[:, 0]) for i, j in places]
-    return site, record, g, np.stack(truth, 1).reshape(N, 3, 3, 3, 4)
+    found = [np.einsum("nhwp,nhwq->npq", x[:, 0, i : i + 4, j : j + 4], y[:, 0]) for i, j in places]
+    return np.stack(found, 1).reshape(N, 3, 3, 3, 4)
 
 
 @pytest.mark.slow
@@ -624,13 +628,14 @@ def contracted(kind: str, dtype: Any) -> tuple[Any, Any, Any, np.ndarray]:
 def test_matrix_units_multiply_settled_values_without_rounding(
     kind: str, dtype: Any, platform: str, bits: int
 ) -> None:
-    factors = jnp.linspace(0.1, 0.9, N)
+    factors = np.linspace(0.1, 0.9, N, dtype=np.float32)
 
     def computed(settled: bool = True) -> tuple[dict[str, Any], dict[str, np.ndarray], np.ndarray]:
         with on(platform, units=bits), pytest.MonkeyPatch.context() as patch:
             if not settled:
                 patch.setattr(sites, "settled_at", lambda rule, record, g: (record, g))
-            site, record, g, truth = contracted(kind, dtype)
+            site, xs, gs = contracted(kind, dtype)
+            record, g = jax.jit(functools.partial(sites.settled_at, site.rule))(xs, gs)
 
             def results(record: Any, g: Any) -> dict[str, Any]:
                 return {
@@ -639,12 +644,13 @@ def test_matrix_units_multiply_settled_values_without_rounding(
                     "squares": sites.squared_norms([site.factors(record, g)]),
                 }
 
-            found = jax.jit(results)(record, g)
+            found = jax.device_get(jax.jit(results)(record, g))
+        x, y = (np.asarray(a, np.float64) for a in (record, g))
+        truth = gradients(kind, x, y)
         rows = np.asarray(factors, np.float64).reshape(-1, *(1,) * (truth.ndim - 1))
         wanted = {"sum": (rows * truth).sum(0), "per_example": truth}
         wanted["squares"] = np.square(truth).reshape(N, -1).sum(1)
-        terms = jax.jit(site.contract)(jnp.abs(record), jnp.abs(g), factors)
-        return found, wanted, np.asarray(terms)
+        return found, wanted, (rows * gradients(kind, abs(x), abs(y))).sum(0)
 
     found, wanted, terms = computed()
     # The parts of a factor times a cotangent have 22 bits in TF32, and 16 in bfloat16.
@@ -678,8 +684,9 @@ def test_what_is_multiplied_follows_the_platform_and_jaxs_settings(
 ) -> None:
     with on(platform, capability), jax.default_matmul_precision(asked):
         assert sites.multiplied_bits() == bits
-        site, record, g, _ = contracted("dot", jnp.float32)
-        program = str(jax.make_jaxpr(site.contract)(record, g, jnp.ones(len(g))))
+        site, xs, gs = contracted("dot", jnp.float32)
+        record, g = jax.eval_shape(functools.partial(sites.settled_at, site.rule), xs, gs)
+        program = str(jax.make_jaxpr(site.contract)(record, g, jnp.ones(N)))
     assert ("HIGHEST" in program) == (bits is None)
     assert ("reduce_precision" in program) == (bits is not None)
 
@@ -698,8 +705,8 @@ def test_gram_norms_of_long_sequences_by_blocks(positions: int) -> None:
     pairs: list[Any] = [((u,), w), ((sites.OneHot(index),), w)]
     for chosen, expected in zip((pairs[:1], pairs), squares, strict=True):
         np.testing.assert_allclose(squared_norms(chosen), expected, rtol=1e-5)
-        with forms.traced_for("rocm"):  # without a loop
-            np.testing.assert_allclose(
-                jax.jit(lambda x: sites.squared_norms(x))(chosen), expected, rtol=1e-5
-            )
+        if positions == 640:  # the most blocks that an accelerator has without a loop
+            with forms.traced_for("rocm"):
+                without_loop = jax.jit(lambda x: sites.squared_norms(x))(chosen)
+            np.testing.assert_allclose(without_loop, expected, rtol=1e-5)
     assert sites.gram_rows(positions) == {512: 256, 640: 160, 521: 521}[positions]

@@ -143,11 +143,16 @@ def problem(loss, dtype=jnp.float32):
     return jax.tree.map(lambda x: x.astype(dtype), (params, batch))
 
 
+@functools.cache
+def gradients_by_vmap(loss):
+    return jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
+
+
 def gradients(loss, params, batch):
     """Returns the gradient of each example in float64, as rows."""
     with jax.enable_x64(True):
         wide = jax.tree.map(np.float64, (params, batch))
-        grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(*wide)
+        grads = gradients_by_vmap(loss)(*wide)
     return np.concatenate(
         [np.float64(g).reshape(len(batch), -1) for g in jax.tree.leaves(grads)], 1
     )

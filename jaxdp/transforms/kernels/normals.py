@@ -48,7 +48,8 @@ def standard_normals(
     rows_per_step = VALUES_PER_STEP // LANES
     # Two axes, because a block of the last axis alone has no place in memory under `jax.vmap`.
     inputs = jnp.append(cipher_key, number)[None]
-    rows = steps * rows_per_step
+    # The last step writes only the rows that there are. To cut off more would be a copy.
+    rows = max(rows_per_step, -(-size // LANES))
     draw = pl.pallas_call(
         _kernel,
         grid=(steps,),

@@ -44,6 +44,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
 from dp_accounting import dp_event
 
 # It exceeds the rounding of a sensitivity in float64.
@@ -230,11 +231,9 @@ class CorrelatedNoise:
         1. `jax_privacy` has the same number as `toeplitz.per_query_error` times the squared
         sensitivity.
         """
-        from jax_privacy.matrix_factorization import toeplitz
-
+        column = self.strategy.coefficients(self.steps)
         with jax.enable_x64(True):
-            column = jnp.asarray(self.strategy.coefficients(self.steps))
-            errors = toeplitz.per_query_error(strategy_coef=column, skip_checks=True)
+            errors = _program("per_query_error")(strategy_coef=column)
         return self.sensitivity**2 * np.asarray(errors)
 
     def zeros(self, tree: Any) -> Any:
@@ -414,21 +413,34 @@ def _float32(name: str, values: Any) -> tuple[float, ...]:
 
 
 @functools.cache
-def _squared_sensitivity() -> Any:
-    """Returns jax_privacy's function as one program.
+def _program(name: str, **options: int) -> Any:
+    """Returns a function of `toeplitz` of jax_privacy as one program.
 
-    Its checks read values. `_sensitivity` makes the same ones.
+    Its checks read values. Callers make the same ones.
     """
     from jax_privacy.matrix_factorization import toeplitz
 
-    static = ("min_sep", "max_participations", "skip_checks")
-    return jax.jit(toeplitz.minsep_sensitivity_squared, static_argnames=static)
+    return jax.jit(functools.partial(getattr(toeplitz, name), skip_checks=True, **options))
+
+
+@functools.cache
+def _most_of_rows(min_sep: int, max_participations: int) -> Any:
+    """Returns the bound of jax_privacy on a squared sensitivity from C^T C, as one program.
+
+    It is `get_min_sep_sensitivity_upper_bound_for_X`, which runs a program for each operation.
+    """
+    from jax_privacy.matrix_factorization import sensitivity
+
+    most = functools.partial(
+        sensitivity.max_participation_for_linear_fn,
+        min_sep=min_sep,
+        max_participations=max_participations,
+    )
+    return jax.jit(lambda gram: most(jax.vmap(most)(jnp.abs(gram))))
 
 
 def _sensitivity(column: np.ndarray, pattern: dict[str, int]) -> float:
     """Returns the sensitivity of a Toeplitz matrix, or an upper bound on it, by jax_privacy."""
-    from jax_privacy.matrix_factorization import sensitivity, toeplitz
-
     steps = len(column)
     # More than all steps apart is as good as all steps.
     pattern = pattern | {"min_sep": min(pattern["min_sep"], steps)}
@@ -441,8 +453,14 @@ def _sensitivity(column: np.ndarray, pattern: dict[str, int]) -> float:
             f"{_MOST_GENERAL_STEPS} steps."
         )
     with jax.enable_x64(True):
-        coefficients = jnp.asarray(column)
         if is_decreasing:
-            return math.sqrt(_squared_sensitivity()(coefficients, **pattern, skip_checks=True))
-        matrix = toeplitz.materialize_lower_triangular(coefficients)
-        return float(sensitivity.get_min_sep_sensitivity_upper_bound(matrix, **pattern))
+            squared = _program("minsep_sensitivity_squared", **pattern)
+            return math.sqrt(squared(strategy_coef=column))
+        matrix = jax.device_put(scipy.linalg.toeplitz(column, np.zeros(steps)))
+        bound = float(_most_of_rows(**pattern)(matrix.T @ matrix))
+    if not math.isfinite(bound):
+        raise ValueError(
+            f"strategy must have a finite sensitivity, got {bound} for its square over {steps} "
+            "steps. Choose coefficients whose matrix does not grow from step to step."
+        )
+    return math.sqrt(bound)

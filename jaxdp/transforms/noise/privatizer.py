@@ -1,5 +1,6 @@
 """The Gaussian mechanism of DP-SGD as an optax transformation."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -272,9 +273,9 @@ def privatize(
         if grid is not None:
             mean = _exact_mean(grid, divisor, updates, state, shardings)
             return mean, PrivatizeState(state.key, state.step + 1)
-        total, buffers = _noisy_sum(privatizer, updates, state, shardings)
-        # The divisor is public, so this is post-processing.
-        mean = jax.tree.map(lambda leaf: leaf / divisor, total)
+        total = jax.tree.map(lambda leaf: jnp.asarray(leaf, trees.noise_dtype(leaf)), updates)
+        noise, buffers = _noise_of_step(privatizer, total, state, shardings)
+        mean = jax.tree.map(functools.partial(_noisy_mean, divisor), total, *noise)
         return mean, PrivatizeState(state.key, state.step + 1, buffers)
 
     privatizer = Privatizer(init, update)
@@ -299,15 +300,20 @@ def _check_sum(updates: Any) -> None:
         )
 
 
-def _noisy_sum(
-    privatizer: Privatizer, updates: Any, state: PrivatizeState, shardings: Any
-) -> tuple[Any, Any]:
-    """Returns the sum with the noise of this step, and the buffers of correlated noise."""
-    total = jax.tree.map(lambda leaf: jnp.asarray(leaf, trees.noise_dtype(leaf)), updates)
+@functools.partial(jax.jit, inline=True)
+def _noisy_mean(divisor: float, total: jax.Array, *noise: jax.Array) -> jax.Array:
+    """Returns the noisy sum of a leaf over the divisor, which is public: post-processing."""
+    return functools.reduce(jnp.add, noise, total) / divisor
+
+
+def _noise_of_step(
+    privatizer: Privatizer, total: Any, state: PrivatizeState, shardings: Any
+) -> tuple[list[Any], Any]:
+    """Returns the noise of this step, nothing or one tree, and the buffers of correlated noise."""
     multiplier = privatizer.noise_multiplier
     noise = privatizer.noise
     if not isinstance(multiplier, NoiseSchedule) and multiplier == 0:
-        return total, state.buffers
+        return [], state.buffers
     # Equal noise on several devices is right for a sum that they share.
     for leaf in jax.tree.leaves(total):
         check_shards(state.key, leaf, shared=True)
@@ -318,7 +324,7 @@ def _noisy_sum(
     buffers = state.buffers
     if noise is not None:
         added, buffers = noise.next(state.step, buffers, added)
-    return jax.tree.map(jnp.add, total, added), buffers
+    return [added], buffers
 
 
 def _check_noise(

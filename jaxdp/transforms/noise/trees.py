@@ -46,8 +46,8 @@ class _LeafGroup:
         return tuple(math.prod(shape) for shape in self.shapes)
 
 
-# Draws the noise of a group's leaves under a key.
-_Draw = Callable[[jax.Array, _LeafGroup], Sequence[jax.Array]]
+# Draws the noise of a group's leaves under a key: an array for each leaf, or one vector of all.
+_Draw = Callable[[jax.Array, _LeafGroup], Sequence[jax.Array] | jax.Array]
 
 
 def gaussian(
@@ -93,8 +93,8 @@ def gaussian(
     def draw(key: jax.Array, group: _LeafGroup) -> Sequence[jax.Array]:
         # Without shardings this is true of none.
         if all(sharding.is_fully_replicated for sharding in layout):
-            vectors = standard_normals(number, key, group.sizes, group.dtype)
-            return _shaped(vectors, group.shapes)
+            vectors: list[jax.Array] = standard_normals(number, key, group.sizes, group.dtype)
+            return vectors
         shardings = [layout[i] for i in group.indices]
         return divided_normals(number, key, group.shapes, group.dtype, shardings)
 
@@ -117,7 +117,7 @@ def laplace(
     delta of at most n 2**-8190 in addition to its pure epsilon.
     """
     number = number_of_draw(number)
-    draw = _sliced(functools.partial(standard_laplace, number))
+    draw = _of_one_vector(functools.partial(standard_laplace, number))
     return _scaled(key, number, tree, "scale", scale, draw)
 
 
@@ -149,7 +149,7 @@ def discrete_laplace(
         # Rounding may enlarge noise, but never lessen it.
         scale = upward(scale)
     number = number_of_draw(number)
-    draw = _sliced(functools.partial(discrete_values, number, scale))
+    draw = _of_one_vector(functools.partial(discrete_values, number, scale))
     return _drawn(key, number, tree, scale, draw)
 
 
@@ -176,7 +176,7 @@ def rounded_gaussian(
     if not isinstance(bits, int) or not LEAST_BITS <= bits <= MOST_BITS:
         raise ValueError(f"bits must be an integer from 4 to 24, got {bits!r}.")
     number = number_of_draw(number)
-    draw = _sliced(functools.partial(rounded_normals, bits, number))
+    draw = _of_one_vector(functools.partial(rounded_normals, bits, number))
     return _drawn(key, number, tree, bits, draw)
 
 
@@ -194,7 +194,7 @@ def cauchy(
     range. The variance is infinite. A value that exceeds the largest float becomes infinite.
     """
     number = number_of_draw(number)
-    draw = _sliced(functools.partial(standard_cauchy, number))
+    draw = _of_one_vector(functools.partial(standard_cauchy, number))
     return _scaled(key, number, tree, "scale", scale, draw)
 
 
@@ -228,8 +228,7 @@ def _scaled(
         dtypes = {noise_dtype(leaf) for leaf in jax.tree.leaves(tree)}
         for dtype in sorted(dtypes, key=str):
             check_carried(name, scale, dtype)
-    standard_noise = _drawn(key, number, tree, scale, draw)
-    return jax.tree.map(lambda x: x * jnp.asarray(scale, x.dtype), standard_noise)
+    return _drawn(key, number, tree, scale, draw, is_standard=True)
 
 
 def _drawn(
@@ -238,10 +237,13 @@ def _drawn(
     tree: Any,
     scale: Any,
     draw: _Draw,
+    *,
+    is_standard: bool = False,
 ) -> Any:
     """Returns `tree` with the noise of `draw` in place of its leaves.
 
-    The scale is only checked, because noise of different scales must not be equal up to a factor.
+    It is multiplied by the scale if it is that of scale 1. Otherwise the scale is only checked,
+    because noise of different scales must not be equal up to a factor.
     """
     check_key(key)
     check_options()
@@ -253,29 +255,32 @@ def _drawn(
     # One group has the key itself, and several have its children.
     keys = jax.random.split(key, len(groups)) if len(groups) > 1 else [key] * len(groups)
     for group, group_key in zip(groups, keys, strict=True):
-        for i, noise in zip(group.indices, draw(group_key, group), strict=True):
+        drawn = draw(group_key, group)
+        factor = jnp.asarray(scale, group.dtype) if is_standard else None
+        arrays = _leaves_of(drawn, factor, tuple(group.shapes))
+        for i, noise in zip(group.indices, arrays, strict=True):
             leaves[i] = noise
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _sliced(draw: Callable[[jax.Array, int, Any], jax.Array]) -> _Draw:
-    """Returns a draw of one vector by `draw(key, size, dtype)`, cut into the leaves of a group.
-
-    The vector is cut outside of the compiled draw, so groups of one size share its program.
-    """
-
-    def draw_leaves(key: jax.Array, group: _LeafGroup) -> list[jax.Array]:
-        vector = draw(key, group.size, group.dtype)
-        return _shaped(pieces_of(vector, group.sizes), group.shapes)
-
-    return draw_leaves
+def _of_one_vector(draw: Callable[[jax.Array, int, Any], jax.Array]) -> _Draw:
+    """Returns a draw of all leaves of a group by `draw(key, size, dtype)`."""
+    return lambda key, group: draw(key, group.size, group.dtype)
 
 
-def _shaped(
-    pieces: Sequence[jax.Array],
-    shapes: Sequence[tuple[int, ...]],
+# One program for all leaves. It is apart from the draw, so groups of one size share the program of
+# the draw, and the values of the draw are rounded before they are multiplied.
+@functools.partial(jax.jit, static_argnums=2, inline=True)
+def _leaves_of(
+    drawn: Sequence[jax.Array] | jax.Array,
+    factor: jax.Array | None,
+    shapes: tuple[tuple[int, ...], ...],
 ) -> list[jax.Array]:
-    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+    """Returns the arrays of a draw in the shapes of the leaves, times the factor."""
+    if isinstance(drawn, jax.Array):
+        drawn = pieces_of(drawn, [math.prod(shape) for shape in shapes])
+    leaves = [piece.reshape(shape) for piece, shape in zip(drawn, shapes, strict=True)]
+    return leaves if factor is None else [leaf * factor for leaf in leaves]
 
 
 def _groups(leaves: list[Any]) -> list[_LeafGroup]:
