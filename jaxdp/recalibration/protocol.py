@@ -580,11 +580,14 @@ class Conversation:
         Raises:
           RuntimeError: All paid rounds are answered, the conversation is closed, or another process
               began it.
+          TypeError: temperature is text.
           ValueError: The round was answered at another temperature, here or by a copy of the
               workdir, or an earlier round is not answered.
         """
         # Before JAX and the lock, either of which would hang in a forked process.
         self._till.check_process()
+        if isinstance(temperature, str | bytes):
+            raise TypeError(f"temperature must be a number, got {temperature!r}. Send a float.")
         with np.errstate(over="ignore"):  # a temperature beyond float32 becomes infinite
             question = np.asarray(float(temperature), np.float32)
         with self._lock:

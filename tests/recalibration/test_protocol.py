@@ -464,6 +464,10 @@ def test_a_conversation_is_paid_once_before_its_first_answer():
 def test_a_question_is_answered_once_and_may_be_repeated():
     method = AccT(iterations=2)
     with Party(*people(20)).begin(method, epsilon=1.0) as talk:
+        with pytest.raises(
+            TypeError, match=r"temperature must be a number, got '1.5'\. Send a float"
+        ):
+            talk.answer("1.5")
         first = talk.answer(1.0)
         assert (talk.answer(jnp.float32(1), round=0) == first).all() and talk.answered == 1
         for other in (1.0000001, math.nan, -0.0):
