@@ -191,7 +191,7 @@ class Sums(NamedTuple):
     def of_first(self, count: int, order: Order) -> "Sums":
         """Returns the sums over the first `count` records of each trial, without the axis P."""
         place = order.ends.index(count)
-        return self._replace(beginnings=_at_place(self.beginnings, place))
+        return self._replace(beginnings=self.beginnings[place])
 
     def at(self, temperature: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns the sums [s] of a trial and beginning, the sums [s] of all records, and whether T
@@ -206,12 +206,6 @@ class Sums(NamedTuple):
 
 
 _ONE_TRIAL = Sums(None, 0, None)  # type: ignore[arg-type]  # axes for jax.vmap
-
-
-@jax.jit
-def _at_place(beginnings: jax.Array, place: int) -> jax.Array:
-    """Returns the sums at one place of the axis P."""
-    return jax.lax.dynamic_index_in_dim(beginnings, place, axis=1, keepdims=False)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 4))
