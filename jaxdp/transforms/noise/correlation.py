@@ -423,24 +423,10 @@ def _program(name: str, **options: int) -> Any:
     return jax.jit(functools.partial(getattr(toeplitz, name), skip_checks=True, **options))
 
 
-@functools.cache
-def _most_of_rows(min_sep: int, max_participations: int) -> Any:
-    """Returns the bound of jax_privacy on a squared sensitivity from C^T C, as one program.
-
-    It is `get_min_sep_sensitivity_upper_bound_for_X`, which runs a program for each operation.
-    """
-    from jax_privacy.matrix_factorization import sensitivity
-
-    most = functools.partial(
-        sensitivity.max_participation_for_linear_fn,
-        min_sep=min_sep,
-        max_participations=max_participations,
-    )
-    return jax.jit(lambda gram: most(jax.vmap(most)(jnp.abs(gram))))
-
-
 def _sensitivity(column: np.ndarray, pattern: dict[str, int]) -> float:
     """Returns the sensitivity of a Toeplitz matrix, or an upper bound on it, by jax_privacy."""
+    from jax_privacy.matrix_factorization import sensitivity
+
     steps = len(column)
     # More than all steps apart is as good as all steps.
     pattern = pattern | {"min_sep": min(pattern["min_sep"], steps)}
@@ -457,10 +443,13 @@ def _sensitivity(column: np.ndarray, pattern: dict[str, int]) -> float:
             squared = _program("minsep_sensitivity_squared", **pattern)
             return math.sqrt(squared(strategy_coef=column))
         matrix = jax.device_put(scipy.linalg.toeplitz(column, np.zeros(steps)))
-        bound = float(_most_of_rows(**pattern)(matrix.T @ matrix))
+        gram = matrix.T @ matrix
+        bound = math.inf
+        if np.isfinite(gram).all():
+            bound = sensitivity.get_min_sep_sensitivity_upper_bound_for_X(gram, **pattern)
     if not math.isfinite(bound):
         raise ValueError(
-            f"strategy must have a finite sensitivity, got {bound} for its square over {steps} "
-            "steps. Choose coefficients whose matrix does not grow from step to step."
+            f"strategy must have a finite sensitivity, got {bound} over {steps} steps. Choose "
+            "coefficients whose matrix does not grow from step to step."
         )
-    return math.sqrt(bound)
+    return bound
