@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+
+from jaxdp.data.storage import zeros_on_device
 
 from .split_costs import Program
 
@@ -59,8 +60,7 @@ def measure(programs: Mapping[str, Program], images: int, *, timed: bool) -> Mea
 
 def _seconds(compiled: Callable[..., Any], shapes: tuple[Any, ...]) -> float:
     """Returns the median time of some calls, after a first call."""
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
-    args, taken = jax.device_put(zeros), []
+    args, taken = zeros_on_device(shapes), []
     for _ in range(_REPEATS + 1):
         start = time.perf_counter()
         jax.block_until_ready(compiled(*args))

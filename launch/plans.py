@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxdp import compilers, finetune, privacy
 from jaxdp.data import Examples, Groups
+from jaxdp.data.storage import own_copy, zeros_on_device
 from jaxdp.files.text import aligned
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, describe, from_json
@@ -360,9 +361,8 @@ def _megabytes(count: float) -> str:
 def _zeros(arguments: Any) -> Any:
     def zeros(x: Any) -> jax.Array:
         if isinstance(x, _ZEROS):
-            return jax.device_put(np.zeros(x.shape, x.dtype))
-        # The program may write over a copy. `jnp.copy` would compile one program for each shape.
-        return jax.device_put(x, may_alias=False)
+            return zeros_on_device(x)
+        return own_copy(x)  # the program may write over it
 
     return jax.tree.map(zeros, arguments)
 

@@ -73,6 +73,14 @@ def own_copy(array: Any, dtype: Any = None) -> jax.Array:
     return jax.device_put(np.array(array, dtype))
 
 
+def zeros_on_device(shapes: Any) -> Any:
+    """Returns a pytree of zeros of the shapes and dtypes of a pytree.
+
+    Zeros that the device makes would need a program for each shape.
+    """
+    return jax.device_put(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes))
+
+
 def stored(column: Any, where: str) -> Any:
     """Returns a column for `Examples`: an immutable array, or a `Watched` column.
 

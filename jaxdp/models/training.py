@@ -16,6 +16,7 @@ import numpy as np
 import optax
 
 from jaxdp.data import FixedBatchSampler, check_batch, check_source
+from jaxdp.data.storage import zeros_on_device
 from jaxdp.files import check_numbers, shows_keywords
 from jaxdp.report import progress_bar
 from jaxdp.transforms.parameters import check_finite
@@ -277,9 +278,7 @@ def epoch_batches(key: jax.Array, count: int, size: int) -> tuple[jax.Array, jax
 
 def adam_state(params: Any) -> Any:
     """Returns the state of `adam_step` before its first step."""
-    shapes = jax.eval_shape(optax.scale_by_adam().init, params)
-    # Zeros of the device would need a program for each shape.
-    return jax.device_put(jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes))
+    return zeros_on_device(jax.eval_shape(optax.scale_by_adam().init, params))
 
 
 def adam_step(
