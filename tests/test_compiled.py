@@ -19,6 +19,7 @@ from benchmarks import compiled, compiled_cases, device, trust
 from jaxdp import models, pretrain, recalibration, tta
 from jaxdp.compilers import hlo, schedules
 from jaxdp.compilers import targets as compiled_targets
+from jaxdp.data import storage
 from jaxdp.split import copies
 from jaxdp.transforms import chacha, forms, noise
 from tests import foreign_programs
@@ -573,9 +574,8 @@ def drawn_program(draw, kind):
 def small_model():
     """Returns a model and parameters, zeros."""
     model = models.create("mlp", num_classes=4, hidden=(6,))
-    start = lambda: model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]  # noqa: E731
-    zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype))  # noqa: E731
-    return model, jax.tree.map(zeros, jax.eval_shape(start))
+    shapes = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 8, 8, 1)))["params"]
+    return model, storage.zeros_on_device(shapes)
 
 
 def interval_program():

@@ -69,8 +69,13 @@ class Layer:
 def drawn(shapes: Any, seed: int = 0) -> Any:
     """Returns a tree of these shapes, without a program for each."""
     rng = np.random.default_rng(seed)
-    of = lambda x: jax.device_put(rng.normal(size=x.shape).astype(x.dtype))  # noqa: E731
-    return jax.tree.map(lambda x: of(x) if isinstance(x, jax.ShapeDtypeStruct) else x, shapes)
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        return jax.device_put(rng.normal(size=x.shape).astype(x.dtype))
+
+    return jax.tree.map(leaf, shapes)
 
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
