@@ -39,7 +39,7 @@ from jaxdp.report import counting
 from jaxdp.split.checks import check_numbers, not_negative, one_of
 from jaxdp.transforms import exact_scaling, noise
 from jaxdp.transforms.compiler import check_options
-from jaxdp.transforms.responses import BITS, response_threshold
+from jaxdp.transforms.responses import BITS, flipped, numbers, of_words, response_threshold
 
 Mechanism = Literal["gaussian", "laplace"]
 
@@ -218,27 +218,8 @@ def randomized_response(
     noise.check_key(key)
     threshold = response_threshold(num_classes, epsilon)
     labels = _check_labels(labels, num_classes)
-    words = jax.random.bits(key, (2, len(labels)), jnp.uint32)
-    return _respond(words, labels, num_classes, threshold)
-
-
-def _respond(
-    words: Any,
-    labels: np.ndarray,
-    num_classes: int,
-    threshold: int,
-) -> np.ndarray:
-    """Returns noisy labels int32 [n] from words uint32 [2, n], in integer arithmetic."""
-    if threshold == 0:
-        return labels
-    high, low = np.asarray(words).astype(np.uint64)
-    number = high << np.uint64(32) | low
-    # The first K - 1 runs of `threshold` numbers stand for the other labels, the rest of 2**64 for
-    # the true one.
-    run = number // np.uint64(threshold)
-    others = run < num_classes - 1
-    shift = np.where(others, run + np.uint64(1), np.uint64(0)).astype(np.int64)
-    return ((labels + shift) % num_classes).astype(np.int32)
+    drawn = numbers(key, len(labels))
+    return flipped(drawn, labels, np.uint64(threshold), num_classes)
 
 
 def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
@@ -430,7 +411,8 @@ class PrivateRelease:
         )
         shuffled = _check_labels(labels, self.num_classes)[np.asarray(order)]
         threshold = response_threshold(self.num_classes, self.label_epsilon)
-        return Released(features, _respond(words, shuffled, self.num_classes, threshold))
+        noisy = flipped(of_words(words), shuffled, np.uint64(threshold), self.num_classes)
+        return Released(features, noisy)
 
     def _arguments(self, x: Any, projection: Projection) -> tuple[Any, ...]:
         """Returns the arguments of `_release` after the key."""
