@@ -3,6 +3,7 @@
 import numbers
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from jaxdp.files.text import shown
@@ -23,6 +24,14 @@ def check_count(name: str, value: int, minimum: int) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}.")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}.")
+
+
+def check_choice(choices: Sequence[Any], **values: Any) -> None:
+    """Raises ValueError unless every value is one of the choices."""
+    for name, value in values.items():
+        if value not in choices:
+            *others, last = map(repr, choices)
+            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")
 
 
 def check_function(name: str, value: Any, call: str) -> None:

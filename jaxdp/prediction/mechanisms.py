@@ -65,13 +65,14 @@ import fractions
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from scipy import optimize
 
+from jaxdp.files import check_choice
 from jaxdp.prediction.answer_checks import (
     check_binary,
     check_classes,
@@ -174,8 +175,7 @@ def flip_probability_cauchy(
     """
     epsilon = positive("epsilon", epsilon)
     k = check_distances(distance)
-    if calibration not in ("stable", "smooth", "paper"):
-        raise ValueError(f"calibration must be 'stable', 'smooth' or 'paper', got {calibration!r}.")
+    check_choice(get_args(CauchyCalibration), calibration=calibration)
     if beta is not None and (calibration != "smooth" or not 0 < beta < epsilon):
         raise ValueError(
             f"beta={beta!r} needs calibration='smooth' and must lie in (0, epsilon={epsilon:g})."
@@ -210,8 +210,7 @@ def flip_probability_smooth_laplace(
     k = check_distances(distance)
     rate = dilation_rate(epsilon, delta)
     inverse_scale = epsilon
-    if calibration not in ("stable", "paper"):
-        raise ValueError(f"calibration must be 'stable' or 'paper', got {calibration!r}.")
+    check_choice(get_args(LaplaceCalibration), calibration=calibration)
     if calibration == "paper":
         rate = epsilon / (2 * math.log(2 / delta))
         inverse_scale = epsilon / 2

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxdp.files import check_choice
 from jaxdp.prediction.batches import cut_batch, rows_of_batches, runs_without_repeats
 from jaxdp.prediction.checks import check_data, one_of, positive, whole
 from jaxdp.prediction.poisoning import Poisoning
@@ -150,8 +151,7 @@ class Training:
         if self.threat not in threats:
             names = ", ".join(map(repr, threats))
             raise ValueError(f"threat must be one of {names}, got {self.threat!r}.")
-        if self.product not in ("tight", "rump"):
-            raise ValueError(f"product must be 'tight' or 'rump', got {self.product!r}.")
+        check_choice(("tight", "rump"), product=self.product)
         if (self.threat == "poison") != isinstance(self.poisoning, Poisoning):
             raise ValueError(
                 f"poisoning={self.poisoning!r} does not fit threat={self.threat!r}. Give "

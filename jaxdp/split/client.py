@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from jaxdp.files import check_choice
 from jaxdp.split.backbone import Backbone, Params, in_batches
-from jaxdp.split.checks import not_negative, one_of
+from jaxdp.split.checks import not_negative
 from jaxdp.split.quantization import QuantizedFrontend, quantized_front
 from jaxdp.transforms import noise
 
@@ -55,7 +56,7 @@ def perturb_params(
     Raises:
       ValueError: alpha is negative or not finite, or the mode is unknown.
     """
-    one_of(get_args(NoiseMode), mode=mode)
+    check_choice(get_args(NoiseMode), mode=mode)
     not_negative(alpha=alpha)
     noise.check_key(key)
     return _perturbed(mode, key, params, alpha)

@@ -34,9 +34,10 @@ import scipy.linalg
 from jaxdp import privacy
 from jaxdp.data.labels import check_labels, check_range
 from jaxdp.data.storage import on_device, own_copy
+from jaxdp.files import check_choice, check_numbers
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
-from jaxdp.split.checks import check_numbers, not_negative, one_of
+from jaxdp.split.checks import not_negative
 from jaxdp.transforms import exact_scaling, noise
 from jaxdp.transforms.compiler import check_options
 from jaxdp.transforms.responses import BITS, flipped, numbers, of_words, response_threshold
@@ -154,7 +155,7 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
     """
     check_options()
     _check_norm(clip_norm)
-    one_of((1, 2), order=order)
+    check_choice((1, 2), order=order)
     x = _float32(x)
     if x.ndim != 2 or not 1 <= x.shape[1] <= _WIDEST:
         raise ValueError(f"x must be [n, k] with k in [1, {_WIDEST}], got shape {x.shape}.")
@@ -268,7 +269,7 @@ class PrivateRelease:
     mechanism: Mechanism = "gaussian"
 
     def __post_init__(self) -> None:
-        one_of(get_args(Mechanism), mechanism=self.mechanism)
+        check_choice(get_args(Mechanism), mechanism=self.mechanism)
         check_numbers(noise_multiplier=self.noise_multiplier, label_epsilon=self.label_epsilon)
         _check_norm(self.clip_norm)
         low, high = noise.range_of(np.float32)
@@ -302,7 +303,7 @@ class PrivateRelease:
         Raises:
           ValueError: An argument is out of range.
         """
-        one_of(get_args(Mechanism), mechanism=mechanism)
+        check_choice(get_args(Mechanism), mechanism=mechanism)
         if not 0 < label_share < 1:
             raise ValueError(f"label_share must be in (0, 1), got {label_share!r}.")
         label_epsilon = label_share * epsilon

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.storage import on_device
-from jaxdp.files import shows_keywords
+from jaxdp.files import check_choice, shows_keywords
 from jaxdp.models.training import (
     Loss,
     adam_state,
@@ -34,7 +34,7 @@ from jaxdp.models.training import (
 from jaxdp.report import progress_bar
 from jaxdp.split.augment import amplitude_exchange, hilbert_augment
 from jaxdp.split.backbone import Backbone, Params
-from jaxdp.split.checks import at_least, check_labels, one_of
+from jaxdp.split.checks import at_least, check_labels
 from jaxdp.split.quantization import (
     QuantizedFrontend,
     ScaleKeywords,
@@ -126,7 +126,7 @@ def calibrate_frontends(
       ValueError: The partition is unknown, there are fewer images than parts, samples is less than
         1, or as `search_scales`.
     """
-    one_of(get_args(Partition), partition=partition)
+    check_choice(get_args(Partition), partition=partition)
     if not 0 <= frontends <= len(images):
         raise ValueError(
             f"frontends must be in [0, {len(images)}], the number of images, got {frontends}."
