@@ -112,14 +112,8 @@ def represent(
           1.
     """
     backbone.check_images(images)
-    return in_batches(functools.partial(_represent, backbone, frontend, params), images, batch_size)
+    run = functools.partial(_front, backbone, frontend, params=params)
+    return in_batches(run, images, batch_size)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _represent(
-    backbone: Backbone,
-    frontend: QuantizedFrontend,
-    params: Params,
-    images: jax.Array,
-) -> jax.Array:
-    return quantized_front(backbone, frontend, images, params=params)
+_front = jax.jit(quantized_front, static_argnums=0)

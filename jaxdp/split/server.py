@@ -54,11 +54,7 @@ def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.
 
     Images are float32 [n, S, S, C] in [0, 1], and labels [n].
     """
-
-    def augment(rows: slice) -> jax.Array:
-        return hilbert_augment(images[rows])
-
-    return _merge(augment, images, labels)
+    return _merge(hilbert_augment, labels, images)
 
 
 def merge_amplitude_exchange(
@@ -70,23 +66,20 @@ def merge_amplitude_exchange(
     which says whose amplitudes an image takes. Arguments are otherwise those of `merge_hilbert`.
     """
     donors = jax.random.permutation(key, images)
-
-    def augment(rows: slice) -> jax.Array:
-        return amplitude_exchange(images[rows], donors[rows])
-
-    return _merge(augment, images, labels)
+    return _merge(amplitude_exchange, labels, images, donors)
 
 
 def _merge(
-    augment: Callable[[slice], jax.Array],
-    images: jax.Array,
+    augment: Callable[..., jax.Array],
     labels: jax.Array,
+    images: jax.Array,
+    *donors: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Appends the augmented forms of all rows, and repeats the labels."""
+    """Appends `augment(images, *donors)` of all rows, and repeats the labels."""
     augmented = []
     for start in range(0, len(images), 256):  # batches bound the memory of the spectra
         rows = slice(start, start + 256)
-        augmented.append(augment(rows))
+        augmented.append(augment(images[rows], *(x[rows] for x in donors)))
     merged_images = jnp.concatenate([images, *augmented])
     merged_labels = jnp.concatenate([labels, labels])
     return merged_images, merged_labels
@@ -271,9 +264,7 @@ class Adapted(NamedTuple):
         return _logits(self.backbone, self.back, representations)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(backbone: Backbone, back: Params, representations: jax.Array) -> jax.Array:
-    return backbone.back(back, representations)
+_logits = jax.jit(Backbone.back, static_argnums=0)
 
 
 @shows_keywords(TrainingKeywords, vars(Training))
