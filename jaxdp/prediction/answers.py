@@ -234,19 +234,16 @@ def private_predict(
         neighbours = distance // steps
         return {"answers": row.answer(key, label, neighbours, **options)}
 
-    def facts() -> list[Any]:
-        models = [_facts(member) for member in members]
-        return [models, queries, epsilon_each, mechanism, steps, classes, *(informed or ())]
-
-    def programs() -> list[str]:
-        return _programs(apply_fn, members, queries, certified=row.certified)
-
+    models = [_facts(member) for member in members]
+    settings: list[Any] = [epsilon_each, mechanism, steps, classes]
+    if informed is not None:
+        settings += informed
     charge = SelfComposedDpEvent(row.event(epsilon_each), count)
     what = Release(
         label="private prediction",
         charges=[(account, charge)],
-        facts=facts,
-        programs=programs,
+        facts=lambda: [models, queries, *settings],
+        programs=lambda: _programs(apply_fn, members, queries, certified=row.certified),
         compute=compute,
     )
     return _release_once(what, workdir, seed)
@@ -368,18 +365,12 @@ def private_values(
         answers = row.answer(key, values, lower[rows], upper[rows], **options)
         return {"answers": answers}
 
-    def facts() -> list[Any]:
-        return [_facts(bounds), queries, epsilon_each, mechanism, steps, list(ends)]
-
-    def programs() -> list[str]:
-        return _programs(apply_fn, [bounds], queries, certified=row.certified)
-
     charge = SelfComposedDpEvent(row.event(epsilon_each), count)
     what = Release(
         label="private regression",
         charges=[(account, charge)],
-        facts=facts,
-        programs=programs,
+        facts=lambda: [_facts(bounds), queries, epsilon_each, mechanism, steps, list(ends)],
+        programs=lambda: _programs(apply_fn, [bounds], queries, certified=row.certified),
         compute=compute,
     )
     return _release_once(what, workdir, seed)
@@ -439,19 +430,13 @@ def pate_predict(
         answers = mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)
         return {"answers": answers}
 
-    def facts() -> list[Any]:
-        return [list(members), queries, repr(mechanism), max_answers, classes]
-
-    def programs() -> list[str]:
-        kinds = _kinds(members)
-        return [program(_logits, apply_fn, params, queries) for params in kinds]
-
+    kinds = _kinds(members)
     charge = mechanism.event(count, max_answers=max_answers, adjacency=account.adjacency)
     what = Release(
         label="PATE",
         charges=[(account, charge)],
-        facts=facts,
-        programs=programs,
+        facts=lambda: [list(members), queries, repr(mechanism), max_answers, classes],
+        programs=lambda: [program(_logits, apply_fn, params, queries) for params in kinds],
         compute=compute,
     )
     return _release_once(what, workdir, seed)

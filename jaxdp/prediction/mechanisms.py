@@ -234,12 +234,12 @@ def dilation_rate(epsilon: float, delta: float) -> float:
     epsilon = positive("epsilon", epsilon)
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta!r}.")
-    if _log_dilation_delta(epsilon, epsilon) <= math.log(delta):
+    log_delta = math.log(delta)
+    if _log_dilation_delta(epsilon, epsilon) <= log_delta:
         return epsilon
     # The exponent at the start is below -3 log(2 / delta).
     bound = 4 * math.log(2 / delta) + 4
     start = min(epsilon, 1.0) / bound
-    log_delta = math.log(delta)
 
     def excess(b: float) -> float:
         return _log_dilation_delta(b, epsilon) - log_delta
@@ -370,7 +370,8 @@ def _answer(
     rows = np.minimum(k, len(table) - 1)
     thresholds = np.array(table, np.uint64)[rows]
     noise.check_key(key)
-    return responses.flipped(responses.numbers(key, len(labels)), labels, thresholds, classes)
+    drawn = responses.numbers(key, len(labels))
+    return responses.flipped(drawn, labels, thresholds, classes)
 
 
 def exact_thresholds(

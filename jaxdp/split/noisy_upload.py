@@ -568,17 +568,11 @@ def plan_release(
 
     settings = dataclasses.asdict(release)
 
-    def facts() -> list[Any]:
-        return [settings, representations, labels, *projection]
-
-    def programs() -> list[str]:
-        return [text]
-
     return Release(
         label=label,
         charges=[(account, release.event)],
-        facts=facts,
-        programs=programs,
+        facts=lambda: [settings, representations, labels, *projection],
+        programs=lambda: [text],
         compute=compute,
     )
 
