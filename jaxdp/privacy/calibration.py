@@ -65,15 +65,12 @@ def calibrate_noise(
     check_rules(composition(make_event(1.0)), adjacency=adjacency, method=method)
     costs: dict[float, float] = {}
 
-    # Several multipliers may give one event, such as a whole number of steps.
-    @functools.cache
-    def epsilon_of_event(counts: frozenset[tuple[DpEvent, int]]) -> float:
-        return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
-
     @functools.cache
     def cost(multiplier: float) -> float:
         counts = composition(make_event(multiplier))
-        costs[multiplier] = epsilon_of_event(frozenset(counts.items()))
+        costs[multiplier] = epsilon_of_counts(
+            counts, delta=delta, adjacency=adjacency, method=method
+        )
         # Estimates of a simulation vary by their draws. The bracket is right for any costs.
         is_simulated = any(isinstance(leaf, MonteCarloDpEvent) for leaf in counts)
         if not is_simulated:

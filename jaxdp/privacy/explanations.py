@@ -13,8 +13,7 @@ from jaxdp.files import shown
 from jaxdp.files.text import aligned
 from jaxdp.privacy.compositions import maximal, proven
 from jaxdp.privacy.events import Counts, composition, describe, from_json, kind
-from jaxdp.privacy.relations import Method
-from jaxdp.privacy.spent_epsilon import cached_epsilon, epsilon_of, used_epsilon
+from jaxdp.privacy.spent_epsilon import epsilon_of, used_epsilon
 from jaxdp.privacy.terms import Dataset
 
 By = Literal["event", "type", "label", "run"]
@@ -268,14 +267,14 @@ def marginals_of(account: Mapping[str, Any]) -> dict[int, float]:
     the report leaves out rows or if a filter's budget is its epsilon, and the smallest ones of more
     than 50.
     """
-    if not _is_whole(account) or account.get("accounting") == "renyi_filter":
+    dataset = terms_of(account)
+    if not _is_whole(account) or dataset.accounting == "renyi_filter":
         return {}
-    method: Method = "rdp" if account.get("accounting") == "rdp" else "auto"
     units = _units_of(account)
     sizes = {str(place): row["spends"] for place, row in enumerate(account["spends"])}
 
     def cost(counts: Counts) -> float:
-        return cached_epsilon(counts, account["delta"], account["adjacency"], method)
+        return epsilon_of(dataset, counts, account["delta"])
 
     costs, _ = costs_of(units, sizes, cost, lambda compositions: math.inf)
     return {int(row.group): row.marginal for row in costs}
