@@ -54,7 +54,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxdp.files import check_numbers
+from jaxdp.files import check_delta
 from jaxdp.privacy.convolution import (
     epsilon_bound,
     log_delta_bound,
@@ -212,7 +212,7 @@ def epsilon_of_counts(
     counts: Mapping[DpEvent, int], *, delta: float, adjacency: Adjacency, method: Method
 ) -> float:
     """Returns `epsilon` of a composition that `jaxdp.privacy.events.composition` has flattened."""
-    check_numbers(delta=delta)
+    check_delta(delta)
     # In their order: sums in another one differ in the last digits, and a report would too.
     leaves = tuple(counts.items())
     is_small = len(leaves) <= _LARGEST_CACHED
@@ -227,8 +227,6 @@ def epsilon_of_leaves(
 ) -> float:
     """Returns `epsilon_of_counts` of hashable counts, from its cache if possible."""
     counts: Mapping[DpEvent, int] = dict(leaves)
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
     rules = check_rules(counts, adjacency=adjacency, method=method)
     counts = merge_gaussians(counts)
     if not counts:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.files import shown
-from jaxdp.files.text import aligned
+from jaxdp.files.text import finite, indented
 from jaxdp.privacy.accounting import epsilon_of_counts
 from jaxdp.privacy.events import (
     Counts,
@@ -98,10 +98,7 @@ class GroupPrivacy:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the table as plain data for JSON, with None for infinity."""
-        fields = dataclasses.asdict(self)
-        for row in fields["groups"]:
-            row["epsilon"] = None if row["epsilon"] == math.inf else row["epsilon"]
-        return fields
+        return dict(finite(dataclasses.asdict(self)))
 
     def text(self) -> str:
         """Returns the table for people."""
@@ -111,7 +108,7 @@ class GroupPrivacy:
         for row in self.groups:
             way = "losses" if row.is_composed else "conversion"
             table.append([str(row.size), f"{row.epsilon:.6g}", way])
-        return "\n".join([*lines, *(f"  {line}" for line in aligned(table))])
+        return "\n".join([*lines, *indented(table)])
 
 
 def check_sizes(sizes: Sequence[int]) -> tuple[int, ...]:

@@ -13,7 +13,7 @@ from jaxdp.privacy.accounting import (
     renyi_deltas,
     renyi_epsilon,
 )
-from jaxdp.privacy.compositions import combinations, is_proven
+from jaxdp.privacy.compositions import combinations, is_proven, proven
 from jaxdp.privacy.events import Counts
 from jaxdp.privacy.terms import Dataset
 
@@ -70,6 +70,19 @@ def used_epsilon(dataset: Dataset, counts: Counts) -> float:
     if dataset.accounting == "renyi_filter":
         return renyi_spent(dataset, counts) / dataset.renyi_bound * dataset.epsilon
     return epsilon_of(dataset, counts, dataset.delta)
+
+
+def largest_epsilon(dataset: Dataset, compositions: Sequence[Counts], delta: float) -> float:
+    """Returns epsilon of the units that bear most."""
+    return max(epsilon_of(dataset, counts, delta) for counts in compositions)
+
+
+def remaining_epsilon(dataset: Dataset, compositions: Sequence[Counts]) -> float:
+    """Returns the budget's epsilon less the spent one, or infinity without a budget."""
+    if dataset.epsilon is None or dataset.delta is None:
+        return math.inf
+    used = max(used_epsilon(dataset, proven(counts)) for counts in compositions)
+    return max(0.0, dataset.epsilon - used)
 
 
 def total_epsilon(accounts: Sequence[tuple[Dataset, list[Counts]]], delta: float) -> float:

@@ -913,13 +913,13 @@ def test_a_report_is_of_one_instant(tmp_path, monkeypatch):
         register(ledger, epsilon=8.0, delta=DELTA)
         spend(ledger, GaussianDpEvent(4.0))
         before = ledger.report()
-        original = ledger_reader.epsilon_of
+        original = ledger_reader.largest_epsilon
 
         def slow(*args):
             spend(other, GaussianDpEvent(4.0))
             return original(*args)
 
-        monkeypatch.setattr(ledger_reader, "epsilon_of", slow)
+        monkeypatch.setattr(ledger_reader, "largest_epsilon", slow)
         during = ledger.report()
         monkeypatch.undo()
         assert during == before
