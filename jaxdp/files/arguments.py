@@ -17,6 +17,13 @@ def check_numbers(**values: Any) -> None:
             raise TypeError(f"{name} must be a number, got {value!r}.")
 
 
+def check_delta(value: float, *, name: str = "delta") -> None:
+    """Raises TypeError or ValueError unless a value is a number in [0, 1)."""
+    check_numbers(**{name: value})
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
+
+
 def check_count(name: str, value: int, minimum: int) -> None:
     """Raises TypeError for what is no int, ValueError for an int below the minimum."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
