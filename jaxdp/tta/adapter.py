@@ -154,7 +154,7 @@ class Adapter:
             raise ValueError(
                 "accumulate must be at least 1, and 1 for a method that is not private, got "
                 f"{self.accumulate}. Without noise, optax.MultiSteps(optimizer, "
-                "every_k_schedule=A) averages the gradients of A batches."
+                "A).gradient_transformation() averages the gradients of A batches."
             )
         if self.reset_every is not None and self.reset_every < 1:
             raise ValueError(f"reset_every must be at least 1 or None, got {self.reset_every}.")
