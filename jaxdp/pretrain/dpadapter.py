@@ -36,7 +36,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.data.storage import on_device
-from jaxdp.files import check_count, shows_keywords
+from jaxdp.files import check_choice, check_count, shows_keywords
 from jaxdp.transforms.exact_scaling import times_power, tree_in_units
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices
 
@@ -125,10 +125,8 @@ class SharpnessTrainer:
                 f"ascent_steps must be at least 1, got {self.ascent_steps}. gamma=0 turns ascent "
                 "off."
             )
-        if self.ball not in ("global", "per_tensor"):
-            raise ValueError(f"ball must be 'global' or 'per_tensor', got {self.ball!r}.")
-        if self.rule not in ("project", "normalise"):
-            raise ValueError(f"rule must be 'project' or 'normalise', got {self.rule!r}.")
+        check_choice("ball", self.ball, Ball)
+        check_choice("rule", self.rule, Rule)
         if self.microbatch_size is not None:
             check_count("microbatch_size", self.microbatch_size, 1)
         check_mesh(self.mesh, self.data_axes, self.param_sharding)
