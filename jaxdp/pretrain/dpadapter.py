@@ -38,7 +38,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdp.data.storage import on_device
 from jaxdp.files import check_choice, check_count, shows_keywords
 from jaxdp.transforms.exact_scaling import times_power, tree_in_units
-from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices
+from jaxdp.transforms.meshes import Layout, ParamSharding, automatic, check_mesh, data_devices
 
 Ball = Literal["global", "per_tensor"]
 Rule = Literal["project", "normalise"]
@@ -130,6 +130,8 @@ class SharpnessTrainer:
         if self.microbatch_size is not None:
             check_count("microbatch_size", self.microbatch_size, 1)
         check_mesh(self.mesh, self.data_axes, self.param_sharding)
+        if self.mesh is not None:  # Batches must lie on the mesh of the layout.
+            object.__setattr__(self, "mesh", automatic(self.mesh))
         object.__setattr__(self, "zeros", jax.jit(_zeros))
         object.__setattr__(self, "gradient", jax.jit(self._gradient, static_argnames="parts"))
         # Trainers with equal balls and shapes share its program.
