@@ -251,16 +251,13 @@ class SharpnessTrainer:
         replicated = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         return jax.device_put(tree, replicated)
 
-    def layout(self, state: SharpnessState) -> Layout | None:
+    def layout(self, state: SharpnessState | _Point) -> Layout | None:
         """Returns where the arrays of a state lie on the mesh, None without a mesh."""
-        return self._layout(state.params)
-
-    def _layout(self, params: Any) -> Layout | None:
         if self.mesh is None:
             return None
-        return Layout.of(params, self.mesh, self.data_axes, None)
+        return Layout.of(state.params, self.mesh, self.data_axes, None)
 
-    def _mean(self, name: str, point: "_Point", batch: Any) -> tuple[jax.Array, Any, Any]:
+    def _mean(self, name: str, point: _Point, batch: Any) -> tuple[jax.Array, Any, Any]:
         """Returns mean loss, gradient and statistics over a batch, one microbatch at a time."""
         lengths = {len(x) for x in jax.tree.leaves(batch)}
         if len(lengths) != 1 or 0 in lengths:
@@ -271,7 +268,7 @@ class SharpnessTrainer:
         count = self.microbatches(name, *lengths)
         if name == "perturbation_batch":
             self.check_devices(name, *lengths)
-        layout = self._layout(point.params)
+        layout = self.layout(point)
         batch = self.placed(batch)  # once, not with every microbatch
 
         def microbatch(number: int) -> tuple[jax.Array, Any, Any]:
