@@ -4,6 +4,7 @@ All packages may import this one.
 """
 
 from jaxdp.files.arguments import (
+    check_choice,
     check_count,
     check_delta,
     check_folder,
@@ -32,6 +33,7 @@ __all__ = [
     "DiskFull",
     "Limits",
     "Package",
+    "check_choice",
     "check_count",
     "check_delta",
     "check_finite",

@@ -3,7 +3,7 @@
 import numbers
 import os
 import pathlib
-from typing import Any
+from typing import Any, get_args
 
 from jaxdp.files.text import shown
 
@@ -36,6 +36,17 @@ def check_function(name: str, value: Any, call: str) -> None:
     """Raises TypeError unless the value can be called. `call` shows how, for the error."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, {call}, got {type(value).__name__} {value!r}.")
+
+
+def check_choice(name: str, value: Any, choices: Any, alternative: str = "") -> None:
+    """Raises ValueError unless the value is one of several choices, the arguments of a `Literal`.
+
+    `alternative` says what else is allowed, for the error.
+    """
+    *others, last = get_args(choices)
+    if value not in (*others, last):
+        listed = ", ".join(map(repr, others))
+        raise ValueError(f"{name} must be {listed} or {last!r}{alternative}, got {value!r}.")
 
 
 def check_folder(name: str, path: str | os.PathLike[str]) -> None:
