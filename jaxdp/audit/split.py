@@ -10,14 +10,14 @@ upload get independent noise, so one upload with many rows gives as many trials.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack, get_args
+from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.files import shows_keywords
+from jaxdp.files import check_choice, shows_keywords
 from jaxdp.release import claim, new_seed, stream
-from jaxdp.split.checks import at_least, one_of
+from jaxdp.split.checks import at_least
 from jaxdp.split.noisy_upload import PrivateRelease, Projection
 
 Part = Literal["features", "labels"]
@@ -65,7 +65,7 @@ def audit_upload(
     Raises:
       ValueError: An argument is out of range, or as in `PrivateRelease.check`.
     """
-    one_of(get_args(Part), part=part)
+    check_choice("part", part, Part)
     at_least(2, trials=trials)
     release.check(representations, labels=labels, projection=projection)
     x = np.asarray(representations)

@@ -636,21 +636,15 @@ def _hull_at(
 ) -> Line:
     """Widens the line at a place so that it contains another one, if a condition holds."""
 
-    def lowered(part: int) -> Leaves:
+    def widened(part: int, sign: int) -> Leaves:
         ends = []
         for x, y in zip(lines[part], line[part], strict=True):
-            new = jnp.where(condition, y, jnp.inf)
-            ends.append(x.at[place].min(new))
+            new = jnp.where(condition, y, -sign * jnp.inf)
+            end = x.at[place]
+            ends.append(end.min(new) if sign < 0 else end.max(new))
         return ends
 
-    def raised(part: int) -> Leaves:
-        ends = []
-        for x, y in zip(lines[part], line[part], strict=True):
-            new = jnp.where(condition, y, -jnp.inf)
-            ends.append(x.at[place].max(new))
-        return ends
-
-    return lowered(0), raised(1), lowered(2), raised(3)
+    return widened(0, -1), widened(1, +1), widened(2, -1), widened(3, +1)
 
 
 def _shift_of_mean(plan: Plan) -> float:

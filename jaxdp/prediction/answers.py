@@ -25,7 +25,7 @@ import optax
 from jaxdp.models.training import fit_public
 from jaxdp.prediction import ensembles
 from jaxdp.prediction.agt import certify
-from jaxdp.prediction.answer_checks import check_range
+from jaxdp.prediction.answer_checks import check_binary, check_range
 from jaxdp.prediction.checks import check_queries, count_rows, positive, whole
 from jaxdp.prediction.mechanisms import METHODS, Mechanism
 from jaxdp.privacy import Account, DpEvent, PureDpEvent, SelfComposedDpEvent, calibrate_noise
@@ -209,7 +209,7 @@ def private_predict(
     if len(members) > 1:
         noisy_vote = row.vote
     if row.binary and noisy_vote is None:
-        _check_two_classes(mechanism, classes)
+        check_binary(mechanism, classes)
     if count == 0:
         return np.zeros(0, np.int32)  # nothing is read or charged
     epsilon_each = _epsilon_each(epsilon, total, count)
@@ -276,17 +276,6 @@ def _with_prior(
             f"prior must be [C] or [Q, C] for the {count} queries, got shape {np.shape(prior)}."
         )
     return informed
-
-
-def _check_two_classes(mechanism: str, classes: int) -> None:
-    if classes == 2:
-        return
-    fitting = sorted(
-        name for name, row in METHODS.items() if row.kind == "labels" and not row.binary
-    )
-    raise ValueError(
-        f"mechanism={mechanism!r} answers two classes, not {classes}. Use one of {fitting}."
-    )
 
 
 def _votes(

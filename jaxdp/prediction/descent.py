@@ -398,10 +398,7 @@ def _halve(
 def _smaller(a: Total, b: Total) -> Total:
     a_high, a_low = a
     b_high, b_low = b
-    high_is_smaller = a_high < b_high
-    low_decides = a_high == b_high
-    low_is_smaller = a_low < b_low
-    is_smaller = high_is_smaller | (low_decides & low_is_smaller)
+    is_smaller = (a_high < b_high) | ((a_high == b_high) & (a_low < b_low))
     smaller: Total = _choose(is_smaller, a, b)
     return smaller
 
