@@ -122,11 +122,9 @@ FLAGS = {"cases": ("", f"parts of names, split by ;, of {[*SIZES]}"), "rounds": 
 
 def measure(flags) -> dict:
     keep_freed_memory()
+    names = timing.chosen(SIZES, flags.cases)
     earlier = timing.earlier(flags.output)  # --cases adds to the file
-    cases, records = earlier.get("cases", {}), earlier.get("records", {})
-    for name, size in SIZES.items():
-        if any(part in name for part in flags.cases.split(";")):
-            cases[name] = run_size(size, flags.rounds)
-            records[name] = size.case.records
-            timing.show(f"{name}, batch of {size.case.records}", cases[name])
+    cases = earlier.get("cases", {})
+    cases |= timing.each(names, lambda name: run_size(SIZES[name], flags.rounds))
+    records = {name: SIZES[name].case.records for name in cases}
     return {"rounds": flags.rounds, "ks": KS, "records": records, "cases": cases}

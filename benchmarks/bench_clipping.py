@@ -128,10 +128,10 @@ FLAGS = {
 
 def measure(flags) -> dict:
     keep_freed_memory()
-    columns = ("wall_ms", "wall_ratio", "cpu_ratio", "memory_ratio", "compile_s")
-    cases = {}
-    for case in flags.models.split(","):
-        cases[case] = run_case(case, flags.engines.split(","), flags.rounds)
-        size = problems.cases()[case].batch_size
-        timing.show(f"{case}, batch of {size}", cases[case], columns)
+    engines = flags.engines.split(",")
+
+    def rows_of(case):
+        return run_case(case, engines, flags.rounds)
+
+    cases = timing.each(flags.models.split(","), rows_of)
     return {"rounds": flags.rounds, "cases": cases}

@@ -199,22 +199,10 @@ FLAGS = {
     "cases": ("", f"parts of names, separated by semicolons, of {'; '.join(CASES)}"),
     "rounds": 7,
 }
-COLUMNS = (
-    "wall_ms",
-    "wall_over_streamed",
-    "wall_over_vmap",
-    "cpu_s",
-    "memory_mb",
-    "first_call_s",
-)
 
 
 def measure(flags) -> dict:
     keep_freed_memory()
-    cases = {}
-    for name, case in CASES.items():
-        if any(part in name for part in flags.cases.split(";")):
-            rows = run_case(case, flags.rounds)
-            cases[name] = rows
-            timing.show(f"{name}, batch of {case.records}", rows, COLUMNS)
+    names = timing.chosen(CASES, flags.cases)
+    cases = timing.each(names, lambda name: run_case(CASES[name], flags.rounds))
     return {"rounds": flags.rounds, "ks": KS, "cases": cases}

@@ -9,7 +9,7 @@ machine."""
 import jax
 
 import jaxdp
-from benchmarks import counts
+from benchmarks import counts, timing
 from tests import foreign_programs
 
 
@@ -54,5 +54,5 @@ def measure(flags) -> dict:
                 "plain_gb": plain.bytes / 1e9,
             }
         )
-    print(jaxdp.report.format_table(rows, digits=3))
+    timing.show("clipped over plain", rows)
     return {"backend": jax.default_backend(), "programs": rows}

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxdp
+from benchmarks import timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.recalibration import AccT, Bracket, EceT, HistogramBinning, NllT, Records
 from launch.simulation import Order, Setting, simulate, unchanged
@@ -270,7 +270,7 @@ def measure(flags) -> dict:
         "as many shifts, with compilation, seconds": with_compilation,
         "peak memory, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
-    print(jaxdp.report.format_table(rows, digits=3))
+    timing.show("a trial", rows)
     for name, value in summary.items():
         print(f"{name}: {value:.4g}")
     return vars(flags) | {"methods": rows} | summary

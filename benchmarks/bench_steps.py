@@ -263,23 +263,14 @@ def _table(report) -> str:
 
 
 FLAGS = {"cases": ",".join(AIMS), "rounds": 15, "peers": False}
-COLUMNS = (
-    "wall_ms",
-    "cpu_ms",
-    "over_plain",
-    "cpu_over_plain",
-    "over_best_opacus",
-    "first_s",
-    "ready_s",
-)
 
 
 def measure(flags) -> dict:
     torch, note = timing.peers(flags.peers, "torch", "opacus")
     keep_freed_memory()
-    report = {"rounds": flags.rounds, "peers": note, "cases": {}}
-    for name in flags.cases.split(","):
-        rows = measured(name, flags.rounds, flags.peers, torch)
-        report["cases"][name] = rows
-        timing.show(f"{name}, batch {problems.cases()[name].batch_size}", rows, COLUMNS)
-    return report
+
+    def rows_of(name):
+        return measured(name, flags.rounds, flags.peers, torch)
+
+    cases = timing.each(flags.cases.split(","), rows_of)
+    return {"rounds": flags.rounds, "peers": note, "cases": cases}

@@ -160,7 +160,7 @@ def trainer(method: str, params, records: int):
 
 def accuracy(training, rate: float, data: Split) -> float:
     """Trains once, and returns the accuracy on the test records."""
-    state = problems.trained(training, data.params, data.private, STEPS, rate)
+    state = problems.trained(training, data.params, data.private, STEPS, rate=rate)
     x, label = data.test
     prediction = np.asarray(logits(jax.device_get(state.params), x)).argmax(1)
     return float(np.mean(prediction == label))

@@ -267,7 +267,7 @@ def compile_cases(flags: argparse.Namespace, report: dict):
     """Compiles the programs that the report has not, and writes it after each one."""
     path = pathlib.Path(flags.output)
     cases = compiled_cases.cases(flags.tiny)
-    names = [name for name in cases if any(part in name for part in flags.cases.split(";"))]
+    names = timing.chosen(cases, flags.cases)
     if not names:
         raise SystemExit(
             f"--cases={flags.cases} names none of: {'; '.join(compiled_cases.cases())}"

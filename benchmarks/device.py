@@ -308,9 +308,6 @@ def beside(now, before) -> dict:
     return {"h100 times": pages.padded(pages.lines(rows, columns))}
 
 
-COLUMNS = ("ms", "over_plain", "over_private", "memory_mb", "memory_over_plain", "mfu", "error")
-
-
 def jobs_of(flags) -> dict[str, Callable]:
     """Returns the measurements of the cases by name, each a function of its deadline."""
 
@@ -374,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
         report["cases"][name] = row | {"seconds": time.perf_counter() - started}
         gc.collect()
         if row["steps"]:
-            timing.show(name, row["steps"], COLUMNS)
+            timing.show(name, row["steps"])
         else:
             print(f"\n{name}\n{row['error']}", flush=True)
         timing.write(report, flags.output)

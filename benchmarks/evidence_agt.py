@@ -333,9 +333,7 @@ FLAGS = {
 def measure(flags) -> dict:
     report = {"data": {}} | timing.earlier(flags.output)
     frame.keep_compiled()
-    for name in (*DATA, "classes"):
-        if not any(part in name for part in flags.only.split(";")):
-            continue
+    for name in timing.chosen((*DATA, "classes"), flags.only):
         with tempfile.TemporaryDirectory() as folder:
             if name == "classes":
                 report["classes"] = classes(flags, pathlib.Path(folder))

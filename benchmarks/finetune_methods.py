@@ -109,7 +109,7 @@ def accuracy(training, rate: float, x: np.ndarray, y: np.ndarray, test: tuple) -
     labels. The released parameters are the average of EMA, where there is one."""
     source = from_arrays(views=x, label=y, num_classes=10)
     start = {"w": jnp.zeros((x.shape[-1], 10)), "b": jnp.zeros(10)}
-    state = problems.trained(training, start, source, STEPS, rate)
+    state = problems.trained(training, start, source, STEPS, rate=rate)
     params = jax.device_get(state.params if state.ema is None else state.ema)
     return float(np.mean((test[0] @ params["w"] + params["b"]).argmax(1) == test[1]))
 
