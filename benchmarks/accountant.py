@@ -71,7 +71,7 @@ def summary(compared: Iterable[Compared]) -> list[dict]:
 def tables(report) -> dict:
     columns = {"histories of": "{kind}", "adjacency": "{adjacency}", "number": "{histories}"}
     columns |= {name: f"{{{name}:.1e}}" for name in ("least", "median", "most")}
-    return {"accountant": pages.plain(pages.lines(report["rows"], columns))}
+    return {"accountant": pages.lines(report["rows"], columns)}
 
 
 FLAGS = {"long": (1000, "histories of 1,000 releases"), "short": (1000, "of a few releases")}

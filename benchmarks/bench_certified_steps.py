@@ -114,7 +114,7 @@ def tables(report) -> dict:
         table = "certified steps" if network == name else "certified threats"
         case = {"network": network, "records": report["records"][name]}
         rows[table] += [case | {"step": step} | row for step, row in steps.items()]
-    return {name: pages.plain(pages.lines(of, columns)) for name, of in rows.items()}
+    return {name: pages.lines(of, columns) for name, of in rows.items()}
 
 
 FLAGS = {"cases": ("", f"parts of names, split by ;, of {[*SIZES]}"), "rounds": 3}

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 import jaxdp
-from benchmarks import bench_steps, pages, problems, timing
+from benchmarks import bench_steps, problems, timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.transforms import noise
 
@@ -92,10 +92,10 @@ def tables(report, sequential) -> dict:
             values[f"{step}: fusions, products"] = f"{one['fusions']}, {one['products']}"
         compiling.append(values)
     return {
-        "clipping": pages.padded(_ratios(report)),
-        "clipping in sequence": pages.padded(_ratios(sequential)),
-        "clipping memory": pages.padded(memory),
-        "clipping compile": pages.padded(compiling),
+        "clipping": _ratios(report),
+        "clipping in sequence": _ratios(sequential),
+        "clipping memory": memory,
+        "clipping compile": compiling,
     }
 
 

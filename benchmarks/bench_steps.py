@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import pages, problems, timing
+from benchmarks import problems, timing
 from jaxdp import finetune
 from jaxdp.data import PoissonSampler
 from jaxdp.data.physical import FIRST_STEPS
@@ -241,7 +241,7 @@ def tables(report, elsewhere) -> dict:
     return {"steps": _table(report), "steps elsewhere": _table(elsewhere)}
 
 
-def _table(report) -> str:
+def _table(report) -> list[dict]:
     rows = []
     for name, steps in report["cases"].items():
         title, over_plain, over_opacus, first_s = AIMS[name]
@@ -259,7 +259,7 @@ def _table(report) -> str:
                 "first step, s (aim)": f"{private['first_s']:.1f} ({first_s})",
             }
         )
-    return pages.padded(rows)
+    return rows
 
 
 FLAGS = {"cases": ",".join(AIMS), "rounds": 15, "peers": False}

@@ -32,7 +32,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from benchmarks import pages, problems, timing
+from benchmarks import problems, timing
 from benchmarks.timing import Step
 from jaxdp import finetune, models, pretrain
 from jaxdp.data import PoissonSampler
@@ -308,7 +308,7 @@ def tables(report) -> dict:
                 column = title.replace(f", {kind}", "")
                 row[column] = f"{steps[step][ratio]:.2f}{in_parentheses}"
             rows.append(row)
-        markdown[kind] = pages.padded(rows)
+        markdown[kind] = rows
     return markdown
 
 

@@ -133,7 +133,7 @@ def beside(now, before) -> dict:
     for name, title in (("bytes", "GB"), ("total", "roofline"), ("memory_mb", "MB")):
         for version in ("before", "now"):
             columns[f"{title} over plain, {version}"] = f"{{{name}_over_plain {version}:.3g}}"
-    return {"h100 before": pages.padded(pages.lines(rows, columns))}
+    return {"h100 before": pages.lines(rows, columns)}
 
 
 def tables(v5e, v6e, v5p, h100) -> dict:
@@ -141,11 +141,11 @@ def tables(v5e, v6e, v5p, h100) -> dict:
     that were not compiled."""
     markdown = {}
     for name, report in {"v5e": v5e, "v6e": v6e, "v5p": v5p, "h100": h100}.items():
-        markdown[name] = pages.padded(table(report))
+        markdown[name] = table(report)
     for name, report in {"v5e": v5e, "h100": h100}.items():
-        markdown[f"{name} costs"] = pages.padded(costs(report))
+        markdown[f"{name} costs"] = costs(report)
     for name, report in {"v5e": v5e, "v6e": v6e}.items():
-        markdown[f"{name} left out"] = pages.padded(left_out(report))
+        markdown[f"{name} left out"] = left_out(report)
     return markdown
 
 

@@ -190,7 +190,7 @@ def tables(report) -> dict:
         "processor ms a step": lambda item: f"{item[1]:.2f}",
         "over independent": lambda item: f"{item[1] / independent:.2f}",
     }
-    return markdown | {"costs": pages.plain(pages.lines(report["costs"].items(), columns))}
+    return markdown | {"costs": pages.lines(report["costs"].items(), columns)}
 
 
 def measure(flags) -> dict:

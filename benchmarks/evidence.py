@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from benchmarks import timing
+from benchmarks.pages import markdown
 from benchmarks.registry import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -41,9 +42,13 @@ def _of(page: str, function: str, *files: str, **pictures: str) -> Evidence:
     """
     name, _, tables = function.partition(".")
     module = importlib.import_module(f"benchmarks.{name}")
+    lines_of = getattr(module, tables or "tables")
     draw = {f"{picture}.png": getattr(module, of) for picture, of in pictures.items()}
-    read = tuple(f"{file}.json" for file in files or (name,))
-    return Evidence(page, read, getattr(module, tables or "tables"), draw)
+
+    def texts(*reports):
+        return {title: markdown(table) for title, table in lines_of(*reports).items()}
+
+    return Evidence(page, tuple(f"{file}.json" for file in files or (name,)), texts, draw)
 
 
 _AGT = "results/agt.md"

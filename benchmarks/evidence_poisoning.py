@@ -58,10 +58,8 @@ def tables(report) -> dict:
         options.append({"training": name} | _with_shares(row))
     changes = {"data": "{data}", "k": "{most}", "change": "{kind}"}
     return {
-        "poisoning": pages.padded(pages.lines(sets, changes | COLUMNS)),
-        "poisoning options": pages.padded(
-            pages.lines(options, {"training": "{training}"} | COLUMNS)
-        ),
+        "poisoning": pages.lines(sets, changes | COLUMNS),
+        "poisoning options": pages.lines(options, {"training": "{training}"} | COLUMNS),
     }
 
 

@@ -182,7 +182,7 @@ def tables(report) -> dict:
     return {"methods": pages.page_table(header, table)}
 
 
-def curve(report) -> dict[str, str]:
+def curve(report) -> dict:
     """Returns accuracies over epsilon, a row for each set of private images."""
     points = [point for run in report["runs"].values() for point in run["points"]]
     epsilons = sorted({point["epsilon"] for point in points})
@@ -195,7 +195,7 @@ def curve(report) -> dict[str, str]:
             line[f"epsilon {point['epsilon']:g}"] = accuracy
         plain = run["without_privacy"]
         lines.append(line | {"no privacy": "" if plain is None else results.percent(plain)})
-    return {"curve": pages.plain(lines)}
+    return {"curve": lines}
 
 
 def measure(flags) -> dict:

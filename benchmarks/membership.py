@@ -22,7 +22,7 @@ from scipy import special, stats
 from sklearn import metrics
 
 import jaxdp
-from benchmarks import pages, problems
+from benchmarks import pages, problems, timing
 from jaxdp import audit, finetune, prediction, recalibration, split, tta
 from jaxdp.audit.prediction import audit_answers
 from jaxdp.audit.recalibration import audit_source
@@ -504,8 +504,8 @@ def tables(report) -> dict:
         lira[f"AUC{title}"] = f"{{{records}[auc]:.3f}}"
         lira[f"found at 1 %{title}"] = f"{{{records}[tpr_at_1]:.3f}}"
     return {
-        "membership": pages.plain(pages.lines(report["rows"], COLUMNS)),
-        "lira": pages.plain(pages.lines(attacks, lira)),
+        "membership": pages.lines(report["rows"], COLUMNS),
+        "lira": pages.lines(attacks, lira),
     }
 
 
@@ -567,5 +567,5 @@ def measure(flags) -> dict:
         began = time.process_time()
         rows += STAGES[name](flags)
         seconds[name] = round(time.process_time() - began)
-        print(tables({"rows": rows})["membership"], seconds, sep="\n", flush=True)
+        timing.show(f"{name}, {seconds[name]} s", pages.lines(rows, COLUMNS))
     return {"models": flags.models, "trials": flags.trials, "cpu_seconds": seconds, "rows": rows}

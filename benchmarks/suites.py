@@ -148,7 +148,7 @@ def rows_of(suite: str, reports: Iterable) -> list[Row]:
 def tables(*reports) -> dict:
     columns = {name: f"{{{name}}}" for name in ("benchmark", "work", "step", "over")}
     columns |= {"ratio of times": "{ratio:.3g}", "ms": "{ms:.3g}"}
-    return {"suite": pages.plain(pages.lines(rows_of("cpu", reports), columns))}
+    return {"suite": pages.lines(rows_of("cpu", reports), columns)}
 
 
 def draw(*reports_and_path):

@@ -202,6 +202,6 @@ def tables(report) -> dict:
     }
     return {
         "accuracies": pages.by_epsilon(rows, "strategy", "strategy", pages.accuracy),
-        "costs": pages.plain(pages.lines(results.select(rows, strategy="look"), costs)),
+        "costs": pages.lines(results.select(rows, strategy="look"), costs),
         "noise": pages.by_epsilon(rows, "strategy", "strategy", noise),
     }
