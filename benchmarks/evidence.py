@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from benchmarks import timing
+from benchmarks import suites, timing
 from benchmarks.pages import markdown
 from benchmarks.registry import RESULTS, ROOT
 
@@ -60,8 +60,7 @@ _SPLIT = "results/split_adaptation.md"
 _TTA = "results/tta.md"
 _CHECKPOINT = "results/public_checkpoint.md"
 _FEATURES = ("finetune_scattering", "finetune_squeezenet")
-_SUITE = ("steps", "clipping", "noise", "training", "recalibration", "prediction", "ops")
-_CPU = tuple(f"{name}_cpu" for name in (*_SUITE, "adaptation", "split"))
+_CPU = tuple(suites.path_of(name).stem for name in suites.LINES)
 
 EVIDENCE = [
     _of("results/scattering.md", "finetune_methods.curve", _FEATURES[0]),
