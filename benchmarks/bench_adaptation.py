@@ -1,8 +1,7 @@
-r"""Times a private adaptation step against the method's plain step and a forward pass, and its
+"""Times a private adaptation step against the method's plain step and a forward pass, and its
 memory.
 
-    python -m benchmarks run adaptation --shapes vit_ti16,vit_b16 --rounds 5 --peers \
-        --output .bench/adaptation.json
+    python -m benchmarks run adaptation --shapes vit_ti16,vit_b16 --rounds 5 --peers
 
 Per shape and batch size, "forward" predicts only, "plain" is the published method, "private" its
 private form, and "clip only" the private form without noise. Steps are interleaved. Each is timed

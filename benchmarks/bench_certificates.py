@@ -1,6 +1,6 @@
 """Reports how far certificates reach: the mean stable distance per rule.
 
-    python -m benchmarks run certificates --seeds 3 --output .bench/certificates.json
+    python -m benchmarks run certificates --seeds 3
 
 "published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump"),
 with k replacements in every batch. "replace" has k replacements in the whole data set, and

@@ -1,6 +1,6 @@
 """Times one certified step of the paper's networks over a plain step, and reports the memory.
 
-    python -m benchmarks run certified_steps --rounds 3 --output .bench/certified_steps.json
+    python -m benchmarks run certified_steps --rounds 3
 
 A case is a network of arXiv:2406.13433 at the paper's batch, which is the whole data set. "plain"
 is one step of training with per-record clipped gradients, added up in a scan. "first step" bounds

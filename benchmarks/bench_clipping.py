@@ -1,7 +1,6 @@
-r"""Times a clipped gradient against the plain gradient of the same model, and its memory.
+"""Times a clipped gradient against the plain gradient of the same model, and its memory.
 
-    python -m benchmarks run clipping --models mlp,cnn,resnet20,vit --rounds 15 \
-        --output .bench/clipping.json
+    python -m benchmarks run clipping --models mlp,cnn,resnet20,vit --rounds 15
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
 are medians of the ratios to the plain step of the same round. "memory" is what XLA allocates for a

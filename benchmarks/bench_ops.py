@@ -1,6 +1,6 @@
 """Times the operations of our models in several exact forms, beside Flax and PyTorch.
 
-    python -m benchmarks run ops --rounds 15 --output benchmarks/results/ops_cpu.json
+    python -m benchmarks run ops --rounds 15 --update
 
 "forward" is the operation, and "backward" the operation with the gradients of its weights and
 inputs. "ours" is the form in `jaxdp.models`. All forms of an operation are compiled first and timed

@@ -1,7 +1,7 @@
 """Times certifying 20 distances against one training run with per-record clipped gradients, and the
 memory.
 
-    python -m benchmarks run prediction --rounds 7 --output .bench/prediction.json
+    python -m benchmarks run prediction --rounds 7
 
 Two baselines train the same model with the same clipped gradients. "vmap" is the obvious program:
 `jax.vmap(jax.grad(loss))`, clip, sum. "streamed" adds up one record after the other in a scan,

@@ -1,7 +1,7 @@
 """Counts operations and bytes of clipped gradients over plain gradients, for programs that other
 libraries write.
 
-    python -m benchmarks run programs --output benchmarks/results/programs.json
+    python -m benchmarks run programs --update
 
 Nothing is compiled or run. The counts depend on JAX's release and on the backend, not on the
 machine."""

@@ -1,6 +1,6 @@
 """Measures how long a step waits for its examples, with and without reading ahead.
 
-    python -m benchmarks run reading --output benchmarks/results/reading_cpu.json
+    python -m benchmarks run reading --update
 
 A source either opens a file for each example, or sleeps for a part of a step, as one does that
 waits for a network. "ahead" takes the batches of `PrivateTrainer.batches`, as `fit` does. "inline"

@@ -1,7 +1,7 @@
 """Times simulated recalibrations per second: `launch.simulation` beside a plain NumPy loop over
 trials.
 
-    python -m benchmarks run recalibration --output .bench/recalibration.json
+    python -m benchmarks run recalibration
 
 The sweep is one shift of the paper's CIFAR-10 sweep: 10,000 labelled logits of 10 classes
 (synthetic, over-confident), three factors of 10 settings, six methods. The NumPy loop follows the

@@ -1,8 +1,7 @@
-r"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD,
+"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD,
 in one run.
 
-    python -m benchmarks run training --models cnn,resnet20 --rounds 5 --peers \
-        --output .bench/training.json
+    python -m benchmarks run training --models cnn,resnet20 --rounds 5 --peers
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
 are medians of the ratios within a round. "plain" is a gradient and an SGD update in one compiled

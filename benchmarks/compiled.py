@@ -1,8 +1,7 @@
-r"""Compiles private steps for absent machines, and writes what their compilers say about
+"""Compiles private steps for absent machines, and writes what their compilers say about
 them.
 
-    python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20" \
-        --output .bench/compiled_v5e.json
+    python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20"
     python -m benchmarks.compiled --target h100 --tiny
 
 For a TPU (v5e, v6e, v5p) the numbers are the cycles that its compiler expects, loops included. A

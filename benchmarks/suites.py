@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import pages, timing
-from benchmarks.registry import RESULTS
+from benchmarks.registry import BENCHMARKS, ROOT
 
 # The work, the step, its base, the ratio of their times, and milliseconds of the step where they
 # are known.
@@ -113,7 +113,7 @@ FLAGS_OF = {"steps": "--rounds 15 --peers", "training": "--peers", "adaptation":
 
 
 def path_of(name: str) -> pathlib.Path:
-    return RESULTS / f"{name}_cpu.json"
+    return ROOT / BENCHMARKS[name].output
 
 
 def reports() -> list:
@@ -190,7 +190,6 @@ def main(given: Sequence[str]):
         parser.error(f"--only has {unknown}, not of {list(LINES)}.")
     for name in () if flags.table else names:
         # A process of its own, so that no benchmark finds the caches of another one.
-        command = [sys.executable, "-m", "benchmarks", "run", name]
-        command += [*FLAGS_OF.get(name, "").split(), "--output", str(path_of(name))]
-        subprocess.run(command, check=True)
+        command = [sys.executable, "-m", "benchmarks", "run", name, "--update"]
+        subprocess.run([*command, *FLAGS_OF.get(name, "").split()], check=True)
     timing.show("ratios of times", rows_of(reports()))

@@ -197,6 +197,7 @@ def test_the_table_has_every_benchmark_and_each_has_one_form(capsys):
         assert re.search(rf"^  {name} +{re.escape(benchmark.measures)}", listed, re.MULTILINE)
         assert callable(benchmark.load().measure), name
         assert benchmark.place(update=True) == benchmark.output
+        assert (ROOT / benchmark.output).exists(), "no committed report has this name"
         parser = timing.parser_of(benchmark)
         assert parser.get_default("output") is None and parser.prog.endswith(f" run {name}")
     assert all(command in listed for command in COMMANDS)
