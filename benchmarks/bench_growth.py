@@ -1,7 +1,7 @@
 r"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
 ledger rows.
 
-    python -m benchmarks run growth --output benchmarks/results/growth_cpu.json \
+    python -m benchmarks run growth --update \
         --picture docs/design/growth.png
 
 Every point is a process of its own, because memory that one point used would count for the next.

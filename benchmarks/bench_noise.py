@@ -147,8 +147,8 @@ def tables(report) -> dict:
             line[f"{name}, batch {MODELS[name]}"] = f"{ours:.1f}{unit} ({before:.1f}{unit})"
         of_models.append(line)
     return {
-        "noise": pages.padded(pages.lines(rows, generators)),
-        "noise of models": pages.padded(of_models),
+        "noise": pages.lines(rows, generators),
+        "noise of models": of_models,
     }
 
 

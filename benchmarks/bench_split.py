@@ -1,7 +1,7 @@
 """Times Split Adaptation: the scale search of a ViT-S frontend, and augmented copies made batch by
 batch.
 
-    python -m benchmarks run split --output .bench/split.json
+    python -m benchmarks run split
 
 Search: `search_scales` on the first block of a ViT-S/16 (9 sites), beside a loop that does the same
 work as usual post-training quantisation of ViTs. The loop has a backward pass for every site and

@@ -91,7 +91,7 @@ def tables(found, paper) -> dict:
         "copies": _swept(rows, "copies", "copies"),
         "private mode": _private_rows(rows),
     }
-    return {name: pages.padded(lines) for name, lines in rows_of.items() if lines}
+    return {name: lines for name, lines in rows_of.items() if lines}
 
 
 def _with_runs(names: Iterable[str], runs: Rows) -> list[str]:
@@ -272,11 +272,10 @@ def mean(rows: Rows) -> str:
     return pages.mean(row["accuracy"] for row in rows)
 
 
-def earlier_tables(found, paper) -> dict[str, str]:
+def earlier_tables(found, paper) -> dict:
     """Returns the tables of earlier runs and of the paper's accuracies, which are kept as text."""
     tables = {f"earlier: {name}": rows for name, rows in found.items() if isinstance(rows, list)}
-    tables["paper: accuracy"] = paper["table 1"]
-    return {name: pages.padded(rows) for name, rows in tables.items()}
+    return tables | {"paper: accuracy": paper["table 1"]}
 
 
 FLAGS = {"workdir": {"required": True, "type": pathlib.Path, "help": "a finished workdir"}}

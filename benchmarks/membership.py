@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from scipy import special, stats
+from sklearn import metrics
 
 import jaxdp
-from benchmarks import pages
+from benchmarks import pages, problems, timing
 from jaxdp import audit, finetune, prediction, recalibration, split, tta
 from jaxdp.audit.prediction import audit_answers
 from jaxdp.audit.recalibration import audit_source
@@ -131,10 +132,7 @@ def shadows(
         )
         trained = []
         for here in present:
-            state = trainer.init(start)
-            source = task.without(here)
-            for _ in range(STEPS):
-                state, _ = trainer.step(state, source)
+            state = problems.trained(trainer, start, task.without(here), STEPS)
             trained.append(jax.device_get(state.params))
     scores = np.stack([task.logits(params) for params in trained])
     accuracy = np.mean([task.accuracy(params) for params in trained])
@@ -163,9 +161,7 @@ def descended(mean_loss, start, optimizer: optax.GradientTransformation, *, step
 
     def step(_, carried):
         params, state = carried
-        gradient = jax.grad(mean_loss)(params)
-        updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(params, updates), state
+        return problems.updated(optimizer, jax.grad(mean_loss)(params), state, params)
 
     params, _ = jax.lax.fori_loop(0, steps, step, (start, optimizer.init(start)))
     return params
@@ -190,12 +186,9 @@ def lira(present: np.ndarray, scores: np.ndarray) -> np.ndarray:
 def success(present: np.ndarray, ratio: np.ndarray) -> dict[str, float]:
     """Returns the AUC, and the share of members that are found at 1 % false positives."""
     inside = ratio[present]
-    outside = np.sort(ratio[~present])
-    below = np.searchsorted(outside, inside, "left")
-    not_above = np.searchsorted(outside, inside, "right")
-    ranks = (below + not_above) / 2
-    is_found = inside > np.quantile(outside, 0.99)
-    return {"auc": float(ranks.mean() / len(outside)), "tpr_at_1": float(is_found.mean())}
+    is_found = inside > np.quantile(ratio[~present], 0.99)
+    auc = metrics.roc_auc_score(present.ravel(), ratio.ravel())
+    return {"auc": float(auc), "tpr_at_1": float(is_found.mean())}
 
 
 def proved(present: np.ndarray, scores: np.ndarray, upper: float):
@@ -511,8 +504,8 @@ def tables(report) -> dict:
         lira[f"AUC{title}"] = f"{{{records}[auc]:.3f}}"
         lira[f"found at 1 %{title}"] = f"{{{records}[tpr_at_1]:.3f}}"
     return {
-        "membership": pages.plain(pages.lines(report["rows"], COLUMNS)),
-        "lira": pages.plain(pages.lines(attacks, lira)),
+        "membership": pages.lines(report["rows"], COLUMNS),
+        "lira": pages.lines(attacks, lira),
     }
 
 
@@ -574,5 +567,5 @@ def measure(flags) -> dict:
         began = time.process_time()
         rows += STAGES[name](flags)
         seconds[name] = round(time.process_time() - began)
-        print(tables({"rows": rows})["membership"], seconds, sep="\n", flush=True)
+        timing.show(f"{name}, {seconds[name]} s", pages.lines(rows, COLUMNS))
     return {"models": flags.models, "trials": flags.trials, "cpu_seconds": seconds, "rows": rows}

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxdp.files import check_folder, shown, write_durably
-from jaxdp.files.text import aligned
+from jaxdp.files.text import aligned, finite
 from jaxdp.privacy import (
     BudgetExceeded,
     GroupPrivacy,
@@ -30,7 +30,6 @@ from jaxdp.privacy.database import check_new, existing
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.explanations import GROUPINGS
 from jaxdp.privacy.group_privacy import SIZES, of_account
-from jaxdp.privacy.reports import finite
 from jaxdp.privacy.store import accept, anchor_of
 from jaxdp.privacy.times import local
 

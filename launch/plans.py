@@ -17,7 +17,7 @@ import numpy as np
 from jaxdp import compilers, finetune, privacy
 from jaxdp.data import Examples, Groups
 from jaxdp.data.storage import own_copy, zeros_on_device
-from jaxdp.files.text import aligned
+from jaxdp.files.text import indented
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, describe, from_json
 from jaxdp.privacy.planning import facts, left_after
@@ -211,8 +211,7 @@ def show(
         estimate = _elsewhere(item, target) if target else _here(item)
         rows += estimate.rows
         seconds += estimate.seconds
-        lines = [f"  {line}" for line in aligned(rows)]
-        print(*lines, sep="\n", flush=True)
+        print(*indented(rows), sep="\n", flush=True)
     if all(item.event is None for item in items):
         print("\nNo ledger is charged.")
     if target and seconds:

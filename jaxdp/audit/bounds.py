@@ -10,6 +10,8 @@ import dp_accounting
 import numpy as np
 from scipy import stats
 
+from jaxdp.files import check_delta
+
 Claim = Literal["approximate", "gaussian"]
 Verdict = Literal["VIOLATED", "consistent", "cannot tell"]
 Output = TypeVar("Output")
@@ -223,8 +225,7 @@ class Terms:
             raise ValueError(
                 f"upper must be an epsilon >= 0, got {upper!r}. Use math.inf if nothing is proven."
             )
-        if not 0 <= self.delta < 1:
-            raise ValueError(f"delta must be in [0, 1), got {self.delta!r}.")
+        check_delta(self.delta)
         if not 0.5 < self.confidence < 1:
             raise ValueError(f"confidence must be in (0.5, 1), got {self.confidence!r}.")
         if self.claim not in ("approximate", "gaussian"):

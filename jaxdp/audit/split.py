@@ -10,7 +10,7 @@ upload get independent noise, so one upload with many rows gives as many trials.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack, get_args
+from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 
@@ -65,7 +65,7 @@ def audit_upload(
     Raises:
       ValueError: An argument is out of range, or as in `PrivateRelease.check`.
     """
-    check_choice(get_args(Part), part=part)
+    check_choice("part", part, Part)
     at_least(2, trials=trials)
     release.check(representations, labels=labels, projection=projection)
     x = np.asarray(representations)

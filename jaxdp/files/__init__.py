@@ -6,6 +6,7 @@ All packages may import this one.
 from jaxdp.files.arguments import (
     check_choice,
     check_count,
+    check_delta,
     check_folder,
     check_function,
     check_numbers,
@@ -34,6 +35,7 @@ __all__ = [
     "Package",
     "check_choice",
     "check_count",
+    "check_delta",
     "check_finite",
     "check_folder",
     "check_function",

@@ -322,6 +322,11 @@ def columns_of(source: Examples | Groups, ranges: Mapping[str, tuple[float, floa
             )
         if not is_range(limits):
             raise ValueError(f"ranges must have low < high for {name!r}, got {limits!r}.")
+        if not _has_width(limits):
+            raise ValueError(
+                f"ranges must have a middle and a width that float64 holds for {name!r}, got "
+                f"{limits!r}."
+            )
     low, high = np.array(list(ranges.values()), np.float64).T
     columns, missing = [], []
     for name in ranges:
@@ -329,6 +334,13 @@ def columns_of(source: Examples | Groups, ranges: Mapping[str, tuple[float, floa
         indicator = indicator_of(name)
         missing.append(names.index(indicator) if indicator in names else -1)
     return Columns(columns, missing, low, high)
+
+
+def _has_width(limits: tuple[float, float]) -> bool:
+    """Returns whether float64 holds the middle of a range and half of its width, a divisor."""
+    low, high = map(float, limits)  # two large integers may be one float
+    half = (high - low) / 2
+    return half > 0 and math.isfinite(half) and math.isfinite(low + high)
 
 
 def _fitted(sums: np.ndarray, measured: Columns, total: int, std: float) -> Scaler:

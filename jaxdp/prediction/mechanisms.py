@@ -65,7 +65,7 @@ import fractions
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +175,7 @@ def flip_probability_cauchy(
     """
     epsilon = positive("epsilon", epsilon)
     k = check_distances(distance)
-    check_choice(get_args(CauchyCalibration), calibration=calibration)
+    check_choice("calibration", calibration, CauchyCalibration)
     if beta is not None and (calibration != "smooth" or not 0 < beta < epsilon):
         raise ValueError(
             f"beta={beta!r} needs calibration='smooth' and must lie in (0, epsilon={epsilon:g})."
@@ -210,7 +210,7 @@ def flip_probability_smooth_laplace(
     k = check_distances(distance)
     rate = dilation_rate(epsilon, delta)
     inverse_scale = epsilon
-    check_choice(get_args(LaplaceCalibration), calibration=calibration)
+    check_choice("calibration", calibration, LaplaceCalibration)
     if calibration == "paper":
         rate = epsilon / (2 * math.log(2 / delta))
         inverse_scale = epsilon / 2

@@ -151,7 +151,7 @@ class Training:
         if self.threat not in threats:
             names = ", ".join(map(repr, threats))
             raise ValueError(f"threat must be one of {names}, got {self.threat!r}.")
-        check_choice(("tight", "rump"), product=self.product)
+        check_choice("product", self.product, ("tight", "rump"))
         if (self.threat == "poison") != isinstance(self.poisoning, Poisoning):
             raise ValueError(
                 f"poisoning={self.poisoning!r} does not fit threat={self.threat!r}. Give "

@@ -54,7 +54,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxdp.files import check_numbers
+from jaxdp.files import check_delta
 from jaxdp.privacy.convolution import (
     epsilon_bound,
     log_delta_bound,
@@ -119,6 +119,7 @@ __all__ = [
     "deltas_of_counts",
     "epsilon",
     "epsilon_of_counts",
+    "epsilon_of_leaves",
     "merge_gaussians",
     "rdp_epsilon_of_counts",
     "rdp_of_counts",
@@ -127,6 +128,8 @@ __all__ = [
     "renyi_epsilon",
 ]
 
+# A result is kept for a composition of at most so many distinct releases.
+_LARGEST_CACHED = 256
 # The rules by which a composition has a pair of distributions.
 _BY_LOSSES = frozenset({"pld", "mixed"})
 # A pure epsilon from which the loss of a release is certain.
@@ -209,18 +212,21 @@ def epsilon_of_counts(
     counts: Mapping[DpEvent, int], *, delta: float, adjacency: Adjacency, method: Method
 ) -> float:
     """Returns `epsilon` of a composition that `jaxdp.privacy.events.composition` has flattened."""
-    check_numbers(delta=delta)
-    return _epsilon_of_leaves(tuple(counts.items()), delta, adjacency, method)
+    check_delta(delta)
+    # In their order: sums in another one differ in the last digits, and a report would too.
+    leaves = tuple(counts.items())
+    is_small = len(leaves) <= _LARGEST_CACHED
+    compute = epsilon_of_leaves if is_small else epsilon_of_leaves.__wrapped__
+    return compute(leaves, delta, adjacency, method)
 
 
 # Plans, holds and reports ask for the same epsilon several times.
-@functools.lru_cache(maxsize=128)
-def _epsilon_of_leaves(
+@functools.lru_cache(maxsize=4096)
+def epsilon_of_leaves(
     leaves: tuple[tuple[DpEvent, int], ...], delta: float, adjacency: Adjacency, method: Method
 ) -> float:
+    """Returns `epsilon_of_counts` of hashable counts, from its cache if possible."""
     counts: Mapping[DpEvent, int] = dict(leaves)
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
     rules = check_rules(counts, adjacency=adjacency, method=method)
     counts = merge_gaussians(counts)
     if not counts:
@@ -257,8 +263,25 @@ def deltas_of_counts(
         method: As in `delta`.
 
     Returns:
-        Upper bounds on delta in [0, 1], float64 [N].
+        Upper bounds on delta in [0, 1], float64 [N], which cannot be written.
     """
+    leaves = tuple(counts.items())
+    is_small = len(leaves) <= _LARGEST_CACHED
+    compute = _deltas_of_leaves if is_small else _deltas_of_leaves.__wrapped__
+    return compute(leaves, tuple(epsilons.tolist()), least, adjacency, method)
+
+
+# A report draws the curves of all data sets again after each stage, which spends from a few.
+@functools.lru_cache(maxsize=256)
+def _deltas_of_leaves(
+    leaves: tuple[tuple[DpEvent, int], ...],
+    at: tuple[float, ...],
+    least: float,
+    adjacency: Adjacency,
+    method: Method,
+) -> np.ndarray:
+    counts: Mapping[DpEvent, int] = dict(leaves)
+    epsilons = np.array(at)
     rules = check_rules(counts, adjacency=adjacency, method=method)
     if not counts:
         return np.zeros(len(epsilons))
@@ -274,6 +297,7 @@ def deltas_of_counts(
         deltas = np.minimum(deltas, by_rdp)
     deltas = np.asarray(np.clip(deltas, _LEAST_DELTA, 1.0))
     deltas[epsilons >= pure_epsilon(counts, adjacency)] = 0.0
+    deltas.flags.writeable = False
     return deltas
 
 

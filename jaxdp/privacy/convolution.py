@@ -27,7 +27,7 @@ from scipy import fft, signal
 
 from jaxdp.privacy.events import DpEvent
 from jaxdp.privacy.loss_distribution import MASS_ERROR, LossDistribution
-from jaxdp.privacy.losses import DEPTHS, distribution
+from jaxdp.privacy.losses import DEPTHS, distribution, is_symmetric
 from jaxdp.privacy.relations import Adjacency
 
 _UNIT = 2.0**-53
@@ -116,9 +116,11 @@ def losses_of(
     # A delta near 1 needs digits of 1 - delta.
     infinite = _SPARE * delta * (1 - delta)
     for depth in DEPTHS:
-        leaves = [
-            (distribution(leaf, adjacency, reverse, depth), count) for leaf, count in counts.items()
-        ]
+        leaves = []
+        for leaf, count in counts.items():
+            # One entry of the cache serves both directions of a symmetric leaf.
+            is_reversed = reverse and not is_symmetric(leaf, adjacency)
+            leaves.append((distribution(leaf, adjacency, is_reversed, depth), count))
         if math.fsum(count * part.uncovered for part, count in leaves) <= infinite:
             break
     trimmed = []

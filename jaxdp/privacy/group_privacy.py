@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from jaxdp.files import shown
-from jaxdp.files.text import aligned
+from jaxdp.files.text import finite, indented
+from jaxdp.privacy.accounting import epsilon_of_counts
 from jaxdp.privacy.events import (
     Counts,
     DiscreteLaplaceDpEvent,
@@ -46,7 +47,7 @@ from jaxdp.privacy.events import (
 from jaxdp.privacy.explanations import compositions_of, terms_of
 from jaxdp.privacy.relations import LABELS, Adjacency
 from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, leaf_rules, pure_epsilon
-from jaxdp.privacy.spent_epsilon import cached_epsilon, deltas_of, epsilon_of
+from jaxdp.privacy.spent_epsilon import deltas_of, epsilon_of
 from jaxdp.privacy.terms import Dataset
 from jaxdp.privacy.units import unit_words
 
@@ -97,10 +98,7 @@ class GroupPrivacy:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the table as plain data for JSON, with None for infinity."""
-        fields = dataclasses.asdict(self)
-        for row in fields["groups"]:
-            row["epsilon"] = None if row["epsilon"] == math.inf else row["epsilon"]
-        return fields
+        return dict(finite(dataclasses.asdict(self)))
 
     def text(self) -> str:
         """Returns the table for people."""
@@ -110,7 +108,7 @@ class GroupPrivacy:
         for row in self.groups:
             way = "losses" if row.is_composed else "conversion"
             table.append([str(row.size), f"{row.epsilon:.6g}", way])
-        return "\n".join([*lines, *(f"  {line}" for line in aligned(table))])
+        return "\n".join([*lines, *indented(table)])
 
 
 def check_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -148,7 +146,7 @@ def _epsilons(
             continue
         adjacency = _adjacency_of_group(of_group, dataset.adjacency)
         # Of a dataset by RDP too: the losses of several records of a sample have no rule there.
-        bound = cached_epsilon(of_group, delta, adjacency, "auto")
+        bound = epsilon_of_counts(of_group, delta=delta, adjacency=adjacency, method="auto")
         rows.append(GroupRow(size, bound, True))
     return rows
 

@@ -55,6 +55,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxdp.files import happened
+from jaxdp.files.text import finite
 from jaxdp.privacy import contacts, holds
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.accounts import (
@@ -72,7 +73,6 @@ from jaxdp.privacy.datasets import dataset_of, find_dataset, insert_dataset, pai
 from jaxdp.privacy.events import Counts, DpEvent, compose, composition, describe, from_json, to_json
 from jaxdp.privacy.ledger_reader import LedgerReader, check_text
 from jaxdp.privacy.privacy_warnings import warn_if_weak, warn_of_another_contact
-from jaxdp.privacy.reports import finite
 from jaxdp.privacy.store import Head, LedgerDamaged
 from jaxdp.privacy.terms import Accounting, Terms
 from jaxdp.privacy.times import now

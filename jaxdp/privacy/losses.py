@@ -9,7 +9,7 @@ import math
 import numpy as np
 from scipy import special
 
-from jaxdp.privacy.curve_pairs import curve_pair
+from jaxdp.privacy.curve_pairs import hull_pair
 from jaxdp.privacy.events import (
     MOST_NOISE,
     DiscreteLaplaceDpEvent,
@@ -57,14 +57,12 @@ def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
     match leaf:
         case PureDpEvent() | GaussianDpEvent() | LaplaceDpEvent() | DiscreteLaplaceDpEvent():
             return True
-        case TruncatedSubsampledGaussianDpEvent():
+        case TruncatedSubsampledGaussianDpEvent() | PoissonSampledDpEvent(event=GaussianDpEvent()):
             return True
         case MonteCarloDpEvent():
             return adjacency in ("add_remove", "zero_out")
         case RandomizedResponseDpEvent():
             return adjacency != "add_remove"
-        case PoissonSampledDpEvent(event=GaussianDpEvent()):
-            return True
         case PoissonSampledDpEvent(event=LaplaceDpEvent()):
             return adjacency != "replace_one"
         case OwnedGaussianDpEvent():
@@ -75,16 +73,12 @@ def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
 def is_symmetric(leaf: DpEvent, adjacency: Adjacency) -> bool:
     """Returns whether both directions of a leaf have the same losses."""
     match leaf:
-        case MonteCarloDpEvent():
+        case MonteCarloDpEvent() | OwnedGaussianDpEvent():
             return False
-        case RandomizedResponseDpEvent():
-            return adjacency == "replace_one"
-        case PoissonSampledDpEvent():
+        case RandomizedResponseDpEvent() | PoissonSampledDpEvent():
             return adjacency == "replace_one"
         case TruncatedSubsampledGaussianDpEvent():
             return adjacency == "replace_one"
-        case OwnedGaussianDpEvent():
-            return False
     return True
 
 
@@ -120,11 +114,10 @@ def tamed(leaf: DpEvent) -> DpEvent:
             )
         case PoissonSampledDpEvent(sampling_probability=q, event=event):
             return PoissonSampledDpEvent(max(q, _LEAST), tamed(event))
-        case SampledWithoutReplacementDpEvent(source_dataset_size=records, sample_size=size):
-            event = tamed(leaf.event)
-            if isinstance(event, GaussianDpEvent | LaplaceDpEvent):
-                event = type(event)(min(event.noise_multiplier, _MOST_NOISE_OF_SAMPLES))
-            return SampledWithoutReplacementDpEvent(records, size, event)
+        case SampledWithoutReplacementDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
+            event = GaussianDpEvent(min(sigma, _MOST_NOISE_OF_SAMPLES))
+            size = leaf.sample_size
+            return SampledWithoutReplacementDpEvent(leaf.source_dataset_size, size, event)
         case PureDpEvent(epsilon=loss):
             return type(leaf)(max(loss, _LEAST))
         case DiscreteLaplaceDpEvent(noise_parameter=rate, sensitivity=sensitivity):
@@ -159,8 +152,6 @@ def distribution(
 ) -> LossDistribution:
     """Returns the losses of a leaf. `depth` is one of `DEPTHS`."""
     factor = float(distance_factor(adjacency))
-    # One entry of the cache then serves both directions.
-    reverse = reverse and not is_symmetric(leaf, adjacency)
     # What no interval covers: at most two tails of two Gaussians and two gaps between them. Masses
     # may underflow too.
     uncovered = 8 * float(special.ndtr(-reach_of(depth))) + 1e-300
@@ -170,7 +161,8 @@ def distribution(
         case RandomizedResponseDpEvent():
             return LossDistribution(randomized_response(leaf, adjacency), (), 0.0, reverse)
         case MonteCarloDpEvent():
-            curves = curve_pair(leaf.epsilons, leaf.forward, leaf.backward)
+            epsilons = np.array(leaf.epsilons)
+            curves = hull_pair(epsilons, np.array(leaf.forward), np.array(leaf.backward))
             lost = curves.only_second if reverse else curves.only_first
             # Wrong bounds bound nothing, as an infinite loss does.
             lost += leaf.failure_probability

@@ -2,7 +2,6 @@
 
 import datetime
 import itertools
-import math
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,7 @@ from jaxdp.files import parse_json
 from jaxdp.privacy import holds
 from jaxdp.privacy.compositions import maximal
 from jaxdp.privacy.events import Counts, composition, describe, from_json
-from jaxdp.privacy.spent_epsilon import epsilon_of
+from jaxdp.privacy.spent_epsilon import largest_epsilon
 from jaxdp.privacy.terms import Dataset
 from jaxdp.privacy.times import local, utc
 
@@ -101,11 +100,6 @@ def _event_fields(json: str) -> dict[str, Any]:
     return {"event": parse_json(json), "description": describe(from_json(json))}
 
 
-def finite(value: float) -> float | None:
-    """Returns a number for JSON, with None for infinity."""
-    return value if math.isfinite(value) else None
-
-
 def history(db: sqlite3.Connection, dataset: Dataset | None) -> list[dict[str, Any]]:
     """Returns the rows of `Ledger.history`."""
     rows = db.execute(_HISTORY, {"dataset": dataset and dataset.id}).fetchall()
@@ -190,5 +184,4 @@ def _grown(
             spent.setdefault(row["partition"], Counter()).update(events[row["json"]])
         spent_on_parts = [spent[""] + counts for part, counts in spent.items() if part]
         compositions = maximal(spent_on_parts) or [spent[""]]
-        epsilon = max(epsilon_of(dataset, counts, delta) for counts in compositions)
-        yield _Stretch(key, rows, epsilon)
+        yield _Stretch(key, rows, largest_epsilon(dataset, compositions, delta))

@@ -5,6 +5,7 @@ import math
 import numbers
 from typing import Literal
 
+from jaxdp.files import check_delta
 from jaxdp.privacy.accounting import (
     RDP_ORDERS,
     RELATIONS,
@@ -50,8 +51,8 @@ class Terms:
         for name, value in (("epsilon", epsilon), ("delta", delta)):
             if isinstance(value, bool) or not isinstance(value, numbers.Real | None):
                 raise TypeError(f"{name} must be a number or None, got {value!r}.")
-        if delta is not None and not 0 <= delta < 1:
-            raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
+        if delta is not None:
+            check_delta(delta)
         if epsilon is not None and (not 0 < epsilon < math.inf or delta is None):
             raise ValueError(
                 "a budget needs a finite epsilon > 0 and a delta (0.0 for pure releases), got "

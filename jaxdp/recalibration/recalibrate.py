@@ -9,13 +9,14 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.labels import check_logits
+from jaxdp.files import check_choice
 from jaxdp.privacy import Account, DpEvent, NoOpDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.methods import (
@@ -357,8 +358,7 @@ def acc_t(
       split: Whether to ask for accuracy once and for confidence in the other rounds. The default is
         True under "replace_one", where that needs much less noise (`AccT`).
     """
-    if search not in get_args(Search):
-        raise ValueError(f"search must be 'golden', 'grid' or 'bisection', got {search!r}.")
+    check_choice("search", search, Search)
     kind = AccBisection if search == "bisection" else AccT
     if split is None:
         # Under "add_remove" this would be less noise with two classes only.

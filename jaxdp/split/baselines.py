@@ -197,7 +197,7 @@ def offsite_tuning(
     Raises:
       ValueError: No block between the adapters can be dropped, or `drop` is unknown.
     """
-    check_choice(("uniform", "random"), drop=drop)
+    check_choice("drop", drop, ("uniform", "random"))
     backbone, params = backbone.with_head(key, params, num_classes)
     blocks = _describe_blocks(backbone)
     ends = 1

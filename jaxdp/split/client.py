@@ -12,7 +12,7 @@ Neither order has a privacy guarantee (docs/design/split.md). `jaxdp.split.noisy
 """
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +56,7 @@ def perturb_params(
     Raises:
       ValueError: alpha is negative or not finite, or the mode is unknown.
     """
-    check_choice(get_args(NoiseMode), mode=mode)
+    check_choice("mode", mode, NoiseMode)
     not_negative(alpha=alpha)
     noise.check_key(key)
     return _perturbed(mode, key, params, alpha)

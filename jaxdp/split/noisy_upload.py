@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 import os
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +155,7 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
     """
     check_options()
     _check_norm(clip_norm)
-    check_choice((1, 2), order=order)
+    check_choice("order", order, (1, 2))
     x = _float32(x)
     if x.ndim != 2 or not 1 <= x.shape[1] <= _WIDEST:
         raise ValueError(f"x must be [n, k] with k in [1, {_WIDEST}], got shape {x.shape}.")
@@ -269,7 +269,7 @@ class PrivateRelease:
     mechanism: Mechanism = "gaussian"
 
     def __post_init__(self) -> None:
-        check_choice(get_args(Mechanism), mechanism=self.mechanism)
+        check_choice("mechanism", self.mechanism, Mechanism)
         check_numbers(noise_multiplier=self.noise_multiplier, label_epsilon=self.label_epsilon)
         _check_norm(self.clip_norm)
         low, high = noise.range_of(np.float32)
@@ -303,7 +303,7 @@ class PrivateRelease:
         Raises:
           ValueError: An argument is out of range.
         """
-        check_choice(get_args(Mechanism), mechanism=mechanism)
+        check_choice("mechanism", mechanism, Mechanism)
         if not 0 < label_share < 1:
             raise ValueError(f"label_share must be in (0, 1), got {label_share!r}.")
         label_epsilon = label_share * epsilon

@@ -91,7 +91,7 @@ class ScaleSearch:
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
-        check_choice(("hessian", "mse"), metric=self.metric)
+        check_choice("metric", self.metric, ("hessian", "mse"))
         low, high, count = self.fractions
         if not (0 < low < high and count >= 1):
             raise ValueError(

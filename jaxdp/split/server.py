@@ -15,7 +15,7 @@ All images here are the server's own. A client's representations come from `jaxd
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Unpack, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ def calibrate_frontends(
       ValueError: The partition is unknown, there are fewer images than parts, samples is less than
         1, or as `search_scales`.
     """
-    check_choice(get_args(Partition), partition=partition)
+    check_choice("partition", partition, Partition)
     if not 0 <= frontends <= len(images):
         raise ValueError(
             f"frontends must be in [0, {len(images)}], the number of images, got {frontends}."

@@ -739,6 +739,31 @@ def test_a_source_that_fails_while_it_is_read_ahead_stops_the_run():
         next(batches)
 
 
+def test_a_source_may_fill_the_same_arrays_in_every_call():
+    """JAX shares an array of NumPy that begins at a multiple of 64 bytes. An example of the last
+    physical batch would count in the sum as often as there are physical batches."""
+    memory = {}
+
+    class Reusing(data.Examples):
+        def gather(self, indices):
+            batch = super().gather(indices)
+            for name, array in batch.items():
+                room = memory.setdefault(name, np.zeros(array.nbytes + 64, np.uint8))
+                start = -room.ctypes.data % 64
+                place = room[start : start + array.nbytes].view(array.dtype)
+                batch[name] = place.reshape(array.shape)
+                batch[name][...] = array
+            return batch
+
+    trainer, source = trainer_of(data.PoissonSampler(N, 1.0)), source_of()
+    state = trainer.init(params_of())
+    # All batches are read before the first one is summed.
+    expected, found = (
+        trainer.sums(state, each, np.arange(N)) for each in (source, Reusing(source.arrays))
+    )
+    assert_close(found, float64(expected))
+
+
 @pytest.mark.parametrize("most", [2**24, 1])
 def test_only_small_batches_are_read_several_at_once(monkeypatch, most):
     read = threading.Semaphore(0)

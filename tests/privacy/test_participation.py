@@ -19,7 +19,7 @@ from jaxdp.privacy import (
     epsilon,
     truncated_event,
 )
-from jaxdp.privacy.curve_pairs import curve_pair
+from jaxdp.privacy.curve_pairs import hull_pair
 from jaxdp.privacy.events import MonteCarloDpEvent, compose, composition, from_json, to_json
 from jaxdp.privacy.participation import (
     Bins,
@@ -184,9 +184,8 @@ def test_composition_lies_between_its_parts_and_their_sum(two_bins):
 
 
 def test_a_pair_has_the_deltas_of_its_curves(two_bins):
-    (losses, log_masses), lost, _ = curve_pair(
-        two_bins.epsilons, two_bins.forward, two_bins.backward
-    )
+    curves = map(np.array, (two_bins.epsilons, two_bins.forward, two_bins.backward))
+    (losses, log_masses), lost, _ = hull_pair(*curves)
     masses = np.exp(log_masses)
     np.testing.assert_allclose(masses.sum() + lost, 1)
     for at, bound in zip(two_bins.epsilons, two_bins.forward, strict=True):
