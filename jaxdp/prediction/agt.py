@@ -153,10 +153,7 @@ def train_with_bounds(
     nominal, low, high = _train(loss_fn, plan, arrays)
     layout = plan.layout
     frozen = layout.split(params)[1]
-    rows = []
-    for leaf in frozen:
-        shape = len(plan.ks), *np.shape(leaf)
-        rows.append(np.broadcast_to(np.asarray(leaf), shape))
+    rows = [_in_rows(leaf, len(plan.ks)) for leaf in frozen]
     return Bounds(
         params=layout.join(nominal, frozen),
         lower=layout.join(low, rows),
@@ -316,14 +313,15 @@ def _start(plan: Plan, arrays: Arrays) -> tuple[_State, np.ndarray | None]:
     lines = first = None
     if _shares_program(plan):
         count = len(plan.ks) if used is None else len(used)
-
-        def in_lines(x: jax.Array) -> np.ndarray:
-            return np.broadcast_to(np.asarray(x), (count, *x.shape))
-
         point = arrays.moving, arrays.moving, velocity, velocity
-        lines = jax.tree.map(in_lines, point)
+        lines = jax.tree.map(lambda x: _in_rows(x, count), point)
         first = np.asarray(True)
     return _State(arrays.moving, velocity, lines, first), used
+
+
+def _in_rows(x: Any, count: int) -> np.ndarray:
+    """Returns an array that is `count` times x, without copies."""
+    return np.broadcast_to(np.asarray(x), (count, *np.shape(x)))
 
 
 def _shares_program(plan: Plan) -> bool:

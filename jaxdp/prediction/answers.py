@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdp.files import check_delta
 from jaxdp.models.training import fit_public
 from jaxdp.prediction import ensembles
 from jaxdp.prediction.agt import certify
@@ -71,8 +72,7 @@ def query_epsilon(
     """
     queries = whole("queries", queries)
     even_share = positive("epsilon", epsilon) / queries
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
+    check_delta(delta)
     if queries == 1 or delta == 0:
         return even_share
     # By advanced composition about sqrt(queries) even shares, so the search starts near its end.

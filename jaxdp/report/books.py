@@ -19,30 +19,47 @@ from jaxdp.version import __version__
 
 _NUMBER = (float, type(None))
 _TEXT = (str, type(None))
-_RUN: dict[str, Any] = dict.fromkeys(("who", "host", "run", "version"), _TEXT)
-_RUN["first_at"] = str
-_RUN["last_at"] = str
-_SPEND: dict[str, Any] = dict.fromkeys(("first_label", "last_label"), _TEXT)
-_SPEND["event"] = object
-_SPEND["spends"] = int
-_SPEND["description"] = str
-_SPEND["first_at"] = str
-_SPEND["open"] = (int, type(None))
-_ACCOUNT: dict[str, Any] = dict.fromkeys(("name", "adjacency", "unit", "headline"), str)
-_ACCOUNT["delta"] = float
-_ACCOUNT["rows"] = int
-_ACCOUNT["records"] = (int, type(None))
-_ACCOUNT["budget"] = _NUMBER
-_ACCOUNT["proven_epsilon"] = _NUMBER
-_ACCOUNT["remaining"] = _NUMBER
-_ACCOUNT["open"] = list
-_ACCOUNT["runs"] = [_RUN]
-_ACCOUNT["spends"] = [_SPEND]
+_RUN = {
+    "who": _TEXT,
+    "host": _TEXT,
+    "run": _TEXT,
+    "version": _TEXT,
+    "first_at": str,
+    "last_at": str,
+}
+_SPEND = {
+    "first_label": _TEXT,
+    "last_label": _TEXT,
+    "event": object,
+    "spends": int,
+    "description": str,
+    "first_at": str,
+    "open": (int, type(None)),
+}
+_ACCOUNT = {
+    "name": str,
+    "adjacency": str,
+    "unit": str,
+    "headline": str,
+    "delta": float,
+    "rows": int,
+    "records": (int, type(None)),
+    "budget": _NUMBER,
+    "proven_epsilon": _NUMBER,
+    "remaining": _NUMBER,
+    "open": list,
+    "runs": [_RUN],
+    "spends": [_SPEND],
+}
 _CONTENT = {"head": (dict, type(None)), "datasets": [_ACCOUNT]}
-_STATE: dict[str, Any] = dict.fromkeys(("ledger", "link"), str)
-_STATE |= dict.fromkeys(("spend", "contacts"), int)
-_STATE["records"] = {str: (int, type(None))}
-_STATE["unfinished"] = [int]
+_STATE = {
+    "ledger": str,
+    "link": str,
+    "spend": int,
+    "contacts": int,
+    "records": {str: (int, type(None))},
+    "unfinished": [int],
+}
 STATES = [_STATE]
 
 

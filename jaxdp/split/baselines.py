@@ -430,11 +430,8 @@ class _Block(NamedTuple):
     keeps_shape: bool
 
 
-def _modules_of(blocks: Iterable[_Block]) -> set[str]:
-    modules: set[str] = set()
-    for block in blocks:
-        modules |= block.modules
-    return modules
+def _modules_of(blocks: Iterable[_Block]) -> frozenset[str]:
+    return frozenset[str]().union(*(block.modules for block in blocks))
 
 
 @functools.lru_cache

@@ -18,7 +18,6 @@ from jaxdp.report import plot_curves
 OPEN = {
     "jaxdp.data.from_arrays": "the columns of the user's own data",
     "jaxdp.data.Examples.changed": "as dataclasses.replace",
-    "jaxdp.files.check_choice": "the names of the arguments of any function",
     "jaxdp.files.check_numbers": "the names of the arguments of any function",
     "jaxdp.models.create": "the attributes differ by the name of the model",
     "jaxdp.models.FrozenBatchNorm.param": "as flax.linen.Module.param",
