@@ -213,10 +213,12 @@ class Books:
     def only(self, names: Sequence[str]) -> "Books":
         """Returns the accounts of some data sets."""
         entries = [entry for entry in self.entries if entry["name"] in names]
+        payments = {payment["id"] for entry in entries for payment in entry["open"]}
         states = []
         for state in self.states or []:
             records = {name: state["records"][name] for name in names if name in state["records"]}
-            states.append({**state, "records": records})
+            unfinished = [number for number in state["unfinished"] if number in payments]
+            states.append({**state, "records": records, "unfinished": unfinished})
         content = {"head": self.head, "datasets": entries}
         content["states"] = None if self.states is None else states
         return Books(content | {"shared": self.shared, "runs": self.runs, "public": self.public})
