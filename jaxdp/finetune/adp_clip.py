@@ -99,8 +99,7 @@ class QuantileClipping(Query):
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
         moving = moving_params(self.gradient, params)
-        zeros: _Contribution = self.as_sums(_Contribution(moving, self.init(params)))
-        return zeros
+        return self.as_sums(_Contribution(moving, self.init(params)))
 
     def sums(
         self,

@@ -77,8 +77,7 @@ class SlackClipping(Query):
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
         moving = moving_params(self.gradient, params)
-        zeros: _Contribution = self.as_sums(_Contribution(moving, jnp.zeros(self.slots)))
-        return zeros
+        return self.as_sums(_Contribution(moving, jnp.zeros(self.slots)))
 
     def filled(self, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
         """Returns s_i / C_t, float32 [B, K], of gradients with these norms [B].
