@@ -245,7 +245,7 @@ def adp_clip(
     return make_trainer(
         lambda gradient: QuantileClipping(
             gradient=gradient,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=float(noise_multiplier),  # an array of JAX would be traced
             count_noise=sigma_b,
             quantile=quantile,
             clip_learning_rate=clip_learning_rate,
