@@ -5,7 +5,8 @@ A run whose participations are random is dominated by the pair
     P = E_x N(m_x, I),   Q = N(0, I),
 
 where m_x is what participation x of a record adds to the noisy values, in standard deviations
-(`jaxdp.privacy.participation` has the proofs). With the loss L = log(P / Q),
+(`jaxdp.privacy.mixtures`). `jaxdp.privacy.participation` has the proofs. With the loss
+L = log(P / Q),
 
     delta(epsilon)  = E_P max(0, 1 - exp(epsilon - L)),
     delta'(epsilon) = E_Q max(0, 1 - exp(epsilon + L))      of the reversed pair.
@@ -28,13 +29,13 @@ mixture is at most that of its longest shift (joint convexity), which needs no s
 
 import math
 import secrets
-from typing import Protocol
 
 import numpy as np
 from scipy import special
 
 from jaxdp.privacy.events import MonteCarloDpEvent
 from jaxdp.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from jaxdp.privacy.mixtures import Mixture
 
 _POINTS = 96
 # The largest epsilon has this delta without randomness in participation.
@@ -45,41 +46,6 @@ _AIMS = (0.0, 0.15, 0.3, 0.45)
 _ROUNDED_UP = 1 + 1e-8
 # The most numbers of a block of draws.
 _BLOCK = 2**20
-
-
-class Mixture(Protocol):
-    """A mixture of Gaussians of one standard deviation, by its shifts m_x.
-
-    Attributes:
-        width: The numbers of a draw.
-        largest: M, the largest squared length of a shift.
-        mean_square: E_x |m_x|^2.
-        square_of_mean: |E_x m_x|^2.
-    """
-
-    @property
-    def width(self) -> int: ...  # noqa: D102
-
-    @property
-    def largest(self) -> float: ...  # noqa: D102
-
-    @property
-    def mean_square(self) -> float: ...  # noqa: D102
-
-    @property
-    def square_of_mean(self) -> float: ...  # noqa: D102
-
-    def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
-        """Returns values of N(scale m_x, I) with random x, float64 [count, width]."""
-
-    def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
-        """Returns values of N(scale E_x m_x, I), float64 [count, width]."""
-
-    def log_ratio(self, values: np.ndarray, scale: float) -> np.ndarray:
-        """Returns log E_x N(scale m_x, I) / N(0, I) at values, float64 [count]."""
-
-    def along_mean(self, values: np.ndarray) -> np.ndarray:
-        """Returns the products of values with E_x m_x, float64 [count]."""
 
 
 def simulated(

@@ -21,9 +21,8 @@ from jaxdp.privacy import (
 )
 from jaxdp.privacy.curve_pairs import hull_pair
 from jaxdp.privacy.events import MonteCarloDpEvent, compose, composition, from_json, to_json
+from jaxdp.privacy.mixtures import Bins, Renewals
 from jaxdp.privacy.participation import (
-    Bins,
-    Renewals,
     b_min_sep_event,
     balls_in_bins_event,
     cyclic_poisson_event,
