@@ -63,8 +63,7 @@ def audit_participation(
     def scores(shift: Any, purpose: str) -> np.ndarray:
         values = shift + rng.standard_normal((runs.trials, sampler.steps))
         exponents = values @ shifts.T - np.square(shifts).sum(axis=1) / 2
-        ratio: np.ndarray = special.logsumexp(exponents, axis=1, b=counts)
-        return ratio
+        return special.logsumexp(exponents, axis=1, b=counts)
 
     return runs.judge(scores, present, 0.0)
 

@@ -46,8 +46,7 @@ class Bins:
     def _noise(self, rng: np.random.Generator, count: int) -> np.ndarray:
         noise = rng.standard_normal((count, self.width))
         noise = noise * np.sqrt(self._squares) if self._root is None else noise @ self._root
-        values: np.ndarray = noise
-        return values
+        return noise
 
     def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
         """Returns values of N(scale m_j, I) with a uniform j, float64 [count, b]."""
