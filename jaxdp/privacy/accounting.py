@@ -215,7 +215,7 @@ def epsilon_of_counts(
     leaves = tuple(counts.items())
     is_small = len(leaves) <= _LARGEST_CACHED
     compute = epsilon_of_leaves if is_small else epsilon_of_leaves.__wrapped__
-    return compute(leaves, delta, adjacency, method)
+    return compute(leaves, float(delta), adjacency, method)
 
 
 # Plans, holds and reports ask for the same epsilon several times.

@@ -66,6 +66,7 @@ from jaxdp.privacy.accounts import (
     Reservation,
     Spend,
     check_label,
+    check_ledger,
 )
 from jaxdp.privacy.admission import Admission, Request, names_of, sum_of_steps
 from jaxdp.privacy.budget import BudgetExceeded
@@ -402,11 +403,7 @@ class Ledger(LedgerReader):
         step = composition(event)
         if not isinstance(account, Account):
             return Request(account, None, label, step)
-        if account.ledger is not self:
-            raise ValueError(
-                f"account {account.name!r} belongs to the ledger {account.ledger._path!r}, not to "
-                f"{self._path!r}. Take it from this ledger: ledger.account({account.name!r})."
-            )
+        check_ledger(account, self)
         hold = None if account.held is None else account.held._id
         return Request(account.name, hold, account.labelled(label), step)
 

@@ -109,6 +109,7 @@ def balls_in_bins_event(
     """
     check_count("bins", bins, 1)
     matrix = checked_strategy(strategy, steps, no_negative=True)
+    _check_noise(noise_multiplier)
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
     taking_part = (np.arange(steps)[:, None] % bins == np.arange(bins)).astype(float)
@@ -151,6 +152,7 @@ def b_min_sep_event(
     if not 0 < sampling_probability <= 1:
         raise ValueError(f"sampling_probability must be in (0, 1], got {sampling_probability}.")
     matrix = checked_strategy(strategy, steps, no_negative=True, separation=separation)
+    _check_noise(noise_multiplier)
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
     matrix = np.eye(steps) if matrix is None else _whole(matrix)
@@ -239,6 +241,12 @@ def _event(
 def _text(noise_multiplier: float, strategy: np.ndarray | None) -> str:
     noise = f"Gaussian({noise_multiplier:.9g})"
     return noise if strategy is None else f"{noise}, correlated"
+
+
+def _check_noise(noise_multiplier: float) -> None:
+    check_numbers(noise_multiplier=noise_multiplier)
+    if not noise_multiplier >= 0:
+        raise ValueError(f"noise_multiplier must be at least 0, got {noise_multiplier}.")
 
 
 def checked_strategy(

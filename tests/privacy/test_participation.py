@@ -220,6 +220,14 @@ def test_strategies_without_a_proof_are_refused(strategy, message):
         )
 
 
+@pytest.mark.parametrize("noise_multiplier", [-1.0, math.nan])
+def test_noise_that_is_none_is_refused(noise_multiplier):
+    with pytest.raises(ValueError, match="noise_multiplier must be at least 0"):
+        balls_in_bins_event(noise_multiplier, bins=2, steps=4, **SOME)
+    with pytest.raises(ValueError, match="noise_multiplier must be at least 0"):
+        b_min_sep_event(noise_multiplier, separation=2, sampling_probability=0.5, steps=4, **SOME)
+
+
 def test_a_strategy_counts_in_bins():
     event = balls_in_bins_event(2.0, bins=2, steps=4, strategy=np.tri(4), **SOME)
     plain = balls_in_bins_event(2.0, bins=2, steps=4, **SOME)
