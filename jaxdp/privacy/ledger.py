@@ -189,9 +189,7 @@ class Ledger(LedgerReader):
             allow_unproven=allow_unproven,
             records=records,
         ).checked()
-        people = contacts.checked(
-            {"owner": owner, "purpose": purpose, "contact": contact, "approver": approver}
-        )
+        people = contacts.checked(owner=owner, purpose=purpose, contact=contact, approver=approver)
         warn_if_weak(epsilon=epsilon, delta=delta, records=records, unit=unit)
         with self._transaction() as db:
             dataset = find_dataset(db, name)
@@ -235,9 +233,7 @@ class Ledger(LedgerReader):
             TypeError, ValueError: A field is no text, or is longer than a line of 500 characters.
                 The dataset is not registered.
         """
-        people = contacts.checked(
-            {"owner": owner, "purpose": purpose, "contact": contact, "approver": approver}
-        )
+        people = contacts.checked(owner=owner, purpose=purpose, contact=contact, approver=approver)
         with self._transaction() as db:
             dataset_of(db, name)
             if not replace:

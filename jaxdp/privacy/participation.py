@@ -36,13 +36,11 @@ from jaxdp.privacy.events import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
-from jaxdp.privacy.mixtures import Bins, Mixture, Renewals
+from jaxdp.privacy.mixtures import Bins, Renewals
 from jaxdp.privacy.simulation import falling, rounded_up, simulated
 
 DRAWS = 2**18
 FAILURE_PROBABILITY = 1e-8
-# Shifts so long that participation hides nothing. The run is charged as one without randomness.
-_LONGEST = 400.0
 
 
 def cyclic_poisson_event(
@@ -117,7 +115,9 @@ def balls_in_bins_event(
     # The products of the shifts are all that the losses depend on, [b, b] for any T.
     mixture = Bins(shifts.T @ shifts / noise_multiplier**2)
     name = f"BallsInBins({bins}, {steps}, {_text(noise_multiplier, strategy)})"
-    return _event(mixture, name, draws, failure_probability, seed)
+    return simulated(
+        mixture, mechanism=name, draws=draws, failure_probability=failure_probability, seed=seed
+    )
 
 
 def b_min_sep_event(
@@ -159,7 +159,9 @@ def b_min_sep_event(
     mixture = Renewals(matrix / noise_multiplier, separation, sampling_probability)
     pattern = f"{separation}, {sampling_probability:.9g}, {steps}"
     name = f"BMinSep({pattern}, {_text(noise_multiplier, strategy)})"
-    return _event(mixture, name, draws, failure_probability, seed)
+    return simulated(
+        mixture, mechanism=name, draws=draws, failure_probability=failure_probability, seed=seed
+    )
 
 
 def truncated_event(event: DpEvent, probability: float) -> DpEvent:
@@ -211,30 +213,6 @@ def truncated_event(event: DpEvent, probability: float) -> DpEvent:
         mechanism=f"Truncated({event.mechanism}, with probability {rounded_up(probability):g})",
         forward=forward,
         backward=backward,
-    )
-
-
-def _event(
-    mixture: Mixture,
-    mechanism: str,
-    draws: int,
-    failure_probability: float,
-    seed: bytes | None,
-) -> DpEvent:
-    check_count("draws", draws, 1)
-    if not 0 < failure_probability < 1:
-        raise ValueError(f"failure_probability must be in (0, 1), got {failure_probability}.")
-    if mixture.largest > _LONGEST:
-        # A Gaussian of as long a shift, for all who take part in any way.
-        return GaussianDpEvent(mixture.largest**-0.5)
-    if mixture.largest == 0:
-        return NoOpDpEvent()
-    return simulated(
-        mixture,
-        mechanism=mechanism,
-        draws=draws,
-        failure_probability=failure_probability,
-        seed=seed,
     )
 
 

@@ -33,11 +33,14 @@ import secrets
 import numpy as np
 from scipy import special
 
-from jaxdp.privacy.events import MonteCarloDpEvent
+from jaxdp.files import check_count
+from jaxdp.privacy.events import DpEvent, GaussianDpEvent, MonteCarloDpEvent, NoOpDpEvent
 from jaxdp.privacy.gaussian import gaussian_delta, gaussian_epsilon
 from jaxdp.privacy.mixtures import Mixture
 
 _POINTS = 96
+# Shifts so long that participation hides nothing. The run is charged as one without randomness.
+_LONGEST = 400.0
 # The largest epsilon has this delta without randomness in participation.
 _LEAST_DELTA = 1e-16
 # The parts of the largest epsilon on which the draws are aimed.
@@ -55,8 +58,11 @@ def simulated(
     draws: int,
     failure_probability: float,
     seed: bytes | None,
-) -> MonteCarloDpEvent:
+) -> DpEvent:
     """Returns the event of a mixture against the Gaussian at 0.
+
+    It is a `MonteCarloDpEvent`, unless the shifts are 0 or so long that participation hides
+    nothing.
 
     Args:
         mixture: The mixture.
@@ -64,7 +70,18 @@ def simulated(
         draws: The draws of each of eight estimates, half of them of each direction.
         failure_probability: The probability that a delta of the event is too small.
         seed: 16 bytes for tests. None takes OS entropy.
+
+    Raises:
+        TypeError, ValueError: `draws` or `failure_probability` is out of range.
     """
+    check_count("draws", draws, 1)
+    if not 0 < failure_probability < 1:
+        raise ValueError(f"failure_probability must be in (0, 1), got {failure_probability}.")
+    if mixture.largest > _LONGEST:
+        # A Gaussian of as long a shift, for all who take part in any way.
+        return GaussianDpEvent(mixture.largest**-0.5)
+    if mixture.largest == 0:
+        return NoOpDpEvent()
     key = secrets.token_bytes(16) if seed is None else seed
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     mu = math.sqrt(mixture.largest)
