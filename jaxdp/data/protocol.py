@@ -38,7 +38,7 @@ class Source(Protocol):
 
         Returns:
           Any pytree of numeric or boolean arrays [B, ...]: NumPy or JAX, each with a fixed dtype
-          and example shape.
+          and example shape. Nobody changes them later, since they reach a device without a copy.
         """
 
     @property

@@ -152,13 +152,12 @@ def train_with_bounds(
         arrays = jax.device_put(arrays, on_every_device)
     nominal, low, high = _train(loss_fn, plan, arrays)
     layout = plan.layout
-    frozen = layout.split(params)[1]
     rows = []
-    for leaf in frozen:
+    for leaf in arrays.frozen:
         shape = len(plan.ks), *np.shape(leaf)
         rows.append(np.broadcast_to(np.asarray(leaf), shape))
     return Bounds(
-        params=layout.join(nominal, frozen),
+        params=layout.join(nominal, arrays.frozen),
         lower=layout.join(low, rows),
         upper=layout.join(high, rows),
         ks=plan.ks,
