@@ -245,13 +245,13 @@ def from_texts(
         raise ValueError(f"length must be at least 2, a token and the next one, got {length}.")
     tokens = np.full((len(texts), length), -1, np.int32)
     for row, text in zip(tokens, texts, strict=True):
-        ids = (encode or _bytes)(text)[:length]
+        ids = np.asarray((encode or _bytes)(text)[:length], np.int64)
+        if ids.min(initial=0) < 0 or ids.max(initial=0) >= num_classes:
+            raise ValueError(
+                f"encode returns tokens outside of 0..{num_classes - 1}. Set num_classes to the "
+                "size of its vocabulary."
+            )
         row[: len(ids)] = ids
-    if tokens.max(initial=0) >= num_classes or tokens.min(initial=-1) < -1:
-        raise ValueError(
-            f"encode returns tokens outside of 0..{num_classes - 1}. Set num_classes to the size "
-            "of its vocabulary."
-        )
     return from_arrays(tokens=tokens, num_classes=num_classes, name=name)
 
 

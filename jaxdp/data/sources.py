@@ -186,23 +186,23 @@ class Examples:
           ValueError: A class is outside [0, num_classes), given twice, or the only one, or there is
             no column "label", or the number of classes is not declared.
         """
-        old = np.asarray(classes, np.int32)
-        labels = self.column("label")
-        if len(old) < 2 or len(set(old.tolist())) < len(old):
+        labels = np.asarray(self.column("label"))
+        if len(classes) < 2 or len(set(classes)) < len(classes):
             raise ValueError(f"classes must be at least two distinct labels, got {list(classes)}.")
-        if old.min() < 0 or old.max() >= self.num_classes:
+        if min(classes) < 0 or max(classes) >= self.num_classes:
             raise ValueError(
                 f"classes must be in [0, {self.num_classes}) for {self.name!r}, got "
                 f"{list(classes)}."
             )
-        new_of_old = np.full(self.num_classes, -1, np.int32)
-        new_of_old[old] = np.arange(len(old))
-        label = new_of_old[np.asarray(labels)]
+        # -1 is also the label of a record without a class, such as those of some published tests.
+        label = np.full(len(labels), -1, np.int32)
+        for new, old in enumerate(classes):
+            label[labels == old] = new
         rows = self.positions
         return self.changed(
-            f"classes {old.tolist()}",
+            f"classes {[int(old) for old in classes]}",
             arrays={**self.arrays, "label": label},
-            num_classes=len(old),
+            num_classes=len(classes),
             rows=rows[label[rows] >= 0],
             name=name or self.name,
         )
