@@ -22,7 +22,7 @@ import tree
 from jaxdp.data.ids import Identifier, identifiers
 from jaxdp.data.order import shuffled
 from jaxdp.data.pictures import scaled
-from jaxdp.data.protocol import OfRecords, Source
+from jaxdp.data.protocol import RowsOf, Source, Units
 from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
 from jaxdp.files import shown
 from jaxdp.transforms.not_finite import is_floating
@@ -395,26 +395,16 @@ def _split(rows: np.ndarray, at_once: int) -> list[np.ndarray]:
     return np.split(rows, range(at_once, len(rows), at_once))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
+class _Part(RowsOf):
     """Some examples of any source."""
 
-    whole: Source
-    rows: np.ndarray
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", immutable(np.asarray(self.rows, np.int64)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def gather(self, indices: np.ndarray) -> Any:
-        return self.whole.gather(self.rows[np.asarray(indices, np.int64)])
+        return self.source.gather(self.rows[np.asarray(indices, np.int64)])
 
     @property
     def fingerprint(self) -> str:
         rows = hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
-        both = json.dumps([self.whole.fingerprint, rows])
+        both = json.dumps([self.source.fingerprint, rows])
         return hashlib.sha256(both.encode()).hexdigest()
 
 
@@ -423,7 +413,7 @@ def take(source: Source, indices: np.ndarray) -> Source:
 
     A part of `Groups` or `Owners` is of the same class, and its indices differ.
     """
-    if isinstance(source, Examples | OfRecords):
+    if isinstance(source, Examples | Units):
         return source.take(indices)
     return _Part(source, indices)
 
