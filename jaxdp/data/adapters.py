@@ -13,7 +13,13 @@ import numpy as np
 
 from jaxdp.data.arrays import from_arrays
 from jaxdp.data.ids import identifiers
-from jaxdp.data.pictures import ImageFiles, check_range, path_inside
+from jaxdp.data.pictures import (
+    ImageFiles,
+    PixelRange,
+    PrepareImages,
+    check_range,
+    path_inside,
+)
 from jaxdp.data.sources import Examples
 from jaxdp.data.storage import ExampleReader
 from jaxdp.data.tables import Table, check_classes, numbers, places, read_table
@@ -267,8 +273,8 @@ def from_folder(
     classes: Sequence[str] | None = None,
     texts: Sequence[str] = (),
     num_classes: int = 0,
-    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
-    pixel_range: tuple[float, float] | None = None,
+    prepare: PrepareImages | None = None,
+    pixel_range: PixelRange | None = None,
     limits: Limits | None = None,
     name: str = "",
     declared: str = "",
