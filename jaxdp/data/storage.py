@@ -53,8 +53,17 @@ def _is_immutable(array: np.ndarray) -> bool:
 def on_device(array: Any, dtype: Any = None) -> jax.Array:
     """Returns a JAX array that shares no memory with an array of NumPy.
 
-    `jnp.asarray` and `jax.device_put` share an aligned array on a CPU, so that an edit in place
-    reaches the device.
+    `jax.device_put` shares an aligned array on a CPU, and a program may read its arguments after
+    the call of it returned. So an edit in place would reach the device. Which of the two is right
+    depends on who else has the array:
+
+    - `on_device`: The array is a caller's, who may change or free it, and the result is read after
+      this call.
+    - `jax.device_put`: Nobody else has the array, or nobody can change it. It was computed or read
+      here, it comes from `Source.gather`, or it is `immutable`.
+
+    Neither compiles anything. `jnp.asarray` compiles a program for each shape. It is for values
+    that may be traced.
     """
     if isinstance(array, jax.Array):
         return jnp.asarray(array, dtype)

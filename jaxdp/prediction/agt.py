@@ -152,10 +152,9 @@ def train_with_bounds(
         arrays = jax.device_put(arrays, on_every_device)
     nominal, low, high = _train(loss_fn, plan, arrays)
     layout = plan.layout
-    frozen = layout.split(params)[1]
-    rows = [_in_rows(leaf, len(plan.ks)) for leaf in frozen]
+    rows = [_in_rows(leaf, len(plan.ks)) for leaf in arrays.frozen]
     return Bounds(
-        params=layout.join(nominal, frozen),
+        params=layout.join(nominal, arrays.frozen),
         lower=layout.join(low, rows),
         upper=layout.join(high, rows),
         ks=plan.ks,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxdp.data.storage import on_device
 from jaxdp.files import check_choice
 from jaxdp.prediction.batches import cut_batch, rows_of_batches, runs_without_repeats
 from jaxdp.prediction.checks import check_data, one_of, positive, whole
@@ -304,7 +305,7 @@ def make_plan(
     _check_loss(loss_fn, params, data)
     if training.poisoning is not None:
         training.poisoning.check(one_of(data))
-    moving, frozen = jax.device_put(layout.split(params))  # compiles nothing, unlike jnp.asarray
+    moving, frozen = jax.tree.map(on_device, layout.split(params))
     moving = [_at_least_float32(x) for x in moving]
     dtype = jnp.result_type(*moving)
     # A sum under "add_remove" is clipped, because an error would tell the number of records.
