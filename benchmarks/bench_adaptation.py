@@ -34,7 +34,6 @@ from benchmarks import problems, timing
 from benchmarks.timing import Step
 from jaxdp import models, tta
 from jaxdp.memory import keep_freed_memory
-from jaxdp.tta.step import compiled_step
 
 
 class Shape(NamedTuple):
@@ -66,10 +65,8 @@ def step_of(function: Callable, *args, static: tuple = ()) -> Step:
 
 def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
     """Returns the compiled step of an adapter, which knows its memory."""
-    state = adapter.init()
-    mask = jnp.ones(len(images), bool)
-    args = (adapter.constants, adapter._moving(state), images, mask, state.key)
-    return step_of(compiled_step, *args, static=(adapter._program, len(images)))
+    function, (program, size, *args) = adapter.programs(adapter.init(), images)["step"]
+    return step_of(function, *args, static=(program, size))
 
 
 def steps_of(shape: Shape, batch_size: int, methods: list[str]) -> dict[str, Step]:

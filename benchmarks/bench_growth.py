@@ -47,9 +47,9 @@ FLAGS = {
 }
 
 
-def timed(call: Callable, rounds: int | None = None) -> dict[str, float]:
+def timed(call: Callable, rounds: int = ROUNDS) -> dict[str, float]:
     """Returns processor and wall seconds of a call, the medians of the rounds."""
-    wall, cpu = timing.interleaved({"call": call}, rounds or ROUNDS, warm=False)
+    wall, cpu = timing.interleaved({"call": call}, rounds, warm=False)
     return {"cpu_s": statistics.median(cpu["call"]), "wall_s": statistics.median(wall["call"])}
 
 

@@ -99,10 +99,8 @@ def hinge(z):
     return optax.hinge_loss(z, signs)
 
 
-PROGRAMS["optax.huber_loss"] = of(optax.huber_loss, LABEL)
-PROGRAMS["optax.l2_loss"] = of(optax.l2_loss, LABEL)
-PROGRAMS["optax.log_cosh"] = of(optax.log_cosh, LABEL)
-PROGRAMS["optax.cosine_distance"] = of(optax.cosine_distance, LABEL)
+for _name in ("huber_loss", "l2_loss", "log_cosh", "cosine_distance"):
+    PROGRAMS[f"optax.{_name}"] = of(getattr(optax, _name), LABEL)
 PROGRAMS["optax.ranking_softmax_loss"] = of(optax.losses.ranking_softmax_loss, LABEL)
 PROGRAMS["optax.triplet_margin_loss"] = of(optax.losses.triplet_margin_loss, LABEL, SHARES)
 

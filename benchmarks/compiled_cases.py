@@ -23,7 +23,7 @@ from benchmarks import bench_adaptation, bench_lm, bench_prediction, problems
 from jaxdp import models, recalibration, tta
 from jaxdp.compilers import hlo
 from jaxdp.recalibration import protocol
-from jaxdp.transforms import chacha, noise
+from jaxdp.transforms import noise
 from jaxdp.tta.step import compiled_step
 
 CLIP, NOISE = 1.0, 1.0
@@ -60,11 +60,7 @@ WHOLE = {
 }
 
 
-def key_of(words: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(words, impl=chacha.CHACHA12)
-
-
-KEY = Shape((8,), jnp.uint32)
+KEY = jax.eval_shape(lambda: noise.stream(bytes(16), "noise"))
 
 
 def training(case: problems.Training, *, correlated: bool = False) -> Steps:
@@ -95,8 +91,7 @@ def updates(params, optimizer, divisor: int, correlated: bool) -> Steps:
     def private(kind=None):
         correlation = None if kind is None else correlation_of(kind)
 
-        def step(params, state, buffers, grads, words, number):
-            key = key_of(words)
+        def step(params, state, buffers, grads, key, number):
             privatizer = jaxdp.privatize(
                 CLIP, noise_multiplier=NOISE, divisor=divisor, key=key, noise=correlation
             )
@@ -156,21 +151,16 @@ def adaptation_of(model, method: tta.Method, batch: int, side: int, *, private: 
     def apply_fn(params, images):
         return model.apply({"params": params}, images)
 
-    def start(params, words):
-        optimizer = optax.sgd(1e-3, momentum=0.9)
-        adapting = tta.Adapter(apply_fn, params, method, optimizer)
-        static.append(adapting._program)
-        state = adapting._moving(adapting.init(key_of(words)))
-        return adapting.constants, state._replace(key=words)
+    def start(params, key):
+        adapter = tta.Adapter(apply_fn, params, method, optax.sgd(1e-3, momentum=0.9))
+        static.append(adapter._program)
+        return adapter.constants, adapter._moving(adapter.init(key))._replace(key=key)
 
     constants, state = jax.eval_shape(start, params, KEY)
 
     def step(constants, state, images, mask):
-        key = key_of(state.key)
-        state, logits = compiled_step(
-            static[0], batch, constants, state._replace(key=key), images, mask, key
-        )
-        return state._replace(key=()), logits
+        after, logits = compiled_step(*static, batch, constants, state, images, mask, state.key)
+        return after._replace(key=()), logits
 
     args = (constants, state, pictures, Shape((batch,), bool))
     # A plain step computes a batch again only where a record has no finite loss.
@@ -209,8 +199,8 @@ def recalibrated(method, records: int, classes: int) -> Steps:
     def exact(records, temperature, source):
         return protocol._exact(method, 1, records, temperature, scale, source)
 
-    def noisy(records, temperature, source, words):
-        return protocol.with_noise(key_of(words), exact(records, temperature, source), scale)
+    def noisy(records, temperature, source, key):
+        return protocol.with_noise(key, exact(records, temperature, source), scale)
 
     args = (data, Shape((), jnp.float32), Shape((records,), jnp.int32))
     return {"plain": lambda: Program(exact, args), "private": lambda: Program(noisy, (*args, KEY))}
@@ -220,12 +210,12 @@ def drawn(draw: Callable, size: int) -> Steps:
     """Returns noise for one array, beside JAX's normal numbers by Threefry."""
     like = Shape((size,), jnp.float32)
 
-    def usual(words):
-        return jax.random.normal(jax.random.wrap_key_data(words, impl="threefry2x32"), (size,))
+    def usual(key):
+        return jax.random.normal(key, (size,))
 
     return {
-        "plain": lambda: Program(usual, (Shape((2,), jnp.uint32),)),
-        "private": lambda: Program(lambda words: draw(key_of(words), like, 1.0), (KEY,)),
+        "plain": lambda: Program(usual, (jax.eval_shape(jax.random.key, 0),)),
+        "private": lambda: Program(lambda key: draw(key, like, 1.0), (KEY,)),
     }
 
 

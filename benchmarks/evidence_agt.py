@@ -175,13 +175,7 @@ def certificate(one: Pool, truth: np.ndarray) -> dict[str, float]:
     }
 
 
-def rounded(found):
-    """Returns results with five decimals, which keeps the file small."""
-    if isinstance(found, dict):
-        return {key: rounded(value) for key, value in found.items()}
-    if isinstance(found, list):
-        return [rounded(value) for value in found]
-    return round(found, 5) if isinstance(found, float) else found
+rounded = functools.partial(timing.rounded, rule=functools.partial(round, ndigits=5))
 
 
 def of_paper(paper) -> dict:

@@ -245,6 +245,15 @@ def earlier(path: str) -> dict:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
+def rounded(found, rule: Callable[[float], float]):
+    """Returns results with rounded floats, which keeps their file small."""
+    if isinstance(found, dict):
+        return {key: rounded(value, rule) for key, value in found.items()}
+    if isinstance(found, list):
+        return [rounded(value, rule) for value in found]
+    return rule(found) if isinstance(found, float) else found
+
+
 def write(report: dict, path: str):
     """Writes the report as JSON."""
     output = pathlib.Path(path)

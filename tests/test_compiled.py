@@ -482,8 +482,8 @@ normals, padded = (
     compiled_cases.drawn(noise.gaussian, int(size))["private"]() for size in sys.argv[1:]
 )
 
-def in_pairs(words):  # an axis of two takes the room of 128 lanes
-    pairs = padded.function(words).reshape(-1, 2)
+def in_pairs(key):  # an axis of two takes the room of 128 lanes
+    pairs = padded.function(key).reshape(-1, 2)
     return jax.lax.scan(lambda total, pair: (total + pair, total), jnp.zeros(2), pairs)[1]
 
 def memory(function):
