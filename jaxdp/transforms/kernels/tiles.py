@@ -17,6 +17,8 @@ SUBLANES = 8
 LANES = 128
 # Rows of bfloat16 that one instruction multiplies.
 PACKED = 16
+# Bytes of an entry of bfloat16.
+ITEMSIZE = 2
 PRODUCTS_PER_CYCLE = 4 * LANES * LANES
 BYTES_PER_CYCLE = 546
 # Fewer rows or columns than this leave more than half of the lanes empty.
@@ -44,14 +46,9 @@ def parts(size: int, most: int = 2048) -> list[int]:
     return lengths
 
 
-def serves(
-    rows: int,
-    cols: int,
-    dtype: Any,
-) -> bool:
-    """Returns whether the kernels multiply a dtype, and layers of so many rows and columns."""
-    is_served = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32)
-    return is_served and min(rows, cols) >= _LEAST
+def serves(rows: int, cols: int) -> bool:
+    """Returns whether the kernels multiply layers of so many rows and columns."""
+    return min(rows, cols) >= _LEAST
 
 
 def fits(vmem: float) -> bool:
