@@ -150,14 +150,6 @@ class GridAt(NamedTuple):
         cut = jnp.clip(steps, -_MOST_COORDINATE, _MOST_COORDINATE)
         return cut.astype(jnp.int32)  # towards 0
 
-    def short_rows(
-        self,
-        steps: Sequence[jax.Array],
-    ) -> list[jax.Array]:
-        """Returns int32 [B, ...] of each leaf with zeros for examples longer than `longest`."""
-        is_short = self._is_short(steps)
-        return [_kept(x, is_short) for x in steps]
-
     def _is_short(
         self,
         steps: "Sequence[jax.Array | Outer]",
