@@ -65,6 +65,15 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return varying
 
 
+def varied(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays, each typed as varying over the mesh axes of any of them.
+
+    The operands of a kernel must vary over the same axes.
+    """
+    axes = varying_axes(*arrays)
+    return [vary(x, axes) for x in arrays]
+
+
 def untracked_axes() -> frozenset[str]:
     """Returns the axes of the enclosing shards over which JAX does not record what varies.
 

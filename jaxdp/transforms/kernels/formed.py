@@ -110,7 +110,7 @@ def formed_norms(u: jax.Array, w: jax.Array) -> jax.Array:
     Products are exact and are added in float32. A term of an entry passes at most T additions. No
     result of one example depends on another.
     """
-    u, w = tiles.varied(u, w)
+    u, w = shards.varied(u, w)
     if len(u) == 0:
         return shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
     return _sums(u, w).sum((1, 2))

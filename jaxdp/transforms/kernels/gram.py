@@ -230,7 +230,7 @@ def gram_norms(
     `additions` tells, and a term of a sum over t and s at most 2 T + 64. No result of one example
     depends on another.
     """
-    u, w = tiles.varied(u, w)
+    u, w = shards.varied(u, w)
     if len(u) == 0:
         nothing = shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
         no_rows = jnp.broadcast_to(nothing[:, None], (0, u.shape[1]))

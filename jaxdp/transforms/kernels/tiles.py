@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms import shards
-
 SUBLANES = 8
 LANES = 128
 # Rows of bfloat16 that one instruction multiplies.
@@ -79,12 +77,6 @@ def product(
         precision=lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
-
-
-def varied(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each typed as varying over the mesh axes of any of them."""
-    axes = shards.varying_axes(*arrays)
-    return [shards.vary(x, axes) for x in arrays]
 
 
 def compiler_params(

@@ -152,7 +152,7 @@ def weighted_sum(
       infinite. Products are exact and are added in float32. They are multiplied by the factor in
       float32, at most 1024 positions together.
     """
-    u, w, factors = tiles.varied(u, w, factors)
+    u, w, factors = shards.varied(u, w, factors)
     if len(u) == 0:
         empty = jnp.zeros((u.shape[2], w.shape[2]), jnp.float32)
         return shards.vary(empty, shards.varying_axes(u))
