@@ -89,17 +89,9 @@ class TappedSite(NamedTuple):
         summed = sites.summed_rows(self.site, self.record, self.cotangent)
         return TappedSite(*summed)
 
-    def per_example(self) -> jax.Array:
-        """Computes dV of every example."""
-        return self.site.per_example(self.record, self.cotangent)
-
     def factors(self) -> sites.Pair:
         """Returns the factors of dV of every example, (parts of u, w)."""
         return self.site.factors(self.record, self.cotangent)
-
-    def without_cancellation(self) -> jax.Array:
-        """Returns the norms [B] that dV would have if its terms had one direction."""
-        return self.site.without_cancellation(self.record, self.cotangent)
 
     @property
     def forms_by_convolution(self) -> bool:
@@ -218,7 +210,7 @@ class Component:
 
     def _formed(self) -> list[jax.Array]:
         """Forms the gradients [B, ...] of the leaves."""
-        of_weights = [one.per_example() for one in self._tapped]
+        of_weights = [one.site.per_example(one.record, one.cotangent) for one in self._tapped]
         return jax.vmap(self._pull)(of_weights)
 
     def _norms_of_dropped(self) -> jax.Array:
@@ -233,7 +225,9 @@ class Component:
         else:
             squares = sum_of_squares(self._formed())
             spread = jnp.zeros_like(squares)
-            lengths = [one.without_cancellation() for one in self._tapped]
+            lengths = []
+            for one in self._tapped:
+                lengths.append(one.site.without_cancellation(one.record, one.cotangent))
             apart = total(lengths, squares.dtype)
         # Each site adds its gradient to that of the leaf, which is one more term.
         most = max(one.site.terms for one in self._tapped)
