@@ -345,7 +345,7 @@ def _norms_of_blocks(
         ],
         # The middle axis makes a block of any number of examples whole in the last two.
         out_specs=block_of(cells.RESULTS, cells.LANES),
-        out_shape=shards.shape_like(data, sums_shape, jnp.float32),
+        out_shape=shards.shape_like(data, sums_shape),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=lanes.LIMIT_BYTES),
     )(data, cotangents)
     by_side = sums.reshape(groups, cells.RESULTS, plan.sides, -1)

@@ -134,8 +134,8 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
         grid=(size, cols // blocks.cols, rows // blocks.rows),
         in_specs=[of_u, of_w],
         out_specs=of_sums,
-        out_shape=shards.shape_like(u, (size, *tile), jnp.float32),
-        compiler_params=tiles.compiler_params(vmem, 1, 2),
+        out_shape=shards.shape_like(u, (size, *tile)),
+        compiler_params=tiles.compiler_params(vmem, parallel=1),
     )(u, w)
     return sums
 

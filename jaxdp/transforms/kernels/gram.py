@@ -314,8 +314,8 @@ def _sums(
     )
     of_sums = pl.BlockSpec((_SUMS_OF_ONE, tiles.LANES), lambda i, turn, step: (0, i))
     of_rows = pl.BlockSpec((examples, 1, positions), lambda i, turn, step: (step_at(i, turn), 0, 0))
-    all_sums = shards.shape_like(u, (_SUMS_OF_ONE, blocks * tiles.LANES), jnp.float32)
-    all_rows = shards.shape_like(u, (size, 1, positions), jnp.float32)
+    all_sums = shards.shape_like(u, (_SUMS_OF_ONE, blocks * tiles.LANES))
+    all_rows = shards.shape_like(u, (size, 1, positions))
     n_rows = 2 * with_rows
     called = pl.pallas_call(
         kernel,
@@ -326,7 +326,7 @@ def _sums(
         out_specs=[of_sums, *[of_rows] * n_rows],
         out_shape=[all_sums, *[all_rows] * n_rows],
         scratch_shapes=[matrices, matrices] if is_written else [],
-        compiler_params=tiles.compiler_params(vmem, 1, 2),
+        compiler_params=tiles.compiler_params(vmem, parallel=1),
     )
     if of_u.on_lanes:
         u = u.swapaxes(1, 2)

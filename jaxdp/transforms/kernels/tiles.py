@@ -79,19 +79,12 @@ def product(
     )
 
 
-def compiler_params(
-    vmem: float,
-    parallel: int,
-    sequential: int,
-) -> Any:
+def compiler_params(vmem: float, *, parallel: int) -> Any:
     """Returns the parameters of a kernel that holds `vmem` bytes of blocks on the chip.
 
-    Args:
-      vmem: The bytes.
-      parallel: The number of first axes of the grid whose steps do not depend on each other.
-      sequential: The number of axes after them.
+    The steps along `parallel` axes of the grid do not depend on each other. Two more axes follow.
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    semantics = [pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * sequential
+    semantics = [pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * 2
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=_limit(vmem))

@@ -231,8 +231,8 @@ def _sum(
         grid=(blocks_of_rows, blocks_of_cols, steps, turns),
         in_specs=[of_factors, of_u, of_w],
         out_specs=of_total,
-        out_shape=shards.shape_like(u, (rows, cols), jnp.float32),
-        compiler_params=tiles.compiler_params(vmem, 2, 2),
+        out_shape=shards.shape_like(u, (rows, cols)),
+        compiler_params=tiles.compiler_params(vmem, parallel=2),
     )(padded, u, w)
     return total
 
