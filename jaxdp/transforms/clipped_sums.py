@@ -21,6 +21,7 @@ from jaxdp.transforms.components import Asked, LeftOut
 from jaxdp.transforms.grids import GridAt
 from jaxdp.transforms.loss_programs import Program
 from jaxdp.transforms.method_costs import choose_method
+from jaxdp.transforms.products import along_batch
 
 
 class SumOptions(NamedTuple):
@@ -130,8 +131,7 @@ def _clipped_sums_jvp(
         first = jnp.argmax(contributes)
 
         def shown(x: jax.Array) -> jax.Array:
-            contributing_rows = _along_rows(contributes, x)
-            return jnp.where(contributing_rows, x, x[first])
+            return jnp.where(along_batch(contributes, x.ndim), x, x[first])
 
         batch = jax.tree.map(shown, inputs.batch)
         replaced = inputs._replace(batch=batch, unmasked=contributes)
@@ -152,11 +152,6 @@ def _clipped_sums_jvp(
 
     _, derivatives = jax.jvp(differentiated, primals, tangents)
     return result, derivatives
-
-
-def _along_rows(flags: jax.Array, x: jax.Array) -> jax.Array:
-    """Reshapes flags [B] to [B, 1, ...], with as many axes as `x`."""
-    return flags.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _zeros(x: Any, axes: frozenset[str]) -> jax.Array:
