@@ -21,7 +21,7 @@ from jaxdp.data import Owners, augmentation
 from jaxdp.files import read_json
 from jaxdp.models import save_params
 from jaxdp.privacy import Account, ComposedDpEvent
-from jaxdp.release import Hosts, locked, notes
+from jaxdp.release import Hosts, notes
 from jaxdp.report import Callback, format_table, plot_training
 from jaxdp.report.runs import FILE
 
@@ -94,24 +94,21 @@ def _scaled(work: frame.Work) -> _Opened:
     folder = work.root / "scaler"
 
     def release() -> None:
-        with locked(path.with_name(f"{path.name}.lock"), wait=True):
-            if path.exists():
-                return
-            with _account(Model("private"), work) as account:
-                if not notes(folder):  # after a crash the scaler is paid already
-                    whole = trainer.event(0, trainers.steps(work.config.private))
-                    account.check(ComposedDpEvent([event, whole]))
-                scaler = finetune.charged_scaler(
-                    task.units,
-                    tasks.scaler_ranges(task.spec),
-                    account=account,
-                    noise_multiplier=event.noise_multiplier,
-                    unit=task.spec.unit,
-                    workdir=folder,
-                )
-            scaler.save(path)
+        with _account(Model("private"), work) as account:
+            if not notes(folder):  # after a crash the scaler is paid already
+                whole = trainer.event(0, trainers.steps(work.config.private))
+                account.check(ComposedDpEvent([event, whole]))
+            scaler = finetune.charged_scaler(
+                task.units,
+                tasks.scaler_ranges(task.spec),
+                account=account,
+                noise_multiplier=event.noise_multiplier,
+                unit=task.spec.unit,
+                workdir=folder,
+            )
+        scaler.save(path)
 
-    work.hosts.first(release)
+    work.hosts.first(lambda: frame.make_once(path, release))
     task = task.scaled(finetune.Scaler.load(path))
     return _Opened(task, task.trainer(work.config.private, trainer.mesh))
 
