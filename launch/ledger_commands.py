@@ -11,7 +11,7 @@ import math
 import pathlib
 import sys
 import zoneinfo
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import check_folder, shown, write_durably
@@ -365,10 +365,12 @@ def _history(options: argparse.Namespace) -> None:
         writer.writerow(columns)
         writer.writerows([_cell(row[column]) for column in columns] for row in rows)
         return
-    shorter = columns[:10]  # A terminal has no room for token and link.
-    lines = [[_cell(row[column]) or "-" for column in shorter] for row in rows]
-    for line in aligned([shorter, *lines]):
-        print(line)
+    _print_table(columns[:10], rows)  # A terminal has no room for token and link.
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    lines = [[_cell(row[column]) or "-" for column in columns] for row in rows]
+    print(*aligned([columns, *lines]), sep="\n")
 
 
 def _days(ledger: Ledger, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -408,10 +410,7 @@ def _describe(options: argparse.Namespace) -> None:
         if is_change:
             ledger.describe(options.dataset, **changes)
         history = ledger.contact_history(options.dataset)
-    columns = ("at", "who", "host", *FIELDS)
-    lines = [[_cell(row[column]) or "-" for column in columns] for row in history]
-    for line in aligned([columns, *lines]):
-        print(line)
+    _print_table(("at", "who", "host", *FIELDS), history)
 
 
 # --- The file -----------------------------------------------------------------------------------
