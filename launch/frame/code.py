@@ -228,7 +228,8 @@ def _set_aside(root: pathlib.Path, cells: Sequence[Any], *, whole: bool) -> None
     The ledgers of the workdir stay, so a cell that is computed again pays again. A ledger that is
     one cell's own moves with it.
     """
-    aside = root / ASIDE / str(len(list(root.glob(f"{ASIDE}/*"))) + 1)
+    numbers = [int(path.name) for path in root.glob(f"{ASIDE}/*") if path.name.isdecimal()]
+    aside = root / ASIDE / str(max(numbers, default=0) + 1)  # a user may delete older ones
     with contextlib.ExitStack() as held:
         for cell in cells:
             folder = cell_folder(root, cell)
