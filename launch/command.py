@@ -302,7 +302,7 @@ def _dataset(ledger: "Ledger", name: str | None) -> tuple["Account", dict[str, A
     one.
     """
     rows = {row["name"]: row for row in ledger.report()["datasets"]}
-    if name is None and len(rows) != 1:
+    if not name and len(rows) != 1:
         raise ValueError(
             f"--dataset must be one of {', '.join(map(shown, rows)) or 'none'}, got none."
         )

@@ -190,6 +190,10 @@ def _show(options: argparse.Namespace) -> None:
     for flag in ("html", "metrics"):
         if (path := getattr(options, flag)) is not None:
             check_folder(f"--{flag}", path)
+            if options.events:
+                raise ValueError(
+                    f"--{flag} shows what is spent, and --if what would be. Leave one of them out."
+                )
     if options.html is not None:
         _write_page(options)  # also of a ledger that cannot be opened
         if options.alert is None:
@@ -240,10 +244,6 @@ def _alert(report: dict[str, Any], share: float) -> None:
 
 def _write_page(options: argparse.Namespace) -> None:
     page = pathlib.Path(options.html)
-    if options.events:
-        raise ValueError(
-            "--html shows what is spent, and --if what would be. Leave one of them out."
-        )
     is_ledger = page.resolve() == pathlib.Path(options.path).resolve()
     if page.suffix != ".html" or is_ledger:
         raise ValueError(f"--html must name a new page that ends in .html, got {options.html!r}.")
