@@ -85,13 +85,20 @@ def run_server(
     Raises:
       TimeoutError: Too few hospitals answer. The same command goes on from here: answered rounds
           are repeated.
-      ValueError: The workdir belongs to another run, or an answer is of no use.
+      ValueError: The workdir belongs to another run, there are fewer hospitals than must answer, or
+          an answer is of no use.
     """
     root = pathlib.Path(workdir)
     with alone(root):
         agreed = _agreed(config)
         frame.check_same_config("recalibrate server", config, root)
-        fewest = config.server.fewest or len(hospitals.names)
+        known = len(hospitals.names)
+        fewest = config.server.fewest or known
+        if fewest > known:
+            raise ValueError(
+                f"config.server.fewest must be at most {known}, the number of hospitals, got "
+                f"{fewest}."
+            )
         calibrator = _Calibrator(agreed, hospitals, list(hospitals.names), fewest, timeout)
         with frame.bind("recalibrate server", config, root):
             result = calibrator.recalibrate(root / "recalibration.npz")

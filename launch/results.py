@@ -11,7 +11,7 @@ import numpy as np
 from jaxdp.files import write_durably, write_json
 from jaxdp.report import format_table
 
-Row = Mapping[str, Any]
+from .study import Row
 
 
 class Moments(NamedTuple):

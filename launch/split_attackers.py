@@ -28,8 +28,6 @@ SCORES = {
     **{"psnr": "PSNR", "lpips": "LPIPS (AlexNet)"},
 }
 
-Release = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-
 
 class Knowledge(NamedTuple):
     """What the server knows.
@@ -49,7 +47,7 @@ class Knowledge(NamedTuple):
     public: np.ndarray
     options: Any
     model_noise: attacks.ModelNoise | None = None
-    release: Release | None = None
+    release: attacks.Release | None = None
 
 
 def attackers_of(
@@ -134,7 +132,7 @@ def perturbed(**noise_of_model: Any) -> Callable[[jax.Array, Any], Any]:
 
 
 @functools.cache
-def simulated(order: str, **copying: Any) -> Release:
+def simulated(order: str, **copying: Any) -> attacks.Release:
     """Returns a function that draws a copy of a client's upload of a batch of images, as attackers
     simulate it.
     """
