@@ -1,8 +1,7 @@
-r"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
+"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
 ledger rows.
 
-    python -m benchmarks run growth --update \
-        --picture docs/design/growth.png
+    python -m benchmarks run growth --update --picture docs/design/growth.png
 
 Every point is a process of its own, because memory that one point used would count for the next.
 Time is processor time, the median of the rounds, because other programs may use the machine. "rss"
@@ -12,7 +11,6 @@ and temporary arrays of the largest program."""
 import functools
 import itertools
 import json
-import os
 import pathlib
 import resource
 import statistics
@@ -168,15 +166,8 @@ MEASURES = {
 
 def measured(axis: str, value: int) -> dict[str, float]:
     """Measures a point in a process of its own."""
-    flags = f"--xla_force_host_platform_device_count={value}" if axis == "devices" else ""
     command = [sys.executable, "-m", "benchmarks", "run", "growth", "--point", axis, str(value)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"XLA_FLAGS": flags},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -235,8 +226,10 @@ MEMORIES = [
 
 def measure(flags) -> dict | None:
     if flags.point:
-        axis, value = flags.point
-        point = MEASURES[axis](int(value))
+        axis, value = flags.point[0], int(flags.point[1])
+        if axis == "devices":
+            bench_scale.pretend(value)
+        point = MEASURES[axis](value)
         # Linux counts in units of 1024 bytes.
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps(point | {"rss_mb": held / 1e6}))
