@@ -1,12 +1,13 @@
 """Measures how time and memory of private training grow with batch, parameters, devices, steps and
 ledger rows.
 
-    python -m benchmarks run growth --update --picture docs/design/growth.png
+    python -m benchmarks run growth --update
+    python -m benchmarks.evidence design/scale.md
 
 Every point is a process of its own, because memory that one point used would count for the next.
 Time is processor time, the median of the rounds, because other programs may use the machine. "rss"
 is the most memory that the process held. "held" is what XLA allocates for the arguments, results
-and temporary arrays of the largest program."""
+and temporary arrays of the largest program. The second command draws the picture."""
 
 import functools
 import itertools
@@ -40,7 +41,6 @@ POINTS = {
 }
 FEATURES, CLASSES, UNITS, BATCH = 256, 10, 512, 512
 FLAGS = {
-    "picture": ".bench/growth.png",
     "point": {"nargs": 2, "help": "an axis and a value: measure this point here"},
 }
 
@@ -171,7 +171,12 @@ def measured(axis: str, value: int) -> dict[str, float]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def draw(report: dict, path: str):
+def tables(report) -> dict:
+    """Returns no tables. The page has a picture."""
+    return {}
+
+
+def draw(report: dict, path: pathlib.Path):
     """Draws time and memory of each axis, and work and bytes of a device."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
@@ -237,6 +242,4 @@ def measure(flags) -> dict | None:
     axes = {}
     for axis, values in POINTS.items():
         axes[axis] = [{"value": value} | measured(axis, value) for value in values]
-    report = {"rounds": ROUNDS, "axes": axes}
-    draw(report, flags.picture)
-    return report
+    return {"rounds": ROUNDS, "axes": axes}
