@@ -1,7 +1,7 @@
 """Counts the work of one device in a private step that is divided over many, beside that of a plain
 step.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks run scale
+    python -m benchmarks run scale
 
 Nothing is run. XLA compiles and divides the steps for devices that the processor pretends to be.
 "plain" is an ordinary step with the same shardings. "private" is the sum of the programs of a
@@ -29,8 +29,24 @@ DEVICES, LAYOUTS = 8, ("data", "fsdp")
 NOISE = ("MLP", "ViT")  # a few large leaves, and many small ones
 
 
+def pretend(devices: int):
+    """Makes the processor pretend to be so many devices. JAX must not have used it yet."""
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
 def mesh_of(count: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:count]), ("data",))
+    """Returns a mesh of the first devices.
+
+    Raises:
+      ValueError: There are fewer, so that counts would be those of another mesh.
+    """
+    devices = jax.devices()[:count]
+    if len(devices) < count:
+        raise ValueError(
+            f"{count} devices are needed, but JAX has {len(devices)}. Set JAX_PLATFORMS=cpu, where "
+            "a benchmark pretends to have them."
+        )
+    return Mesh(np.array(devices), ("data",))
 
 
 def divided(count: int) -> Callable:
@@ -176,6 +192,7 @@ def tables(report) -> dict:
 
 
 def measure(flags) -> dict:
+    pretend(DEVICES)
     rows = [row for name, case in cases().items() for row in rows_of(name, case)]
     noise = [row for name in NOISE for row in noise_rows(name, cases()[name])]
     timing.show("noise", noise)

@@ -143,6 +143,7 @@ EVIDENCE = [
     _of("howto/whole_life.md", "demo_ranges"),
     _of("design/scale.md", "bench_scale", "scale_cpu"),
     _of("design/scale.md", "bench_reading", "reading_cpu"),
+    _of("design/scale.md", "bench_growth", "growth_cpu", growth="draw"),
     _of("design/scale.md", "bench_estimate", "scale_estimate"),
 ]
 
