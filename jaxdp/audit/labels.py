@@ -17,8 +17,9 @@ from jaxdp.audit.trials import RunTerms, Trials
 from jaxdp.data import from_arrays
 from jaxdp.files import shows_keywords
 from jaxdp.labels import NoisyLabels
-from jaxdp.privacy import Account, LabelDpEvent, Ledger
+from jaxdp.privacy import LabelDpEvent
 from jaxdp.release import derive
+from jaxdp.release.claims import audited
 
 
 @shows_keywords(RunTerms, vars(Trials))
@@ -67,7 +68,7 @@ def audit_labels(
         records = from_arrays(features=features, label=labels, num_classes=num_classes)
         noisy = release(
             records,
-            account=_account(),
+            account=audited("replace_label"),
             epsilon=epsilon,
             prior=prior,
             seed=derive(runs.seed, f"{purpose}, {label}"),
@@ -76,10 +77,3 @@ def audit_labels(
 
     score = label_score(answers(canary, "before"), answers(other, "before"), num_classes)
     return runs.judge(lambda label, purpose: score(answers(label, "judged")), canary, other)
-
-
-def _account() -> Account:
-    """Returns an account of canaries, which nobody else spends from."""
-    ledger = Ledger.in_memory()
-    ledger.register("audited", adjacency="replace_label", unit="record")
-    return ledger.account("audited", label="audit")

@@ -158,6 +158,8 @@ def _refine(
             beyond_root = root * (1 + tol / 3) if is_near_low else root / (1 + tol / 3)
             if low < beyond_root < high:
                 guess = beyond_root
+        if not low < guess < high:
+            break  # no float lies between the ends
         cost_of_guess = cost(guess)
         if cost_of_guess <= target:
             high, cost_high = guess, cost_of_guess

@@ -9,8 +9,6 @@ in standard deviations. Both classes have, besides their methods:
     square_of_mean  |E_x m_x|^2
 """
 
-import dataclasses
-import functools
 import math
 
 import numpy as np
@@ -32,16 +30,12 @@ class Bins:
         self.mean_square = float(self._squares.mean())
         self._with_mean = products.mean(axis=0)
         self.square_of_mean = float(self._with_mean.mean())
-
-    @functools.cached_property
-    def _root(self) -> np.ndarray | None:
-        """The square root of the products, or None where they are diagonal."""
-        if not (self._products - np.diag(self._squares)).any():
-            return None
-        values, vectors = np.linalg.eigh(self._products)
-        # Rounding may leave an eigenvalue just below 0.
-        root: np.ndarray = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
-        return root
+        # The square root of the products, or None where they are diagonal.
+        self._root: np.ndarray | None = None
+        if (products - np.diag(self._squares)).any():
+            values, vectors = np.linalg.eigh(products)
+            # Rounding may leave an eigenvalue just below 0.
+            self._root = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
 
     def _noise(self, rng: np.random.Generator, count: int) -> np.ndarray:
         noise = rng.standard_normal((count, self.width))
@@ -75,7 +69,6 @@ class Bins:
         return product
 
 
-@dataclasses.dataclass(frozen=True)
 class Renewals:
     """The shifts of b-min-sep sampling.
 
@@ -87,54 +80,26 @@ class Renewals:
         probability: p.
     """
 
-    matrix: np.ndarray
-    separation: int
-    probability: float
-
-    @property
-    def width(self) -> int:
-        """T, the numbers of a draw."""
-        return len(self.matrix)
-
-    @property
-    def rate(self) -> float:
-        """The probability that a record is in a step: p / (1 + (b - 1) p)."""
-        return self.probability * self._may_begin
-
-    @property
-    def _may_begin(self) -> float:
-        """The probability that a record may take part in the first step."""
-        return 1 / (1 + (self.separation - 1) * self.probability)
-
-    @functools.cached_property
-    def _squares(self) -> np.ndarray:
-        squares: np.ndarray = np.square(self.matrix).sum(axis=0)
-        return squares
-
-    @functools.cached_property
-    def _mean(self) -> np.ndarray:
-        mean: np.ndarray = self.rate * self.matrix.sum(axis=1)
-        return mean
-
-    @functools.cached_property
-    def largest(self) -> float:
-        """The largest squared length of a shift, over all x with steps b or more apart."""
-        # best[t] is the largest sum of squares over steps from t on.
-        best = np.zeros(self.width + self.separation)
+    def __init__(self, matrix: np.ndarray, separation: int, probability: float):
+        self.matrix = matrix
+        self.separation = separation
+        self.probability = probability
+        self.width = len(matrix)
+        # The probability that a record may take part in the first step.
+        self._may_begin = 1 / (1 + (separation - 1) * probability)
+        # The probability that a record is in a step: p / (1 + (b - 1) p).
+        self.rate = probability * self._may_begin
+        self._squares: np.ndarray = np.square(matrix).sum(axis=0)
+        self._mean: np.ndarray = self.rate * matrix.sum(axis=1)
+        self.mean_square = float(self.rate * self._squares.sum())
+        self.square_of_mean = float(self._mean @ self._mean)
+        # best[t] is the largest sum of squares over steps from t on, over all x with steps b or
+        # more apart.
+        best = np.zeros(self.width + separation)
         for step in reversed(range(self.width)):
-            taken = self._squares[step] + best[step + self.separation]
+            taken = self._squares[step] + best[step + separation]
             best[step] = max(best[step + 1], taken)
-        return float(best[0])
-
-    @property
-    def mean_square(self) -> float:
-        """The mean squared length of a shift."""
-        return float(self.rate * self._squares.sum())
-
-    @property
-    def square_of_mean(self) -> float:
-        """The squared length of the mean shift."""
-        return float(self._mean @ self._mean)
+        self.largest = float(best[0])
 
     def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
         """Returns values of N(scale m_x, I) with random x, float64 [count, T]."""

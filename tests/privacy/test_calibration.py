@@ -203,6 +203,12 @@ def test_result_is_never_above_the_target_even_next_to_it():
         )
 
 
+def test_a_tolerance_below_the_distance_of_floats_ends():
+    noise = calibrate_noise(GaussianDpEvent, epsilon=1.0, delta=1e-5, tol=1e-17)
+    assert epsilon_at(GaussianDpEvent(noise), delta=1e-5) <= 1.0
+    assert epsilon_at(GaussianDpEvent(noise * (1 - 1e-15)), delta=1e-5) > 1.0
+
+
 @pytest.mark.slow
 def test_numbers_do_not_depend_on_the_hash_seed_of_a_process(run_in_subprocess):
     """A resumed run computes its noise again. Another last digit would be another release."""
