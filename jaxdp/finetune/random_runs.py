@@ -120,11 +120,11 @@ class RandomRuns:
 
     def _distribution(self) -> tuple[int, Decimal, Callable[[int], Decimal]]:
         """Returns the least number of runs, its probability, and P[K = k + 1] / P[K = k] of k."""
+        mean = Decimal(float(self.mean))  # a number of NumPy has no conversion
         if self.eta == math.inf:
-            mean = Decimal(self.mean)
             return 0, (-mean).exp(), lambda k: mean / (k + 1)
-        gamma = Decimal(stopping_probability(self.mean, self.eta))
-        eta = Decimal(self.eta)
+        gamma = Decimal(stopping_probability(float(self.mean), float(self.eta)))
+        eta = Decimal(float(self.eta))
         log_gamma = gamma.ln()
         if eta == 0:
             # Definition 1 as eta -> 0: gamma^-eta - 1 -> -eta ln(gamma).
