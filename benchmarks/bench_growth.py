@@ -1,7 +1,7 @@
 r"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
 ledger rows.
 
-    python -m benchmarks run growth --output benchmarks/results/growth_cpu.json \
+    python -m benchmarks run growth --update \
         --picture docs/design/growth.png
 
 Every point is a process of its own, because memory that one point used would count for the next.
@@ -47,9 +47,9 @@ FLAGS = {
 }
 
 
-def timed(call: Callable, rounds: int | None = None) -> dict[str, float]:
+def timed(call: Callable, rounds: int = ROUNDS) -> dict[str, float]:
     """Returns processor and wall seconds of a call, the medians of the rounds."""
-    wall, cpu = timing.interleaved({"call": call}, rounds or ROUNDS, warm=False)
+    wall, cpu = timing.interleaved({"call": call}, rounds, warm=False)
     return {"cpu_s": statistics.median(cpu["call"]), "wall_s": statistics.median(wall["call"])}
 
 

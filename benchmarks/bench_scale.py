@@ -18,11 +18,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import pages, problems
+from benchmarks import pages, problems, timing
 from jaxdp import finetune, models
 from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
-from jaxdp.report import format_table
 from jaxdp.transforms.noise import gaussian, stream
 from launch import results
 
@@ -178,10 +177,8 @@ def tables(report) -> dict:
 
 def measure(flags) -> dict:
     rows = [row for name, case in cases().items() for row in rows_of(name, case)]
-    counts = [{name: x for name, x in row.items() if name != "kinds"} for row in rows]
-    print(format_table(counts, digits=4))
     noise = [row for name in NOISE for row in noise_rows(name, cases()[name])]
-    print(format_table(noise, digits=4))
+    timing.show("noise", noise)
     report = {"steps": rows, "noise": noise}
     print(tables(report)["counts"])
     return report

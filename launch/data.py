@@ -41,9 +41,10 @@ import numpy as np
 from jaxdp.data import DataSpec, Examples
 from jaxdp.data import tfds as prepared
 from jaxdp.data.apart import check_records_apart
+from jaxdp.data.pictures import PrepareImages
 from jaxdp.data.selection import load_pixels
 from jaxdp.data.shifts import STRENGTHS, Shift, shifted
-from jaxdp.data.spec import Prepare, format_of, medmnist_arrays, open_parts, whole_bundled
+from jaxdp.data.spec import format_of, medmnist_arrays, open_parts, whole_bundled
 from jaxdp.files import Limits, optional, read_npz
 from jaxdp.report import progress_bar
 
@@ -144,7 +145,7 @@ def specs(
 
 
 def parts(
-    config: Any, *roles: str, prepare: Prepare | None = None, grouped: bool = False
+    config: Any, *roles: str, prepare: PrepareImages | None = None, grouped: bool = False
 ) -> dict[str, Examples]:
     """Returns the sources of some roles, with names such as "digits/private".
 

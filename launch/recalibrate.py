@@ -308,7 +308,7 @@ def _records(work: frame.Work, shift: str) -> Records:
         return {"logits": logits, "labels": read_column(images, "label")}
 
     arrays = work.arrays(f"logits/{frame.file_name(shift)}.npz", classify)
-    return Records(jnp.asarray(arrays["logits"]), jnp.asarray(arrays["labels"]))
+    return Records(*jax.device_put((arrays["logits"], arrays["labels"])))
 
 
 def _run(cell: Cell | Values | Diagrams, work: frame.Work) -> dict[str, Any]:

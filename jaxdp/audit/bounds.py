@@ -198,16 +198,11 @@ def audit_mechanism(
     return multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim=claim)
 
 
-class ConfidenceTerms(TypedDict, total=False):
-    """The terms of a lower bound of a claim that the audit knows. `Terms` has them as fields."""
+class BoundTerms(TypedDict, total=False):
+    """The terms of a lower bound. `Terms` has them as fields."""
 
     delta: Required[float]
     confidence: float
-
-
-class BoundTerms(ConfidenceTerms, total=False):
-    """The terms of a lower bound. `Terms` has them as fields."""
-
     claim: Claim
 
 

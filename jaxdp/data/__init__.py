@@ -17,7 +17,6 @@ from jaxdp.data.corruptions import (
     restrict_classes,
 )
 from jaxdp.data.digests import record_digests
-from jaxdp.data.finite import NotFinite, count_not_finite
 from jaxdp.data.fixed_order import FixedOrderSampler
 from jaxdp.data.groups import Groups, Records, by_group
 from jaxdp.data.ids import identifiers
@@ -33,6 +32,7 @@ from jaxdp.data.spec import DataSpec, open
 from jaxdp.data.storage import ExampleReader
 from jaxdp.data.tabular import from_csv
 from jaxdp.data.tfds import check_disjoint, from_tfds
+from jaxdp.transforms.not_finite import NotFinite, count_not_finite
 
 __all__ = [
     "CORRUPTIONS",

@@ -13,7 +13,13 @@ import numpy as np
 
 from jaxdp.data.arrays import from_arrays
 from jaxdp.data.ids import identifiers
-from jaxdp.data.pictures import ImageFiles, check_range, path_inside
+from jaxdp.data.pictures import (
+    ImageFiles,
+    PixelRange,
+    PrepareImages,
+    check_range,
+    path_inside,
+)
 from jaxdp.data.sources import Examples
 from jaxdp.data.storage import ExampleReader
 from jaxdp.data.tables import Table, check_classes, numbers, places, read_table
@@ -245,13 +251,13 @@ def from_texts(
         raise ValueError(f"length must be at least 2, a token and the next one, got {length}.")
     tokens = np.full((len(texts), length), -1, np.int32)
     for row, text in zip(tokens, texts, strict=True):
-        ids = (encode or _bytes)(text)[:length]
+        ids = np.asarray((encode or _bytes)(text)[:length], np.int64)
+        if ids.min(initial=0) < 0 or ids.max(initial=0) >= num_classes:
+            raise ValueError(
+                f"encode returns tokens outside of 0..{num_classes - 1}. Set num_classes to the "
+                "size of its vocabulary."
+            )
         row[: len(ids)] = ids
-    if tokens.max(initial=0) >= num_classes or tokens.min(initial=-1) < -1:
-        raise ValueError(
-            f"encode returns tokens outside of 0..{num_classes - 1}. Set num_classes to the size "
-            "of its vocabulary."
-        )
     return from_arrays(tokens=tokens, num_classes=num_classes, name=name)
 
 
@@ -267,8 +273,8 @@ def from_folder(
     classes: Sequence[str] | None = None,
     texts: Sequence[str] = (),
     num_classes: int = 0,
-    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
-    pixel_range: tuple[float, float] | None = None,
+    prepare: PrepareImages | None = None,
+    pixel_range: PixelRange | None = None,
     limits: Limits | None = None,
     name: str = "",
     declared: str = "",

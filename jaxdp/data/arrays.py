@@ -106,11 +106,16 @@ def _as_text(values: Any) -> list[Any] | None:
     return cells if all(isinstance(cell, str | bytes) for cell in cells) else None
 
 
+def _as_array(values: Any, where: str) -> np.ndarray:
+    """Returns an array. A memory-mapped one stays mapped."""
+    check_mask(values, where)
+    return values if isinstance(values, np.memmap) else np.asarray(values)
+
+
 def _as_column(name: str, path: tuple[Any, ...], values: Any) -> np.ndarray:
     """Returns a column of numbers as an array. A memory-mapped column is not read."""
     key = shown("/".join(map(str, path)))
-    check_mask(values, f"{key} of source {name!r}")
-    array = values if isinstance(values, np.memmap) else np.asarray(values)
+    array = _as_array(values, f"{key} of source {name!r}")
     if array.dtype.kind in "OSUMmT" or not array.ndim:
         raise TypeError(
             f"{key} of source {name!r} must be an array [n, ...] of numbers, got dtype "
@@ -162,8 +167,7 @@ def _as_labels(label: Any, num_classes: int) -> np.ndarray:
 
 def _as_images(image: Any) -> np.ndarray:
     """Returns pixels [n, H, W, C]. Memory-mapped pixels are not read."""
-    check_mask(image, "image")
-    image = image if isinstance(image, np.memmap) else np.asarray(image)
+    image = _as_array(image, "image")
     if image.ndim == 3:
         image = image[..., None]
     if image.ndim != 4:
@@ -190,8 +194,7 @@ def _as_images(image: Any) -> np.ndarray:
 
 def _as_features(features: Any) -> np.ndarray:
     """Returns real numbers [n, d]. Memory-mapped features are not read."""
-    check_mask(features, "features")
-    features = features if isinstance(features, np.memmap) else np.asarray(features)
+    features = _as_array(features, "features")
     if features.ndim != 2:
         raise ValueError(
             f"features must have shape [n, d], got {features.shape}. Give other arrays another "

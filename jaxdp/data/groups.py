@@ -12,17 +12,16 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxdp.data.finite import floats
 from jaxdp.data.ids import owners_of
-from jaxdp.data.protocol import OfRecords, Source
+from jaxdp.data.protocol import Source, Units
 from jaxdp.data.sources import read_ids
-from jaxdp.data.storage import immutable
+from jaxdp.transforms.not_finite import floats
 
 
 class Records(NamedTuple):
@@ -38,7 +37,7 @@ class Records(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Groups(OfRecords):
+class Groups(Units):
     """A `Source` whose examples are users. `by_group` makes it.
 
     Attributes:
@@ -48,15 +47,7 @@ class Groups(OfRecords):
       without: A column that `gather` leaves out, or "".
     """
 
-    source: Source = dataclasses.field(repr=False)
-    rows: np.ndarray = dataclasses.field(repr=False)
     without: str = ""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", immutable(np.asarray(self.rows, np.int64)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def __getitem__(self, index: int) -> Records:
         """Returns the records of one user: leaves [k, ...], and `present` [k]."""
@@ -75,9 +66,7 @@ class Groups(OfRecords):
         present = rows >= 0
         # Padding repeats the first record of the same user, so that it reveals nobody else's.
         padded = np.where(present, rows, rows[:, :1])
-        records = read(padded.reshape(-1))
-        if isinstance(records, Mapping):
-            records = {key: column for key, column in records.items() if key != self.without}
+        records = self.shown(read(padded.reshape(-1)))
 
         def by_user(column: Any) -> Any:
             return column.reshape(*rows.shape, *column.shape[1:])

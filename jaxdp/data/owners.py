@@ -11,27 +11,27 @@ Who owns which record is public here, and what the records contain is private (G
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from scipy import sparse
 from scipy.sparse import csgraph
 
-from jaxdp.data.finite import floats
 from jaxdp.data.ids import Identifier, identifier, owners_of
 from jaxdp.data.order import shuffled
-from jaxdp.data.protocol import OfRecords, Source
+from jaxdp.data.protocol import Source, Units
 from jaxdp.data.sampling import PoissonSampler
 from jaxdp.data.sources import Examples, read_ids
 from jaxdp.data.storage import immutable
 from jaxdp.files import check_count
+from jaxdp.transforms.not_finite import floats
 
 _SEVERAL = (list, tuple, set, frozenset, np.ndarray)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Owners(OfRecords):
+class Owners(Units):
     """A `Source` of records, of which each owner has at most `max_records`. `by_owners` makes it.
 
     Attributes:
@@ -43,18 +43,13 @@ class Owners(OfRecords):
       without: A column that `gather` leaves out, or "".
     """
 
-    source: Source = dataclasses.field(repr=False)
-    rows: np.ndarray = dataclasses.field(repr=False)
     max_records: int
     records_of: np.ndarray = dataclasses.field(repr=False)
     without: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", immutable(np.asarray(self.rows, np.int64)))
+        super().__post_init__()
         object.__setattr__(self, "records_of", immutable(np.asarray(self.records_of, np.int64)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def owners(self) -> int:
@@ -75,10 +70,7 @@ class Owners(OfRecords):
 
     def gather(self, indices: np.ndarray) -> Any:
         """Returns the records at `indices`, integers [B] in [0, n)."""
-        records = self.source.gather(self.rows[np.asarray(indices, np.int64)])
-        if isinstance(records, Mapping):
-            return {key: column for key, column in records.items() if key != self.without}
-        return records
+        return self.shown(self.source.gather(self.rows[np.asarray(indices, np.int64)]))
 
     def floats(self, indices: np.ndarray) -> Any:
         """Returns the columns of floating point of the records at `indices`, [B, ...] each."""

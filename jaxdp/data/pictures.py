@@ -26,6 +26,8 @@ import numpy as np
 from jaxdp.files import Limits, check_image, optional, shown, understood
 
 PixelRange = tuple[float, float]
+# Images of any sizes to floats in [0, 1], [n, H, W, C].
+PrepareImages = Callable[[Sequence[np.ndarray]], np.ndarray]
 _GREY = ("1", "L", "LA", "La")
 _WIDE = ("I;16", "I;16L", "I;16B", "I;16N")
 _AGAIN = "Get the file again, or leave its row out of the table."
@@ -133,7 +135,7 @@ class ImageFiles:
 
     root: pathlib.Path
     paths: Sequence[str]
-    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None
+    prepare: PrepareImages | None
     limits: Limits
     pixel_range: PixelRange | None = None
 

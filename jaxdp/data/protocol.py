@@ -2,15 +2,17 @@
 
 import dataclasses
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import Any, Protocol, Self, runtime_checkable
 
 import jax
 import numpy as np
 
-from jaxdp.data.finite import warn_of_not_finite
 from jaxdp.data.numbers import check_batch, check_digits
+from jaxdp.data.storage import immutable
 from jaxdp.files import shown
+from jaxdp.transforms.not_finite import count_not_finite
 
 _REMEDY = "Make one with jaxdp.data.from_arrays or another from_ function."
 
@@ -38,7 +40,7 @@ class Source(Protocol):
 
         Returns:
           Any pytree of numeric or boolean arrays [B, ...]: NumPy or JAX, each with a fixed dtype
-          and example shape.
+          and example shape. Nobody changes them later, since they reach a device without a copy.
         """
 
     @property
@@ -120,6 +122,13 @@ def check_source(
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
+def warn_of_not_finite(source: Any, argument: str) -> None:
+    """Warns the owner of the data if some of the first examples hold NaN or an infinity."""
+    counts = count_not_finite(source)
+    if counts.examples:
+        warnings.warn(counts.advice(argument), stacklevel=3)
+
+
 def _name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
@@ -157,11 +166,39 @@ def _check_leaf(leaf: Any, count: int, what: str) -> None:
         raise ValueError(f"{what} the shape {leaf.shape}. The first axis must be {count}.")
 
 
-class OfRecords:
-    """What a source of units has from its records, in its field `source`."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowsOf:
+    """Rows of another source, whose name and classes it has.
 
-    source: Source
-    rows: np.ndarray
+    Attributes:
+      source: The other source.
+      rows: int64 [n, ...], positions in it.
+    """
+
+    source: Source = dataclasses.field(repr=False)
+    rows: np.ndarray = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", immutable(np.asarray(self.rows, np.int64)))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def name(self) -> str:
+        """The name of the records."""
+        return getattr(self.source, "name", "records")
+
+    @property
+    def num_classes(self) -> int:
+        """The number of classes that the records declare, or 0."""
+        return getattr(self.source, "num_classes", 0)
+
+
+class Units(RowsOf):
+    """A source of units of privacy, whose examples lack the column `without` of the owners."""
+
+    without: str
 
     def take(self, indices: np.ndarray) -> Self:
         """Returns the units at `indices`, integers [m] in [0, n), as a source of the same class.
@@ -177,17 +214,13 @@ class OfRecords:
                 "indices must differ for a source of jaxdp.data.by_group or by_owners: an owner "
                 "would have more than max_records records."
             )
-        return dataclasses.replace(self, rows=self.rows[positions])  # type: ignore[type-var]
+        return dataclasses.replace(self, rows=self.rows[positions])
 
-    @property
-    def name(self) -> str:
-        """The name of the records."""
-        return getattr(self.source, "name", "records")
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes that the records declare, or 0."""
-        return getattr(self.source, "num_classes", 0)
+    def shown(self, records: Any) -> Any:
+        """Returns gathered records without the column of the owners."""
+        if not isinstance(records, Mapping):
+            return records
+        return {key: column for key, column in records.items() if key != self.without}
 
 
 def inputs_of(batch: Mapping[str, Any]) -> Any:

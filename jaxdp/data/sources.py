@@ -22,7 +22,7 @@ import tree
 from jaxdp.data.ids import Identifier, identifiers
 from jaxdp.data.order import shuffled
 from jaxdp.data.pictures import scaled
-from jaxdp.data.protocol import OfRecords, Source
+from jaxdp.data.protocol import RowsOf, Source, Units
 from jaxdp.data.storage import ExampleReader, Watched, immutable, raw, stored
 from jaxdp.files import shown
 from jaxdp.transforms.not_finite import is_floating
@@ -186,23 +186,23 @@ class Examples:
           ValueError: A class is outside [0, num_classes), given twice, or the only one, or there is
             no column "label", or the number of classes is not declared.
         """
-        old = np.asarray(classes, np.int32)
-        labels = self.column("label")
-        if len(old) < 2 or len(set(old.tolist())) < len(old):
+        labels = np.asarray(self.column("label"))
+        if len(classes) < 2 or len(set(classes)) < len(classes):
             raise ValueError(f"classes must be at least two distinct labels, got {list(classes)}.")
-        if old.min() < 0 or old.max() >= self.num_classes:
+        if min(classes) < 0 or max(classes) >= self.num_classes:
             raise ValueError(
                 f"classes must be in [0, {self.num_classes}) for {self.name!r}, got "
                 f"{list(classes)}."
             )
-        new_of_old = np.full(self.num_classes, -1, np.int32)
-        new_of_old[old] = np.arange(len(old))
-        label = new_of_old[np.asarray(labels)]
+        # -1 is also the label of a record without a class, such as those of some published tests.
+        label = np.full(len(labels), -1, np.int32)
+        for new, old in enumerate(classes):
+            label[labels == old] = new
         rows = self.positions
         return self.changed(
-            f"classes {old.tolist()}",
+            f"classes {[int(old) for old in classes]}",
             arrays={**self.arrays, "label": label},
-            num_classes=len(old),
+            num_classes=len(classes),
             rows=rows[label[rows] >= 0],
             name=name or self.name,
         )
@@ -395,26 +395,16 @@ def _split(rows: np.ndarray, at_once: int) -> list[np.ndarray]:
     return np.split(rows, range(at_once, len(rows), at_once))
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Part:
+class _Part(RowsOf):
     """Some examples of any source."""
 
-    whole: Source
-    rows: np.ndarray
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", immutable(np.asarray(self.rows, np.int64)))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
     def gather(self, indices: np.ndarray) -> Any:
-        return self.whole.gather(self.rows[np.asarray(indices, np.int64)])
+        return self.source.gather(self.rows[np.asarray(indices, np.int64)])
 
     @property
     def fingerprint(self) -> str:
         rows = hashlib.sha256(self.rows.astype("<i8").tobytes()).hexdigest()
-        both = json.dumps([self.whole.fingerprint, rows])
+        both = json.dumps([self.source.fingerprint, rows])
         return hashlib.sha256(both.encode()).hexdigest()
 
 
@@ -423,7 +413,7 @@ def take(source: Source, indices: np.ndarray) -> Source:
 
     A part of `Groups` or `Owners` is of the same class, and its indices differ.
     """
-    if isinstance(source, Examples | OfRecords):
+    if isinstance(source, Examples | Units):
         return source.take(indices)
     return _Part(source, indices)
 

@@ -12,7 +12,7 @@ import functools
 import importlib
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,13 @@ from jaxdp.data.bundled_sets import bundled
 from jaxdp.data.ids import owners_of
 from jaxdp.data.order import shuffled
 from jaxdp.data.owners import families
+from jaxdp.data.pictures import PixelRange, PrepareImages
 from jaxdp.data.selection import image_shape
 from jaxdp.data.sources import Examples, read_ids
 from jaxdp.data.tables import read_table
 from jaxdp.data.tabular import from_csv
 from jaxdp.data.tfds import from_tfds, is_published
 from jaxdp.files import Limits, npz_names, read_npz, shown
-
-Prepare = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +114,7 @@ class DataSpec:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     limits: Limits | None = None
     prepare: bool = False
-    pixel_range: tuple[float, float] | None = None
+    pixel_range: PixelRange | None = None
     group: str = ""
     max_records: int = 0
     separator: str = ""
@@ -149,7 +148,7 @@ class DataSpec:
         return {"unit": self.unit, "adjacency": self.adjacency}
 
 
-def open(spec: DataSpec, *, prepare: Prepare | None = None) -> Examples:
+def open(spec: DataSpec, *, prepare: PrepareImages | None = None) -> Examples:
     """Returns the source that a spec describes.
 
     Args:
@@ -166,7 +165,7 @@ def open(spec: DataSpec, *, prepare: Prepare | None = None) -> Examples:
 
 
 def open_parts(
-    specs: Mapping[str, DataSpec], *, prepare: Prepare | None = None, images: bool = False
+    specs: Mapping[str, DataSpec], *, prepare: PrepareImages | None = None, images: bool = False
 ) -> dict[str, Examples]:
     """Returns the sources of some parts of a set, by role.
 
@@ -200,7 +199,7 @@ def whole_bundled(name: str, *, where: str = "spec") -> Examples:
         raise ValueError(f"{where}.{error}") from error  # "name must be one of ..."
 
 
-def _open_bundled(spec: DataSpec, prepare: Prepare | None) -> Examples:
+def _open_bundled(spec: DataSpec, prepare: PrepareImages | None) -> Examples:
     whole = whole_bundled(spec.name, where=spec.where)
     if spec.rows is None:
         return whole
@@ -214,17 +213,17 @@ def _split_of_tfds(
     name: str,
     split: str,
     data_dir: str,
-    prepare: Prepare | None,
+    prepare: PrepareImages | None,
     in_memory: bool,
 ) -> Examples:
     return from_tfds(name, split, data_dir=data_dir or None, prepare=prepare, in_memory=in_memory)
 
 
-def _open_tfds(spec: DataSpec, prepare: Prepare | None) -> Examples:
+def _open_tfds(spec: DataSpec, prepare: PrepareImages | None) -> Examples:
     return _split_of_tfds(spec.name, spec.part, spec.data_dir, prepare, spec.in_memory)
 
 
-def _open_npz(spec: DataSpec, prepare: Prepare | None) -> Examples:
+def _open_npz(spec: DataSpec, prepare: PrepareImages | None) -> Examples:
     if not spec.part.endswith(".npz"):
         return _open_medmnist(spec)
     path = os.path.join(spec.path, spec.part)
@@ -257,7 +256,7 @@ def _open_medmnist(spec: DataSpec) -> Examples:
     )
 
 
-def _open_hf(spec: DataSpec, prepare: Prepare | None) -> Examples:
+def _open_hf(spec: DataSpec, prepare: PrepareImages | None) -> Examples:
     source = from_hf(
         spec.path or spec.name,
         spec.part,
@@ -269,7 +268,7 @@ def _open_hf(spec: DataSpec, prepare: Prepare | None) -> Examples:
     return source.load() if spec.in_memory else source
 
 
-def _open_folder(spec: DataSpec, prepare: Prepare | None) -> Examples:
+def _open_folder(spec: DataSpec, prepare: PrepareImages | None) -> Examples:
     table = spec.part if spec.share is None else LABELS
     columns = read_table(os.path.join(spec.path, table)).columns
     has_owners = spec.group == SUBFOLDER or spec.group in columns
@@ -296,7 +295,7 @@ _ARGUMENT = re.compile(
 )
 
 
-def _open_csv(spec: DataSpec, prepare: Prepare | None) -> Examples:
+def _open_csv(spec: DataSpec, prepare: PrepareImages | None) -> Examples:
     path = spec.path
     if spec.share is None:
         path = os.path.join(spec.path, spec.part)
@@ -344,7 +343,7 @@ def _rows_of_share(table: Examples, spec: DataSpec) -> np.ndarray:
     return rows
 
 
-def _open_function(spec: DataSpec, prepare: Prepare | None) -> Examples:
+def _open_function(spec: DataSpec, prepare: PrepareImages | None) -> Examples:
     module, _, function = spec.source.partition(":")
     try:
         make = getattr(importlib.import_module(module), function)
@@ -362,7 +361,7 @@ def _open_function(spec: DataSpec, prepare: Prepare | None) -> Examples:
     return named.load() if spec.in_memory else named
 
 
-Format = Callable[[DataSpec, Prepare | None], Examples]
+Format = Callable[[DataSpec, PrepareImages | None], Examples]
 
 FORMATS: Mapping[str, Format] = {
     "bundled": _open_bundled,

@@ -53,8 +53,17 @@ def _is_immutable(array: np.ndarray) -> bool:
 def on_device(array: Any, dtype: Any = None) -> jax.Array:
     """Returns a JAX array that shares no memory with an array of NumPy.
 
-    `jnp.asarray` and `jax.device_put` share an aligned array on a CPU, so that an edit in place
-    reaches the device.
+    `jax.device_put` shares an aligned array on a CPU, and a program may read its arguments after
+    the call of it returned. So an edit in place would reach the device. Which of the two is right
+    depends on who else has the array:
+
+    - `on_device`: The array is a caller's, who may change or free it, and the result is read after
+      this call.
+    - `jax.device_put`: Nobody else has the array, or nobody can change it. It was computed or read
+      here, it comes from `Source.gather`, or it is `immutable`.
+
+    Neither compiles anything. `jnp.asarray` compiles a program for each shape. It is for values
+    that may be traced.
     """
     if isinstance(array, jax.Array):
         return jnp.asarray(array, dtype)
@@ -302,9 +311,9 @@ class ExampleReader:
         """Returns the records at `rows` as arrays, and their texts."""
         if hasattr(self.records, "__getitems__"):
             records = self.records.__getitems__(rows)
-        else:
-            records = [self.records[row] for row in rows]
-        return [self._arrays(row, record) for row, record in zip(rows, records, strict=True)]
+            return [self._arrays(row, record) for row, record in zip(rows, records, strict=True)]
+        # One by one, because an object may fill the same arrays for every record.
+        return [self._arrays(row, self.records[row]) for row in rows]
 
     def _arrays(self, row: int, record: Any) -> tuple[Any, dict[str, Any]]:
         """Returns a record as arrays, and its texts."""
@@ -343,12 +352,12 @@ class ExampleReader:
 
 
 def _array(leaf: Any) -> np.ndarray:
-    """Returns an array of NumPy in the byte order of the machine."""
+    """Returns a copy as an array of NumPy in the byte order of the machine."""
     if hasattr(leaf, "detach"):
         # PyTorch makes NumPy arrays only of tensors on the host without a gradient.
         leaf = leaf.detach().cpu()
     check_mask(leaf, "a record")
-    array = np.asarray(leaf)
+    array = np.array(leaf)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

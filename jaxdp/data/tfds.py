@@ -6,12 +6,13 @@ import itertools
 import logging
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxdp.data.arrays import from_arrays
+from jaxdp.data.pictures import PrepareImages
 from jaxdp.data.sources import Examples
 from jaxdp.files import Limits, check_image, optional
 
@@ -49,7 +50,7 @@ def from_tfds(
     *,
     data_dir: str | None = None,
     download: bool = False,
-    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None = None,
+    prepare: PrepareImages | None = None,
     limits: Limits | None = None,
     in_memory: bool = True,
 ) -> Examples:
@@ -136,8 +137,12 @@ def is_published(name: str) -> bool:
         return True
     if name in _PUBLISHED:
         return True
-    base = name.partition("/")[0].partition(":")[0]  # "name/config:version"
-    return base in tfds.list_builders(with_community_datasets=False)
+    return _base(name) in tfds.list_builders(with_community_datasets=False)
+
+
+def _base(name: str) -> str:
+    """Returns the name of a data set without configuration and version: "a" of "a/b:1.0.0"."""
+    return name.partition("/")[0].partition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +156,7 @@ class _Images:
 
     feature: Any
     where: str
-    prepare: Callable[[Sequence[np.ndarray]], np.ndarray] | None
+    prepare: PrepareImages | None
     limits: Limits
 
     def decode(self, encoded: Sequence[bytes], rows: Sequence[int]) -> np.ndarray:
@@ -339,8 +344,7 @@ def _not_prepared(tfds: Any, name: str, data_dir: str | None) -> str:
         "Or pass data_dir= or set the environment variable TFDS_DATA_DIR to a directory with a "
         "prepared copy."
     )
-    data_set = name.partition("/")[0].partition(":")[0]
-    if data_set in tfds.list_builders(with_community_datasets=False):
+    if _base(name) in tfds.list_builders(with_community_datasets=False):
         return text
     return (  # without TensorFlow the list lacks some data sets of the catalogue, such as glue
         f"{text}\nThe TFDS that is installed does not list {name!r}. If the catalogue of TFDS "
@@ -370,8 +374,7 @@ def _check_features(
                 )
             return ["image", "label"]
         adult = [*_ADULT_NUMBERS, *_ADULT_CATEGORIES]
-        is_adult = name.split("/")[0].split(":")[0] == "adult"
-        if is_adult and set(adult) <= set(features):
+        if _base(name) == "adult" and set(adult) <= set(features):
             return [*adult, "label"]
     raise ValueError(
         f"data set {name!r} has the features {sorted(features)}, which are not handled. Only an "

@@ -39,11 +39,15 @@ def check_function(name: str, value: Any, call: str) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Any, alternative: str = "") -> None:
-    """Raises ValueError unless the value is one of several choices, the arguments of a `Literal`.
+    """Raises ValueError unless the value is one of several choices.
 
-    `alternative` says what else is allowed, for the error.
+    Args:
+      name: The argument.
+      value: Its value.
+      choices: A `Literal`, or a sequence.
+      alternative: What else is allowed, for the error.
     """
-    *others, last = get_args(choices)
+    *others, last = get_args(choices) or choices
     if value not in (*others, last):
         listed = ", ".join(map(repr, others))
         raise ValueError(f"{name} must be {listed} or {last!r}{alternative}, got {value!r}.")

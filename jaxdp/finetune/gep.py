@@ -26,6 +26,7 @@ directions.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
@@ -197,10 +198,8 @@ class GradientEmbedding(Query):
         moving = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
         dtype = jnp.result_type(*jax.tree.leaves(moving))
         embeddings = [jnp.zeros(width, dtype) for width in self._layout(params).widths]
-        zeros: _Contribution = self.as_sums(
-            _Contribution(embeddings, moving if self.residual_share else None)
-        )
-        return zeros
+        residual = moving if self.residual_share else None
+        return self.as_sums(_Contribution(embeddings, residual))
 
     def sums(
         self,
@@ -233,11 +232,9 @@ class GradientEmbedding(Query):
 
     def _total(self, rows: _Contribution, factors: _Contribution) -> _Contribution:
         """Sums rows times their factors, on the grid if there is one."""
-        if self.grid is None:
-            summed = jax.tree.map(_weighted, factors, rows)
-        else:
-            summed = self.rounded(rows, factors)
-        total: _Contribution = summed
+        if self.grid is not None:
+            return self.rounded(rows, factors)
+        total: _Contribution = jax.tree.map(_weighted, factors, rows)
         return total
 
     def read(
@@ -378,14 +375,11 @@ class _Part:
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
-        self._jitted: dict[str, Any] = {}  # by platform
+        self._jitted = functools.cache(functools.partial(repeatable, function))
 
     @property
     def _program(self) -> Any:
-        platform = forms.platform()
-        if platform not in self._jitted:
-            self._jitted[platform] = repeatable(self._function, platform=platform)
-        return self._jitted[platform]
+        return self._jitted(platform=forms.platform())
 
     def __call__(self, *args: Any) -> Any:
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
@@ -424,7 +418,7 @@ def _orthonormal(image: list[jax.Array], layout: _Layout) -> list[jax.Array]:
     """Makes the columns of every group orthonormal."""
     basis = list(image)
     for group in range(len(layout.widths)):
-        members = [leaf for leaf, owner in enumerate(layout.owner) if owner == group]
+        members = layout.together(range(len(image)), group)
         columns = layout.together(image, group)
         q = _gram_schmidt(jnp.concatenate(columns))
         *cuts, _ = np.cumsum([len(rows) for rows in columns])  # the last sum is the end of all

@@ -46,6 +46,7 @@ from jaxdp.data import Examples, Groups, Owners, Source, check_source
 from jaxdp.data.groups import Records
 from jaxdp.data.tabular import indicator_of, is_range
 from jaxdp.files import read_json, write_json
+from jaxdp.finetune.query import is_floating
 from jaxdp.finetune.units import check_unit
 from jaxdp.privacy import Account, GaussianDpEvent
 from jaxdp.release import Release, Till, digest, stream
@@ -83,8 +84,13 @@ class Scaler:
             object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
 
     def normalise(self, features: jax.Array) -> jax.Array:
-        """Returns features [..., d] with the columns scaled. A missing cell and NaN become 0."""
+        """Returns features [..., d] with the columns scaled. A missing cell and NaN become 0.
+
+        Features that are integers become float32.
+        """
         features = jnp.asarray(features)
+        if not is_floating(features):  # Integers would cut the means to integers.
+            features = features.astype(jnp.float32)
         cells = features[..., list(self.columns)]
 
         def of_columns(numbers: Sequence[float]) -> jax.Array:

@@ -304,7 +304,5 @@ def generate(
     tokens = np.full(length, PADDING, np.int32)
     tokens[:start] = prompt
     key = jax.random.key(seed)
-    continued = _continued(
-        predict, params, jnp.asarray(tokens), key, start, jnp.float32(temperature)
-    )
+    continued = _continued(predict, params, tokens, key, start, np.float32(temperature))
     return np.asarray(continued)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
+from jaxdp.data.storage import on_device
 from jaxdp.files import Limits, check_finite, shown, understood, write_durably
 from jaxdp.transforms.clipping import paths_of
 
@@ -210,7 +211,7 @@ def merge_pretrained(params: Any, pretrained: Any, *, exclude: Sequence[str] = (
                 f"{path}: shape {public[path].shape} in pretrained, {fresh[path].shape} in params"
             )
         else:
-            merged[path] = jax.numpy.asarray(public[path], fresh[path].dtype)
+            merged[path] = on_device(public[path], fresh[path].dtype)
     if problems:
         raise ValueError(
             "pretrained does not fit params. Exclude the parameters to train afresh, or build the "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdp.data.storage import on_device
 from jaxdp.prediction.checks import check_queries
 from jaxdp.prediction.plan import Layout, Threat
 from jaxdp.report import progress_bar
@@ -114,15 +115,13 @@ def certify(
     low, _ = layout.split(bounds.lower)
     high, _ = layout.split(bounds.upper)
     box = low, high
-    queries = jax.device_put(queries)  # compiles nothing, unlike jnp.asarray
+    queries = on_device(queries)
     rows = []
     for k in progress_bar(range(len(bounds.ks)), label="certificates", unit="distance"):
         # An array, so that all distances share one program.
         row = _certain(apply_fn, product, layout, box, np.int32(k), frozen, queries)
         rows.append(jax.block_until_ready(row))
-    certificates = _certificates(apply_fn, layout, bounds.ks, moving, frozen, queries, rows)
-    # The queries may share the memory of the caller, who may change it later.
-    return jax.block_until_ready(certificates)
+    return _certificates(apply_fn, layout, bounds.ks, moving, frozen, queries, rows)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

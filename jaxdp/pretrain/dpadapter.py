@@ -269,7 +269,8 @@ class SharpnessTrainer:
         if name == "perturbation_batch":
             self.check_devices(name, *lengths)
         layout = self.layout(point)
-        batch = self.placed(batch)  # once, not with every microbatch
+        # Once, not with every microbatch. A caller may fill the arrays with the next batch.
+        batch = self.placed(jax.tree.map(on_device, batch))
 
         def microbatch(number: int) -> tuple[jax.Array, Any, Any]:
             placed = self.everywhere(np.int32(number))

@@ -190,12 +190,10 @@ def delta(
         raise ValueError(f"epsilon must be >= 0, got {epsilon!r}.")
     counts: Mapping[DpEvent, int] = composition(event)
     rules = check_rules(counts, adjacency=adjacency, method=method)
-    if not counts or epsilon == math.inf:
-        return 1.0 if is_boundless(counts) else 0.0
     if is_boundless(counts):
         return 1.0
     # A pure release has delta 0 from its epsilon on.
-    if pure_epsilon(counts, adjacency) <= epsilon:
+    if not counts or epsilon == math.inf or pure_epsilon(counts, adjacency) <= epsilon:
         return 0.0
     bound = 1.0
     # RDP is above PLD up to the rounding of PLD, so it counts where there is no PLD.
@@ -217,7 +215,7 @@ def epsilon_of_counts(
     leaves = tuple(counts.items())
     is_small = len(leaves) <= _LARGEST_CACHED
     compute = epsilon_of_leaves if is_small else epsilon_of_leaves.__wrapped__
-    return compute(leaves, delta, adjacency, method)
+    return compute(leaves, float(delta), adjacency, method)
 
 
 # Plans, holds and reports ask for the same epsilon several times.
@@ -378,13 +376,11 @@ def _epsilon_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, delt
     mu = _only_gaussian(rest, adjacency)
     if mu is not None:
         return certain + gaussian_epsilon(mu, delta)
-    losses = losses_of(rest, adjacency, delta, reverse=False)
-    bound = epsilon_bound(losses, delta)
-    # A symmetric pair has the same losses in both directions.
-    if not all(is_symmetric(leaf, adjacency) for leaf in rest):
-        reversed_losses = losses_of(rest, adjacency, delta, reverse=True)
+    bound = 0.0
+    for reverse in _directions(rest, adjacency):
+        losses = losses_of(rest, adjacency, delta, reverse)
         # A second direction matters only if it is the larger one.
-        bound = max(bound, epsilon_bound(reversed_losses, delta, enough=bound))
+        bound = max(bound, epsilon_bound(losses, delta, enough=bound))
     # Where sampling probabilities are near 1, the closed form of whole Gaussians is tighter.
     unsampled_mu = _only_gaussian(_unsampled(rest), adjacency)
     if unsampled_mu is not None:
@@ -405,14 +401,12 @@ def _delta_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, epsilo
     unsampled_mu = _only_gaussian(_unsampled(rest), adjacency)
     if unsampled_mu is not None:
         most = min(most, gaussian_delta(unsampled_mu, epsilon))
-    symmetric = all(is_symmetric(leaf, adjacency) for leaf in rest)
-    directions = (False,) if symmetric else (False, True)
     bound = -1.0
     for least in _DEPTHS:
         # Far tails take longer, and are looked at only if delta is small.
         if bound < 100 * least:
             log_deltas = []
-            for reverse in directions:
+            for reverse in _directions(rest, adjacency):
                 losses = losses_of(rest, adjacency, least, reverse)
                 log_deltas.append(log_delta_bound(losses, epsilon))
             bound = math.exp(max(log_deltas))
@@ -440,14 +434,20 @@ def _deltas_by_losses(
     if largest <= least:
         return most
     targets = [delta for delta in _TARGETS if least < delta < largest]
-    symmetric = all(is_symmetric(leaf, adjacency) for leaf in rest)
     bounds = []
-    for reverse in (False,) if symmetric else (False, True):
+    for reverse in _directions(rest, adjacency):
         losses = losses_of(rest, adjacency, least, reverse)
         curve = log_delta_curve(losses, epsilons[inside], [*targets, least])
         bounds.append(np.exp(curve))
     most[inside] = np.minimum(most[inside], np.max(bounds, axis=0))
     return most
+
+
+def _directions(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> tuple[bool, ...]:
+    """Returns whether to reverse the pairs: not, and also yes unless that changes no loss."""
+    if all(is_symmetric(leaf, adjacency) for leaf in counts):
+        return (False,)
+    return False, True
 
 
 def _largest_delta(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> float:

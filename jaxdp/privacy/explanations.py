@@ -7,7 +7,7 @@ import math
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxdp.files import shown
 from jaxdp.files.text import finite, indented
@@ -17,7 +17,7 @@ from jaxdp.privacy.spent_epsilon import epsilon_of, remaining_epsilon, used_epsi
 from jaxdp.privacy.terms import Dataset
 
 By = Literal["event", "type", "label", "run"]
-GROUPINGS = ("event", "type", "label", "run")
+GROUPINGS = get_args(By)
 # Each group needs two compositions, of about 0.1 s each.
 MOST_GROUPS = 50
 _SPENDS = (

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import os
+import sqlite3
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -431,9 +432,8 @@ class LedgerReader:
             Rows with "day" (ISO), "dataset", "spends" (of that day), "epsilon" (of everything until
             its end) and "delta". By default it is the registered one.
         """
-        with self._transaction("DEFERRED") as db:
-            dataset = dataset_of(db, name)
-            return reports.by_day(db, dataset, _delta_for(dataset, delta), timezone)
+        dataset, rows = self._spent(name)
+        return reports.by_day(rows, dataset, _delta_for(dataset, delta), timezone)
 
     def growth(
         self, name: str, *, delta: float | None = None, points: int = 40
@@ -453,9 +453,14 @@ class LedgerReader:
             raise ValueError(
                 f"points must be at least 1, got {points}. Give the number of rows to return."
             )
+        dataset, rows = self._spent(name)
+        return reports.growth(rows, dataset, _delta_for(dataset, delta), points)
+
+    def _spent(self, name: str) -> tuple[Dataset, list[sqlite3.Row]]:
+        """Returns a dataset and its spends. Epsilon of them is computed after the transaction."""
         with self._transaction("DEFERRED") as db:
             dataset = dataset_of(db, name)
-            return reports.growth(db, dataset, _delta_for(dataset, delta), points)
+            return dataset, reports.spent(db, dataset)
 
     # --- The file --------------------------------------------------------------------------------
 

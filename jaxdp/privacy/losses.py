@@ -5,6 +5,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from scipy import special
@@ -33,7 +34,7 @@ from jaxdp.privacy.loss_densities import (
     truncated_batches,
     two_sided,
 )
-from jaxdp.privacy.loss_distribution import LossDistribution
+from jaxdp.privacy.loss_distribution import LossDistribution, Piece
 from jaxdp.privacy.relations import Adjacency, distance_factor
 from jaxdp.privacy.renyi_pairs import RenyiCurve, renyi_pair
 
@@ -154,44 +155,46 @@ def distribution(
     factor = float(distance_factor(adjacency))
     # What no interval covers: at most two tails of two Gaussians and two gaps between them. Masses
     # may underflow too.
-    uncovered = 8 * float(special.ndtr(-reach_of(depth))) + 1e-300
+    tails = 8 * float(special.ndtr(-reach_of(depth))) + 1e-300
+    atoms: tuple[np.ndarray, np.ndarray] | None = None
+    pieces: Sequence[Piece] = ()
+    uncovered = 0.0
     match leaf:
         case PureDpEvent(epsilon=loss):
-            return LossDistribution(pure_pair(loss), (), 0.0, reverse)
+            atoms = pure_pair(loss)
         case RandomizedResponseDpEvent():
-            return LossDistribution(randomized_response(leaf, adjacency), (), 0.0, reverse)
+            atoms = randomized_response(leaf, adjacency)
         case MonteCarloDpEvent():
             epsilons = np.array(leaf.epsilons)
             curves = hull_pair(epsilons, np.array(leaf.forward), np.array(leaf.backward))
-            lost = curves.only_second if reverse else curves.only_first
+            atoms = curves.atoms
+            uncovered = curves.only_second if reverse else curves.only_first
             # Wrong bounds bound nothing, as an infinite loss does.
-            lost += leaf.failure_probability
-            return LossDistribution(curves.atoms, (), lost, reverse)
+            uncovered += leaf.failure_probability
         case RenyiCurve():
-            bounded = renyi_pair(leaf, depth)
-            return LossDistribution(bounded.atoms, (), bounded.only_first, reverse)
+            atoms, uncovered, _ = renyi_pair(leaf, depth)
         case DiscreteLaplaceDpEvent():
             atoms = _discrete_laplace(leaf.noise_parameter, int(factor) * leaf.sensitivity)
-            return LossDistribution(atoms, (), 0.0, reverse)
         case LaplaceDpEvent(noise_multiplier=scale):
             atoms, pieces = laplace_losses(factor / scale, 1.0)
-            return LossDistribution(atoms, pieces, 0.0, reverse)
         case PoissonSampledDpEvent(event=LaplaceDpEvent(noise_multiplier=scale)):
             atoms, pieces = laplace_losses(1 / scale, leaf.sampling_probability)
-            return LossDistribution(atoms, pieces, 0.0, reverse)
         case GaussianDpEvent(noise_multiplier=sigma):
             pieces = [one_sided(1.0, sigma / factor, 1.0, depth)]
-            return LossDistribution(None, pieces, uncovered, reverse)
+            uncovered = tails
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
             pair = two_sided if adjacency == "replace_one" else one_sided
             pieces = [pair(1.0, sigma, leaf.sampling_probability, depth)]
-            return LossDistribution(None, pieces, uncovered, reverse)
+            uncovered = tails
         case OwnedGaussianDpEvent():
-            return LossDistribution(None, [owned_records(leaf, depth)], uncovered, reverse)
+            pieces = [owned_records(leaf, depth)]
+            uncovered = tails
         case TruncatedSubsampledGaussianDpEvent():
             pieces = truncated_batches(leaf, adjacency, depth)
-            return LossDistribution(None, pieces, uncovered, reverse)
-    raise AssertionError(f"no loss distribution for {leaf!r}")
+            uncovered = tails
+        case _:
+            raise AssertionError(f"no loss distribution for {leaf!r}")
+    return LossDistribution(atoms, pieces, uncovered, reverse)
 
 
 def pure_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:

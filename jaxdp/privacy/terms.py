@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import numbers
-from typing import Literal
+from typing import Literal, get_args
 
 from jaxdp.files import check_delta
 from jaxdp.privacy.accounting import (
@@ -17,7 +17,6 @@ from jaxdp.privacy.accounting import (
 )
 
 Accounting = Literal["pld", "rdp", "renyi_filter"]
-_ACCOUNTINGS = ("pld", "rdp", "renyi_filter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class Terms:
             raise ValueError(
                 f"adjacency must be one of {sorted(RELATIONS)}, got {self.adjacency!r}."
             )
-        if self.accounting not in _ACCOUNTINGS:
+        if self.accounting not in get_args(Accounting):
             raise ValueError(
                 f"accounting must be 'pld', 'rdp' or 'renyi_filter', got {self.accounting!r}."
             )

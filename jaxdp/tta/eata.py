@@ -19,6 +19,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from jaxdp.data.storage import on_device
 from jaxdp.files import check_choice
 from jaxdp.transforms.clipping import paths_of
 from jaxdp.tta.finite import all_finite, without_bad_rows
@@ -152,7 +153,7 @@ def fisher(
         apply_fn returns one logit, or no parameter adapts.
     """
     check_choice("gradients", gradients, Gradients)
-    arrays = map(jnp.asarray, batches)
+    arrays = map(on_device, batches)
     first = list(itertools.islice(arrays, 1))
     if not first:
         raise ValueError("batches is empty. Give at least one batch of public source images.")

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.labels import check_logits, judge, predicted
+from jaxdp.data.storage import on_device
 
 ApplyFn = Callable[[Any, jax.Array], jax.Array]
 
@@ -82,8 +83,8 @@ class CollapseMonitor:
         self._min_agreement = min_agreement
         self._min_entropy = min_entropy
         self._apply_fn = apply_fn
-        self._params = params
-        self._images = jnp.asarray(probe_images)
+        self._params = jax.tree.map(on_device, params)
+        self._images = on_device(probe_images)
         logits = jax.jit(apply_fn)(params, self._images)
         name = "apply_fn(params, probe_images)"
         check_logits(logits, name=name, count=len(self._images), least=2)

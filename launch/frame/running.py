@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp import memory
-from jaxdp.data.finite import warn_of_not_finite
+from jaxdp.data.protocol import warn_of_not_finite
 from jaxdp.files import (
     happened,
     optional,

@@ -13,7 +13,7 @@ import optax
 import PIL.Image
 import pytest
 
-from jaxdp import data, finetune, pretrain
+from jaxdp import data, finetune, losses, prediction, pretrain, tta
 from jaxdp.data import storage
 from jaxdp.privacy import Ledger
 from jaxdp.recalibration import Party
@@ -352,6 +352,58 @@ def test_parameters_of_a_user_are_copied_to_the_device():
         np.max(leaf) < 9.0
         for leaf in jax.tree.leaves([states[0].params, states[1].params, states[2]])
     )
+
+
+def test_a_batch_of_pretraining_may_be_overwritten_while_its_step_runs():
+    """Broken twin: `jax.device_put` shared the batch, and a later microbatch read the next one."""
+    x = aligned(np.ones(1024, np.float32))
+
+    def overwrite():
+        x[:] = 9.0
+        return np.zeros((), np.float32)
+
+    def loss(params, batch):
+        zero = jax.pure_callback(overwrite, jax.ShapeDtypeStruct((), np.float32))
+        return params["w"] * batch["x"].mean() + zero
+
+    trainer = pretrain.dpadapter(
+        loss, optax.sgd(0.1), gamma=0.0, ascent_rate=1.0, microbatch_size=512
+    )
+    _, metrics = trainer.step(trainer.init({"w": np.float32(1.0)}), None, {"x": x})
+    assert x[0] == 9.0 and metrics["loss"] == 1.0
+
+
+def test_probe_images_and_frozen_parameters_are_copied():
+    """Broken twin: the bounds of a box held the caller's own frozen array."""
+    probe = aligned(np.ones((64, 4), np.float32))
+    params = {"w": aligned(np.eye(4, dtype=np.float32)), "bias": aligned(np.zeros(4, np.float32))}
+
+    def logits(params, x):
+        return x @ params["w"] + params["bias"][None]
+
+    monitor = tta.CollapseMonitor(logits, params, probe)
+    before = monitor(params)
+    examples = {"x": values(), "label": np.arange(N) % 4}
+    bounds = prediction.train_with_bounds(
+        lambda p, example: losses.softmax_cross_entropy(
+            logits(p, example["x"][None])[0], example["label"]
+        ),
+        params,
+        examples,
+        ks=1,
+        epochs=1,
+        batch_size=N,
+        learning_rate=0.1,
+        clip=1.0,
+        trainable=lambda path, leaf: path == "bias",
+    )
+    kept = params["w"].copy()
+    probe[:, 0] = 9.0
+    assert monitor(params) == before
+    params["w"][:] = 9.0
+    assert monitor({**params, "w": kept}) == before
+    np.testing.assert_array_equal(bounds.params["w"], kept)
+    np.testing.assert_array_equal(bounds.upper["w"], np.stack([kept, kept]))
 
 
 def test_a_party_answers_about_the_records_it_was_given(tmp_path):

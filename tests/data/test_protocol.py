@@ -15,6 +15,7 @@ from jaxdp.data import (
     bundled,
     check_source,
     from_arrays,
+    take,
 )
 from jaxdp.privacy import Ledger
 
@@ -230,3 +231,13 @@ def test_a_declared_fingerprint_reads_nothing_and_follows_every_change():
     assert whole.take(np.arange(6)).fingerprint == whole.fingerprint
     with pytest.raises(AssertionError, match="read"):
         _ = Examples(whole.arrays, 2).fingerprint
+
+
+def test_a_part_of_a_users_source_keeps_its_name_and_classes():
+    class Named(Own):
+        name = "mine"
+        num_classes = 2
+
+    part = take(Named(), np.array([1, 3]))
+    assert (part.name, part.num_classes) == ("mine", 2)
+    assert take(Own(), np.array([1])).num_classes == 0

@@ -397,6 +397,13 @@ def test_classes_are_selected_and_renumbered():
     assert part.arrays["image"] is source.arrays["image"]
 
 
+def test_records_without_a_class_are_in_no_choice_of_classes():
+    """Broken twin: -1 counted from the end, and took the last class."""
+    source = Examples({"label": np.array([0, 2, -1, 1, -1])}, num_classes=3)
+    part = source.of_classes([0, 2])
+    np.testing.assert_array_equal(part.gather(np.arange(len(part)))["label"], [0, 1])
+
+
 @pytest.mark.parametrize("classes", [[1], [1, 1], [0, 3], [-1, 0]])
 def test_classes_that_are_not_there_are_refused(classes):
     with pytest.raises(ValueError, match="classes must be"):

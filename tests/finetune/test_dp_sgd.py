@@ -725,6 +725,25 @@ def test_memory_bounds_the_chosen_sizes():
     assert max(sizes(60_000)) == max(sizes(30_000)) // 2
 
 
+def test_sizes_are_those_of_the_source_whatever_source_came_before():
+    def loss_of_rows(params, example):
+        return jnp.square(params["w"][example["ids"]]).sum()
+
+    def sizes(trainer, length):
+        source = data.from_arrays(ids=np.zeros((100, length), np.int32))
+        return trainer.physical(trainer.init({"w": jnp.ones((5, 1000))}), source).sizes
+
+    def make():
+        sampler = data.PoissonSampler(100, 1.0)
+        return trainer_of(sampler, loss_fn=loss_of_rows, physical_batch_size=None)
+
+    trainer = make()
+    short, long, again = (sizes(trainer, length) for length in (1, 10_000, 1))
+    assert short == again == sizes(make(), 1)
+    assert long == sizes(make(), 10_000)
+    assert max(long) < max(short)
+
+
 def test_a_source_that_fails_while_it_is_read_ahead_stops_the_run():
     class Failing(data.Examples):
         def gather(self, indices):

@@ -192,6 +192,8 @@ def test_mistakes_are_sentences(tmp_path):
         models.load_checkpoint(path, model=models.create("lm_tiny", num_classes=32, **SIZES))
     with pytest.raises(ValueError, match=r"encode returns tokens outside of 0..9. Set num_classes"):
         jaxdp.data.from_texts(["a"], length=4, num_classes=10)
+    with pytest.raises(ValueError, match=r"encode returns tokens outside of 0..255"):
+        jaxdp.data.from_texts(["a"], length=4, encode=lambda text: [7, -1])  # -1 is padding
     with pytest.raises(ValueError, match="length must be at least 2"):
         jaxdp.data.from_texts(["a"], length=1)
     for prompt, options, message in (

@@ -191,6 +191,9 @@ def test_accounts_of_another_ledger_are_refused(ledger):
             with pytest.raises(ValueError, match=r"'data' belongs to .* ledger\.account\('data'\)"):
                 ask([("data", TENTH), (stranger, TENTH)])
         with pytest.raises(ValueError, match="belongs to"):
+            # Otherwise the ledger of the hold would pay in place of the account's.
+            ledger.hold([("data", TENTH)]).account(stranger)
+        with pytest.raises(ValueError, match="belongs to"):
             ledger.spend(stranger, TENTH)
         assert ledger.epsilon("data") == other.epsilon("data") == 0.0
 

@@ -21,9 +21,8 @@ from jaxdp.privacy import (
 )
 from jaxdp.privacy.curve_pairs import hull_pair
 from jaxdp.privacy.events import MonteCarloDpEvent, compose, composition, from_json, to_json
+from jaxdp.privacy.mixtures import Bins, Renewals
 from jaxdp.privacy.participation import (
-    Bins,
-    Renewals,
     b_min_sep_event,
     balls_in_bins_event,
     cyclic_poisson_event,
@@ -219,6 +218,14 @@ def test_strategies_without_a_proof_are_refused(strategy, message):
         b_min_sep_event(
             1.0, separation=2, sampling_probability=0.5, steps=4, strategy=strategy, **SOME
         )
+
+
+@pytest.mark.parametrize("noise_multiplier", [-1.0, math.nan])
+def test_noise_that_is_none_is_refused(noise_multiplier):
+    with pytest.raises(ValueError, match="noise_multiplier must be at least 0"):
+        balls_in_bins_event(noise_multiplier, bins=2, steps=4, **SOME)
+    with pytest.raises(ValueError, match="noise_multiplier must be at least 0"):
+        b_min_sep_event(noise_multiplier, separation=2, sampling_probability=0.5, steps=4, **SOME)
 
 
 def test_a_strategy_counts_in_bins():
