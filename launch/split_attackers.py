@@ -24,8 +24,10 @@ STANDARD = ("noise-unaware", "noise-aware", "aggregating", "oracle")
 ATTACKERS = (*STANDARD, *FORA, *GINVER)
 
 SCORES = {
-    **{"ssim_gaussian11": "SSIM (11, Gaussian)", "ssim_uniform7": "SSIM (7, uniform)"},
-    **{"psnr": "PSNR", "lpips": "LPIPS (AlexNet)"},
+    "ssim_gaussian11": "SSIM (11, Gaussian)",
+    "ssim_uniform7": "SSIM (7, uniform)",
+    "psnr": "PSNR",
+    "lpips": "LPIPS (AlexNet)",
 }
 
 

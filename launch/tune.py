@@ -353,10 +353,6 @@ def _event(
 # --- The study ----------------------------------------------------------------------------------
 
 
-def _cells(config: Any) -> Iterator[Model]:
-    yield Model("private")
-
-
 def _account(cell: Model, work: frame.Work) -> AbstractContextManager[Account]:
     """Returns the account of the search."""
     subject = work.shared.subject
@@ -484,7 +480,7 @@ def study(subject_of: Callable[[Any, pathlib.Path], Subject]) -> frame.Study:
         open=functools.partial(_open, subject_of),
         private=lambda opened: [opened.subject.private_set],
         account=_account,
-        cells=_cells,
+        cells=lambda config: [Model("private")],
         run=_run,
         result=_result,
         summary=_summary,
