@@ -467,11 +467,12 @@ class Site:
         # dot products.
         if isinstance(self.rule, Conv) and forms.platform() != "cpu":
             weight_grad = self.rule.weight_grad_by_primitive
+        if self.lengths:
+            record, g = self._by_slice((record, g))
+        terms = _exact_parts(g, self.rule, record)
         if not self.lengths:
-            terms = _exact_parts(g, self.rule, record)
             sums = [weight_grad(record, term) for term in terms]
             return functools.reduce(jnp.add, sums)
-        record, g = self._by_slice((record, g))
 
         def together(x: jax.Array) -> jax.Array:
             """Reshapes [B, slices, repeats, ...] to [slices, B * repeats, ...]."""
@@ -479,7 +480,6 @@ class Site:
             return x.swapaxes(0, 1).reshape(self.slices, -1, *rest)
 
         of_slices = _vmap_or_squeeze(weight_grad)
-        terms = _exact_parts(g, self.rule, record)
         record, terms = jax.tree.map(together, (record, terms))
         sums = [of_slices(record, term) for term in terms]
         total = functools.reduce(jnp.add, sums)
