@@ -308,32 +308,34 @@ def _applied(
     # A cast to bfloat16 leaves the form: models of bfloat16 keep the gradients.
     if eqn.outvars[0].aval.dtype != jnp.float32:
         raise _Unknown
+    if name == "integer_pow" and eqn.params["y"] == 2:
+        name = "square"
     if name in _LINEAR:
-        return _linear(_LINEAR[name], *operands)._replace(shape=shape)
-    if name == "mul":
-        return _product(*operands)._replace(shape=shape)
-    if name == "div":
+        value = _linear(_LINEAR[name], *operands)
+    elif name == "mul":
+        value = _product(*operands)
+    elif name == "div":
         x, y = operands
         inverse = _entrywise(y, lambda v: 1 / v, lambda v: -1 / jnp.square(v))
-        return _product(x, inverse)._replace(shape=shape)
-    if name in _ENTRYWISE:
-        function, derivative = _ENTRYWISE[name]
-        return _entrywise(operands[0], function, derivative)._replace(shape=shape)
-    if name == "integer_pow" and eqn.params["y"] == 2:
-        return _entrywise(operands[0], jnp.square, lambda v: 2 * v)._replace(shape=shape)
-    if name == "max":
-        return _maximum(*operands)._replace(shape=shape)
-    if name == "reduce_sum":
-        return _sum(eqn, operands[0], kernel)._replace(shape=shape)
-    if name in ("broadcast_in_dim", "reshape", "squeeze"):
-        return _moved(eqn, operands[0], shape)
-    raise _Unknown
+        value = _product(x, inverse)
+    elif name in _ENTRYWISE:
+        value = _entrywise(operands[0], *_ENTRYWISE[name])
+    elif name == "max":
+        value = _maximum(*operands)
+    elif name == "reduce_sum":
+        value = _sum(eqn, operands[0], kernel)
+    elif name in ("broadcast_in_dim", "reshape", "squeeze"):
+        value = operands[0]
+        _check_move(eqn, value, shape)
+    else:
+        raise _Unknown
+    return value._replace(shape=shape)
 
 
-def _moved(eqn: Any, x: _Value, shape: tuple[int, ...]) -> _Value:
-    """Returns a value in another shape, which keeps the axis of channels last."""
+def _check_move(eqn: Any, x: _Value, shape: tuple[int, ...]) -> None:
+    """Raises `_Unknown` unless a value gets a shape in which the axis of channels is the last."""
     if x.shape == shape or not x.shape:
-        return x._replace(shape=shape)
+        return
     channels = x.shape[-1]
     if x.is_full or not shape:
         raise _Unknown
@@ -345,7 +347,6 @@ def _moved(eqn: Any, x: _Value, shape: tuple[int, ...]) -> _Value:
             raise _Unknown
     elif math.prod(shape) != channels:
         raise _Unknown
-    return x._replace(shape=shape)
 
 
 def _sum(eqn: Any, x: _Value, kernel: int) -> _Value:

@@ -24,7 +24,6 @@ from jaxdp.transforms import dense, factored_norms, forms, products
 from jaxdp.transforms.convolutions import Conv
 from jaxdp.transforms.factored_norms import (
     gram_rows,
-    inner_products,
     lost_in_parts,
     squared_norms,
 )
@@ -39,7 +38,6 @@ from jaxdp.transforms.products import (
 )
 from jaxdp.transforms.weight_rules import (
     Dot,
-    Factor,
     Factors,
     Lookup,
     OneHot,
@@ -53,7 +51,6 @@ __all__ = [
     "PRECISION",
     "Conv",
     "Dot",
-    "Factor",
     "Factors",
     "Lookup",
     "OnWeight",
@@ -63,7 +60,6 @@ __all__ = [
     "Rule",
     "Site",
     "gram_rows",
-    "inner_products",
     "lost_in_parts",
     "multiplied_bits",
     "rows_kept",
