@@ -199,11 +199,21 @@ class Site:
         return math.prod(length for length, sliced in loops if not sliced)
 
     @property
+    def positions(self) -> int:
+        """The positions of all iterations that apply the same weight."""
+        return self.rule.positions * self.repeats
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of the weight that have factors of their own."""
+        return self.rule.groups * self.slices
+
+    @property
     def terms(self) -> int:
         """The number of terms that are added up in an entry of dV of one example."""
         if isinstance(self.rule, Rows):
             return 1
-        return self.rule.positions * self.repeats
+        return self.positions
 
     # --- Loops ---
 
@@ -319,8 +329,7 @@ class Site:
                 norm = "convolution"
         # Where the batch is on the lanes, the arrays of a dense layer would be copied.
         if rule.is_dense and not total:
-            positions = rule.positions * self.repeats
-            served = dense.costs(positions, rule.rows, rule.cols)
+            served = dense.costs(self.positions, rule.rows, rule.cols)
             of_method = {"factors": "gram", "drop": "formed"}.get(method)
             if of_method in served:
                 norm = "dense"
