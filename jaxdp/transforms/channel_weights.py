@@ -99,6 +99,22 @@ class _Value(NamedTuple):
         return self._replace(primal=primal, diagonal=diagonal, terms=terms)
 
 
+class Term(NamedTuple):
+    """A term p q^T of a Jacobian, by the places of its vectors in `Form.bases`.
+
+    Attributes:
+      number: [1, C], a factor of the term.
+      place: The place of p.
+      leaf: The number of the leaf of q.
+      own: The place of q, or None if the leaf is [C].
+    """
+
+    number: jax.Array
+    place: int
+    leaf: int
+    own: int | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Form:
     """The Jacobian of a weight [n, C], in each channel.
@@ -108,14 +124,14 @@ class Form:
       scale: s, [1, C].
       bases: The vectors [n, C] of which p and q of the kernel are multiples. None is ones. The
         largest entry of each channel is in [1, 2), or all are 0.
-      numbers: (number [1, C] of the term, place of p in `bases`, q) of each further term.
+      terms: The further terms.
       rows: n.
     """
 
     kernel: int
     scale: jax.Array
     bases: tuple[Any, ...]
-    numbers: tuple[tuple[jax.Array, int, Functional], ...]
+    terms: tuple[Term, ...]
     rows: int
 
     @property
@@ -132,13 +148,12 @@ class Form:
         zero = jnp.zeros_like(products[0])
         of_kernel = [zero for _ in self.bases]
         of_leaves: dict[int, jax.Array] = {}
-        for number, place, functional in self.numbers:
+        for number, place, leaf, own in self.terms:
             term = number * products[place]
-            if functional.leaf == self.kernel:
-                own = _place(list(self.bases), functional.base)
-                of_kernel[own] = of_kernel[own] + term
+            if own is None:
+                of_leaves[leaf] = of_leaves.get(leaf, zero) + term
             else:
-                of_leaves[functional.leaf] = of_leaves.get(functional.leaf, zero) + term
+                of_kernel[own] = of_kernel[own] + term
         return LowRank(of_kernel, of_leaves)
 
 
@@ -198,16 +213,15 @@ def _form(weight: _Value, kernel: int) -> Form:
         raise _Unknown
     of_channel = (1, weight.primal.shape[-1])
     bases: list[Any] = []
-    merged: list[tuple[Any, int, Functional]] = []
+    terms = []
     for p, q in weight.terms:
         place = _place(bases, p.base)
         # J^T dV has multiples of q, so its base needs a place too.
-        if q.leaf == kernel:
-            _place(bases, q.base)
-        merged.append((p.number, place, q))
-    numbers = tuple((jnp.broadcast_to(x, of_channel), place, q) for x, place, q in merged)
+        own = _place(bases, q.base) if q.leaf == kernel else None
+        number = jnp.broadcast_to(p.number, of_channel)
+        terms.append(Term(number, place, q.leaf, own))
     scale = jnp.broadcast_to(diagonal.number, of_channel)
-    return _in_units(Form(kernel, scale, tuple(bases), numbers, len(weight.primal)))
+    return _in_units(Form(kernel, scale, tuple(bases), tuple(terms), len(weight.primal)))
 
 
 def _in_units(form: Form) -> Form:
@@ -221,15 +235,14 @@ def _in_units(form: Form) -> Form:
         unit, power = (None, 0) if base is None else exact_scaling.in_units(base, 0)
         units.append(unit)
         powers.append(power)
-    numbers = []
-    for number, place, q in form.numbers:
-        power = powers[place]
-        if q.leaf == form.kernel:
-            own = _place(list(form.bases), q.base)
-            q = q._replace(base=units[own])
-            power = power + powers[own]
-        numbers.append((exact_scaling.times_power(number, jnp.asarray(power)), place, q))
-    return dataclasses.replace(form, bases=tuple(units), numbers=tuple(numbers))
+    terms = []
+    for term in form.terms:
+        power = powers[term.place]
+        if term.own is not None:
+            power = power + powers[term.own]
+        number = exact_scaling.times_power(term.number, jnp.asarray(power))
+        terms.append(term._replace(number=number))
+    return dataclasses.replace(form, bases=tuple(units), terms=tuple(terms))
 
 
 def _place(bases: list[Any], base: Any) -> int:
@@ -295,32 +308,34 @@ def _applied(
     # A cast to bfloat16 leaves the form: models of bfloat16 keep the gradients.
     if eqn.outvars[0].aval.dtype != jnp.float32:
         raise _Unknown
+    if name == "integer_pow" and eqn.params["y"] == 2:
+        name = "square"
     if name in _LINEAR:
-        return _linear(_LINEAR[name], *operands)._replace(shape=shape)
-    if name == "mul":
-        return _product(*operands)._replace(shape=shape)
-    if name == "div":
+        value = _linear(_LINEAR[name], *operands)
+    elif name == "mul":
+        value = _product(*operands)
+    elif name == "div":
         x, y = operands
         inverse = _entrywise(y, lambda v: 1 / v, lambda v: -1 / jnp.square(v))
-        return _product(x, inverse)._replace(shape=shape)
-    if name in _ENTRYWISE:
-        function, derivative = _ENTRYWISE[name]
-        return _entrywise(operands[0], function, derivative)._replace(shape=shape)
-    if name == "integer_pow" and eqn.params["y"] == 2:
-        return _entrywise(operands[0], jnp.square, lambda v: 2 * v)._replace(shape=shape)
-    if name == "max":
-        return _maximum(*operands)._replace(shape=shape)
-    if name == "reduce_sum":
-        return _sum(eqn, operands[0], kernel)._replace(shape=shape)
-    if name in ("broadcast_in_dim", "reshape", "squeeze"):
-        return _moved(eqn, operands[0], shape)
-    raise _Unknown
+        value = _product(x, inverse)
+    elif name in _ENTRYWISE:
+        value = _entrywise(operands[0], *_ENTRYWISE[name])
+    elif name == "max":
+        value = _maximum(*operands)
+    elif name == "reduce_sum":
+        value = _sum(eqn, operands[0], kernel)
+    elif name in ("broadcast_in_dim", "reshape", "squeeze"):
+        value = operands[0]
+        _check_move(eqn, value, shape)
+    else:
+        raise _Unknown
+    return value._replace(shape=shape)
 
 
-def _moved(eqn: Any, x: _Value, shape: tuple[int, ...]) -> _Value:
-    """Returns a value in another shape, which keeps the axis of channels last."""
+def _check_move(eqn: Any, x: _Value, shape: tuple[int, ...]) -> None:
+    """Raises `_Unknown` unless a value gets a shape in which the axis of channels is the last."""
     if x.shape == shape or not x.shape:
-        return x._replace(shape=shape)
+        return
     channels = x.shape[-1]
     if x.is_full or not shape:
         raise _Unknown
@@ -332,7 +347,6 @@ def _moved(eqn: Any, x: _Value, shape: tuple[int, ...]) -> _Value:
             raise _Unknown
     elif math.prod(shape) != channels:
         raise _Unknown
-    return x._replace(shape=shape)
 
 
 def _sum(eqn: Any, x: _Value, kernel: int) -> _Value:

@@ -233,10 +233,8 @@ def _in_chunks(
         added = jax.tree.map(jnp.add, total, of_chunk)
         return added, result.examples
 
-    def zeros_of(x: Any) -> jax.Array:
-        return _zeros(x, axes)
-
     shapes = jax.eval_shape(sums, *chunk_at(0))
+    zeros_of = functools.partial(_zeros, axes=axes)
     start = jax.tree.map(zeros_of, (shapes.leaves, shapes.nonfinite))
     (leaves, nonfinite), by_chunk = lax.scan(add, start, jnp.arange(n_chunks))
 

@@ -157,13 +157,12 @@ class PerExampleGrads(NamedTuple):
     contributes: jax.Array
 
 
-class _Arguments(NamedTuple):
-    """The checked arguments of a call. `tree` is static for `jax.jit`."""
+class _Values(NamedTuple):
+    """The checked values of a call. The first are the arrays of params."""
 
-    tree: ParamsTree
     arrays: list[Any]
     batch: Any
-    mask: Any
+    mask: jax.Array
     key: Any
 
 
@@ -275,8 +274,8 @@ class ClippedGrad:
         They are for rules that `clipped_grad` lacks. Arguments and errors are as in `__call__`.
         `clip_rule` and `microbatch_size` have no effect.
         """
-        arguments = self._arguments(params, batch, mask, key)
-        result: PerExampleGrads = self._compiled_grads(*arguments)
+        tree, values = self._checked(params, batch, mask, key)
+        result: PerExampleGrads = self._compiled_grads(tree, values)
         return result
 
     def plan(
@@ -290,13 +289,12 @@ class ClippedGrad:
 
         Nothing is computed. Arguments and errors are as in `__call__`.
         """
-        arguments = self._arguments(params, batch, None, key)
-        part_of = arguments.tree.part_of
-        batched = _batched(self, *arguments)
-        of_leaves = leaf_plans.treatments(self.engine, batched, part_of)
+        tree, values = self._checked(params, batch, None, key)
+        batched = _batched(self, tree, values)
+        of_leaves = leaf_plans.treatments(self.engine, batched, tree.part_of)
         treatments = iter(of_leaves)
         plans = []
-        pairs = zip(paths_of(params), arguments.tree.trainable, strict=True)
+        pairs = zip(paths_of(params), tree.trainable, strict=True)
         for (path, leaf), trains in pairs:
             treatment = next(treatments) if trains else leaf_plans.FROZEN
             plans.append(leaf_plans.leaf_plan(path, leaf, treatment))
@@ -326,11 +324,11 @@ class ClippedGrad:
           TypeError: mask is not boolean, or key is not a typed key, or a trainable leaf is complex.
           RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
         """
-        arguments = self._arguments(params, batch, mask, key)
+        tree, values = self._checked(params, batch, mask, key)
         # Clip norms may be traced. So they are arguments of the program, and are not read from
         # `self`.
         limits = ClipLimits(self.clip_norms, self.bounds, self.grid)
-        result: ClippedSum = self._compiled_sum(*arguments, limits)
+        result: ClippedSum = self._compiled_sum(tree, values, limits)
         return result
 
     # Each object holds its own programs, which are freed with it. The cache of one `jax.jit` for
@@ -343,13 +341,14 @@ class ClippedGrad:
     def _compiled_grads(self) -> Any:
         return jax.jit(functools.partial(_per_example_grads, self), static_argnums=0)
 
-    def _arguments(
+    def _checked(
         self,
         params: Any,
         batch: Any,
         mask: Any,
         key: Any,
-    ) -> _Arguments:
+    ) -> tuple[ParamsTree, _Values]:
+        """Returns what a program is compiled for, and the values that it takes."""
         check_options()  # before anything is compiled
         check_batch(batch, mask, key, group=self.group)
         tree, arrays = split_params(params, self.trainable)
@@ -358,7 +357,7 @@ class ClippedGrad:
             tree = dataclasses.replace(tree, part_of=part_of)
         if mask is None:
             mask = jnp.ones(len(jax.tree.leaves(batch)[0]), bool)
-        return _Arguments(tree, arrays, batch, mask, key)
+        return tree, _Values(arrays, batch, mask, key)
 
 
 def clipped_grad(
@@ -519,46 +518,35 @@ def _check_clip_norm(name: str, clip_norm: Any) -> None:
         )
 
 
-def _batched(
-    f: ClippedGrad,
-    tree: ParamsTree,
-    arrays: list[Any],
-    batch: Any,
-    mask: jax.Array,
-    key: Any,
-) -> BatchedLoss:
+def _batched(f: ClippedGrad, tree: ParamsTree, values: _Values) -> BatchedLoss:
     loss_fn = LossFunction(f.loss_fn, f.has_aux, f.group)
-    return batched_loss(loss_fn, tree, arrays, batch, mask, key)
+    return batched_loss(loss_fn, tree, *values)
 
 
 # The structure of params is static where this is compiled, because it decides the program.
 def _clipped_sum(
     f: ClippedGrad,
     tree: ParamsTree,
-    arrays: list[Any],
-    batch: Any,
-    *others: Any,
+    values: _Values,
+    limits: ClipLimits,
 ) -> ClippedSum:
-    rows: Any = row_spec(batch)
+    rows: Any = row_spec(values.batch)
     whole: Any = PartitionSpec()
     # By the order of the fields. All but the sum and the count have one row for each example.
-    specs = ClippedSum(tree.specs(arrays), rows, rows, rows, whole, rows)
+    specs = ClippedSum(tree.specs(values.arrays), rows, rows, rows, whole, rows)
     summed = shards.automatic(functools.partial(_summed, f, tree), specs)
-    result: ClippedSum = summed(arrays, batch, *others)
+    result: ClippedSum = summed(values, limits)
     return result
 
 
 def _summed(
     f: ClippedGrad,
     tree: ParamsTree,
-    arrays: list[Any],
-    batch: Any,
-    mask: jax.Array,
-    key: Any,
+    values: _Values,
     limits: ClipLimits,
 ) -> ClippedSum:
     """Computes a clipped sum. All mesh axes are Auto here, so that any loss can be divided."""
-    batched = _batched(f, tree, arrays, batch, mask, key)
+    batched = _batched(f, tree, values)
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
     options = SumOptions(f.engine, f.clip_rule, f.microbatch_size, tree.part_of)
     inputs = SumInputs(consts, batched.leaves, batched.batch, batched.unmasked, *limits)
@@ -582,31 +570,18 @@ def _summed(
     )
 
 
-def _per_example_grads(
-    f: ClippedGrad,
-    tree: ParamsTree,
-    arrays: list[Any],
-    batch: Any,
-    *others: Any,
-) -> PerExampleGrads:
+def _per_example_grads(f: ClippedGrad, tree: ParamsTree, values: _Values) -> PerExampleGrads:
     whole: Any = PartitionSpec()
-    rows: Any = row_spec(batch)
+    rows: Any = row_spec(values.batch)
     specs = PerExampleGrads(rows, whole, rows)
     formed = shards.automatic(functools.partial(_formed, f, tree), specs)
-    result: PerExampleGrads = formed(arrays, batch, *others)
+    result: PerExampleGrads = formed(values)
     return result
 
 
-def _formed(
-    f: ClippedGrad,
-    tree: ParamsTree,
-    arrays: list[Any],
-    batch: Any,
-    mask: jax.Array,
-    key: Any,
-) -> PerExampleGrads:
+def _formed(f: ClippedGrad, tree: ParamsTree, values: _Values) -> PerExampleGrads:
     """Forms the gradients of all examples, and zeros for those that are not finite."""
-    batched = _batched(f, tree, arrays, batch, mask, key)
+    batched = _batched(f, tree, values)
     grads = [jnp.zeros((0, *x.shape), sites.wide_dtype(x)) for x in batched.leaves]
     finite = jnp.ones(0, bool)
     if len(batched.unmasked):

@@ -150,8 +150,6 @@ def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
 
 def total(terms: Sequence[jax.Array], dtype: Any) -> jax.Array:
     """Adds up arrays in a given dtype."""
-    if not terms:
-        return jnp.zeros((), dtype)
     return functools.reduce(jnp.add, [x.astype(dtype) for x in terms])
 
 

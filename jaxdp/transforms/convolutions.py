@@ -6,6 +6,7 @@ The patches of a position are x_k for all k, one after the other.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -271,9 +272,7 @@ class Conv(Rule):
     # --- Gradients ---
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        def data_of(record: jax.Array) -> jax.Array:
-            return self._channels_last(record, self._looped)
-
+        data_of = functools.partial(self._channels_last, joined=self._looped)
         x = jax.vmap(data_of)(record)
         w = jax.vmap(self._cotangent)(g)
         # Each device adds up its own block of examples. Otherwise they exchange a sum for each
@@ -286,9 +285,7 @@ class Conv(Rule):
         w = w.reshape(blocks, -1, *w.shape[1:])
 
         def at(offset: Any) -> jax.Array:  # [blocks, groups, in, out] or [blocks, groups, out, in]
-            def patch(x: jax.Array) -> jax.Array:
-                return self._patch(x, offset)
-
+            patch = functools.partial(self._patch, offset=offset)
             u = jax.vmap(jax.vmap(patch))(x)
             pair = (w, u) if self._wide_part else (u, w)
             return jax.vmap(outer_sum)(*pair)
@@ -392,10 +389,7 @@ class Conv(Rule):
         For two dimensions dV[i, j] = sum_{h,w} x[h + i, w + j] g[h, w], which is the sum of
         x[h, w + j] g[h - i, w]. So j is part of the rows, and i is part of the columns.
         """
-
-        def data_of(x: jax.Array) -> jax.Array:
-            return self._channels_last(x, 1)
-
+        data_of = functools.partial(self._channels_last, joined=1)
         x = jax.vmap(jax.vmap(data_of))(record)
         x = lax.slice_in_dim(x, 0, self._met_rows, axis=3)
         cotangents = jax.vmap(jax.vmap(self._shifted_cotangents))(g)
@@ -515,18 +509,13 @@ class Conv(Rule):
         It is formed after `zero`. XLA would pad long before there is a cotangent, and hold the
         memory.
         """
-
-        def data_of(x: jax.Array) -> jax.Array:
-            return self._channels_last(x, self._joined)
-
-        def folded(x: jax.Array) -> jax.Array:
-            return self._folded(x, 0)
-
+        data_of = functools.partial(self._channels_last, joined=self._joined)
         record = record + zero.astype(record.dtype)
         x = jax.vmap(jax.vmap(data_of))(record)
         if self._joined < len(self.window):
             x = barriers.materialised(x, zero)
         if self._fold > 1:
+            folded = functools.partial(self._folded, d=0)
             x = jax.vmap(jax.vmap(folded))(x)
             x = barriers.materialised(x, zero)
         return x

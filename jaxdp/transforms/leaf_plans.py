@@ -163,8 +163,6 @@ def _norm_bytes(component: Sequence[sites.Site]) -> int:
         return sum(4 * math.prod(site.tap.shape) for site in component)
     total = 0
     for site in component:
-        positions = site.rule.positions * site.repeats
-        slices = site.rule.groups * site.slices
-        if positions > 1:  # two blocks of Gram matrices
-            total += 8 * slices * sites.gram_rows(positions) ** 2
+        if site.positions > 1:  # two blocks of Gram matrices
+            total += 8 * site.blocks * sites.gram_rows(site.positions) ** 2
     return total

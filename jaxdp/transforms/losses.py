@@ -389,50 +389,39 @@ _binary_hinge = _loss("binary_hinge", _binary_hinge_value, _binary_hinge_gradien
 _multiclass_hinge = _loss("multiclass_hinge", _multiclass_hinge_value, _multiclass_hinge_gradient)
 
 
-@jax.custom_vjp
-def _squared_error(logits: jax.Array, label: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(logits - label))
+def _loss_of_difference(
+    value: Callable[[jax.Array], jax.Array],
+    gradient: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Callable[..., jax.Array]:
+    """Builds the loss sum(value(z - y)), from `gradient(cotangent, z - y)` of the logits."""
+
+    @jax.custom_vjp
+    def loss(logits: jax.Array, label: jax.Array) -> jax.Array:
+        return jnp.sum(value(logits - label))
+
+    def forward(
+        logits: jax.Array,
+        label: jax.Array,
+    ) -> tuple[jax.Array, Any]:
+        return loss(logits, label), logits - label
+
+    def backward(
+        difference: Any,
+        cotangent: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        d_logits = gradient(cotangent, difference)
+        return d_logits, -d_logits
+
+    loss.defvjp(forward, backward)
+    return loss
 
 
-def _squared_error_fwd(
-    logits: jax.Array,
-    label: jax.Array,
-) -> tuple[jax.Array, Any]:
-    return _squared_error(logits, label), logits - label
-
-
-def _squared_error_bwd(
-    difference: Any,
-    cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    d_logits = cotangent * 2 * difference
-    return d_logits, -d_logits
-
-
-_squared_error.defvjp(_squared_error_fwd, _squared_error_bwd)
-
-
-@jax.custom_vjp
-def _absolute_error(logits: jax.Array, label: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.abs(logits - label))
-
-
-def _absolute_error_fwd(
-    logits: jax.Array,
-    label: jax.Array,
-) -> tuple[jax.Array, Any]:
-    return _absolute_error(logits, label), logits - label
-
-
-def _absolute_error_bwd(
-    difference: Any,
-    cotangent: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    d_logits = cotangent * jnp.sign(difference)
-    return d_logits, -d_logits
-
-
-_absolute_error.defvjp(_absolute_error_fwd, _absolute_error_bwd)
+_squared_error = _loss_of_difference(
+    jnp.square, lambda cotangent, difference: cotangent * 2 * difference
+)
+_absolute_error = _loss_of_difference(
+    jnp.abs, lambda cotangent, difference: cotangent * jnp.sign(difference)
+)
 
 
 def _weighted_sum(weights: jax.Array, values: jax.Array) -> jax.Array:

@@ -113,8 +113,8 @@ def _site_costs(
       lookups_only: Whether all sites of its component are lookups.
     """
     rule = site.rule
-    positions = rule.positions * site.repeats
-    slices = rule.groups * site.slices
+    positions = site.positions
+    slices = site.blocks
     activations = _FLOAT * math.prod(site.tap.shape)
     if isinstance(rule, sites.OnWeight):  # the cotangent is dV, and is only scaled and summed
         contract = _WRITTEN_AND_READ * slices * positions * rule.cols
@@ -144,8 +144,8 @@ def _site_costs(
 def _gram_cost(site: sites.Site) -> float:
     """Returns the cost of the norm by Gram matrices, or by two norms at a single position."""
     rule = site.rule
-    positions = rule.positions * site.repeats
-    slices = rule.groups * site.slices
+    positions = site.positions
+    slices = site.blocks
     if positions == 1:
         return _FLOAT * slices * (rule.rows + rule.cols)  # the product of two squared norms
     # Of symmetric matrices, the blocks on and above the diagonal are computed.

@@ -425,12 +425,7 @@ def _returns_scalar(
     key: Any,
 ) -> bool:
     """Returns whether a loss takes examples of these shapes, and returns one number."""
-    keys = {} if key is None else {"key": key}
-    arrays, rebuild = _split(params)
-
-    def loss(arrays: list[Any], example: Any) -> Any:
-        return loss_fn(rebuild(arrays), example, **keys)
-
+    arrays, loss = _of_arrays(loss_fn, params, key)
     try:
         result = jax.eval_shape(loss, arrays, shapes)
     except Exception:  # whatever the caller's loss raises, it does not take these shapes
@@ -527,14 +522,11 @@ def _mixes(
     """
     leaves, structure = jax.tree.flatten(params)
     moved = [_moved(leaf, seed) for seed, leaf in enumerate(leaves)]
-    arrays, rebuild = _split(jax.tree.unflatten(structure, moved))
+    moved_params = jax.tree.unflatten(structure, moved)
+    arrays, of_batch = _of_arrays(f.loss_fn, moved_params, None)
+    _, of_row = _of_arrays(one, moved_params, None)
 
-    def value(
-        loss_fn: Callable[..., Any],
-        arrays: list[Any],
-        examples: Any,
-    ) -> jax.Array:
-        result = loss_fn(rebuild(arrays), examples)
+    def value(result: Any) -> jax.Array:
         return jnp.asarray(result[0] if f.has_aux else result, jnp.float32)
 
     @jax.jit
@@ -545,8 +537,8 @@ def _mixes(
         alone = []
         for row in range(3):
             example = jax.tree.map(lambda x, row=row: x[row], batch)
-            alone.append(value(one, arrays, example))
-        return value(f.loss_fn, arrays, batch), alone
+            alone.append(value(of_row(arrays, example)))
+        return value(of_batch(arrays, batch)), alone
 
     together, alone = jax.tree.map(np.asarray, losses(arrays, batch))
     expected: list[Any] = [np.mean(alone), np.sum(alone)]
@@ -564,18 +556,23 @@ def _moved(leaf: Any, seed: int) -> Any:
     return leaf + 0.1 * noise.astype(leaf.dtype)
 
 
-def _split(params: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Returns the arrays of params, and a function that puts others in their place."""
+def _of_arrays(
+    loss_fn: Callable[..., Any],
+    params: Any,
+    key: Any,
+) -> tuple[list[Any], Callable[[list[Any], Any], Any]]:
+    """Returns the arrays of params, and the loss as a function of (arrays, example)."""
     leaves, structure = jax.tree.flatten(params)
     places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    keys = {} if key is None else {"key": key}
 
-    def rebuild(arrays: list[Any]) -> Any:
+    def loss(arrays: list[Any], example: Any) -> Any:
         rebuilt = list(leaves)
         for place, array in zip(places, arrays, strict=True):
             rebuilt[place] = array
-        return jax.tree.unflatten(structure, rebuilt)
+        return loss_fn(jax.tree.unflatten(structure, rebuilt), example, **keys)
 
-    return [leaves[i] for i in places], rebuild
+    return [leaves[i] for i in places], loss
 
 
 def _check_plan(
@@ -586,13 +583,8 @@ def _check_plan(
     leaves: list[LeafPlan],
 ) -> list[Finding]:
     """Returns the findings that follow from the program of the loss of one example."""
-    arrays, rebuild = _split(params)
-    keys = {} if key is None else {"key": key}
+    arrays, loss = _of_arrays(f.loss_fn, params, key)
     first = jax.eval_shape(lambda batch: jax.tree.map(lambda x: x[0], batch), batch)
-
-    def loss(arrays: list[Any], example: Any) -> Any:
-        return f.loss_fn(rebuild(arrays), example, **keys)
-
     program = jax.make_jaxpr(loss)(arrays, first)
     # Scalars are constants, and no weights.
     closed_over = [x for x in program.consts if jnp.size(x) > 1 and _is_floating(x)]

@@ -132,7 +132,7 @@ class Response(NamedTuple):
 
     def likelihood(self, answers: np.ndarray) -> np.ndarray:
         """Returns P(answer | true label c) for every class c, float32 [n, K], of answers [n]."""
-        places = self._places(np.arange(self.order.shape[1]), every=len(answers))
+        places = np.broadcast_to(self._place_of_class, (len(answers), self.order.shape[1]))
         sizes = np.broadcast_to(self.sizes, answers.shape)
         likelihood = np.ones(places.shape, np.float32)
         for size in np.unique(sizes[sizes > 1]).tolist():
@@ -143,15 +143,15 @@ class Response(NamedTuple):
             likelihood[rows, answers[rows]] = 1 - (size - 1) * other
         return likelihood
 
-    def _places(self, labels: np.ndarray, every: int = 0) -> np.ndarray:
-        """Returns the place of each label in its order, K for a label that is no class.
+    @property
+    def _place_of_class(self) -> np.ndarray:
+        """The place of each class, of the shape of `order`."""
+        return np.argsort(self.order, axis=1, kind="stable")
 
-        With `every` rows, it returns those of all labels in every row.
-        """
+    def _places(self, labels: np.ndarray) -> np.ndarray:
+        """Returns the place of each label in its order, K for a label that is no class."""
         classes = self.order.shape[1]
-        places = np.argsort(self.order, axis=1, kind="stable")
-        if every:
-            return np.broadcast_to(places, (every, classes))
+        places = self._place_of_class
         is_class = (labels >= 0) & (labels < classes)
         columns = np.where(is_class, labels, 0).astype(np.int64)
         rows = np.arange(len(labels)) if len(places) > 1 else 0  # one order may serve all labels

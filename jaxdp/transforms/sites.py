@@ -24,7 +24,6 @@ from jaxdp.transforms import dense, factored_norms, forms, products
 from jaxdp.transforms.convolutions import Conv
 from jaxdp.transforms.factored_norms import (
     gram_rows,
-    inner_products,
     lost_in_parts,
     squared_norms,
 )
@@ -39,7 +38,6 @@ from jaxdp.transforms.products import (
 )
 from jaxdp.transforms.weight_rules import (
     Dot,
-    Factor,
     Factors,
     Lookup,
     OneHot,
@@ -53,7 +51,6 @@ __all__ = [
     "PRECISION",
     "Conv",
     "Dot",
-    "Factor",
     "Factors",
     "Lookup",
     "OnWeight",
@@ -63,7 +60,6 @@ __all__ = [
     "Rule",
     "Site",
     "gram_rows",
-    "inner_products",
     "lost_in_parts",
     "multiplied_bits",
     "rows_kept",
@@ -203,11 +199,21 @@ class Site:
         return math.prod(length for length, sliced in loops if not sliced)
 
     @property
+    def positions(self) -> int:
+        """The positions of all iterations that apply the same weight."""
+        return self.rule.positions * self.repeats
+
+    @property
+    def blocks(self) -> int:
+        """The number of blocks of the weight that have factors of their own."""
+        return self.rule.groups * self.slices
+
+    @property
     def terms(self) -> int:
         """The number of terms that are added up in an entry of dV of one example."""
         if isinstance(self.rule, Rows):
             return 1
-        return self.rule.positions * self.repeats
+        return self.positions
 
     # --- Loops ---
 
@@ -323,8 +329,7 @@ class Site:
                 norm = "convolution"
         # Where the batch is on the lanes, the arrays of a dense layer would be copied.
         if rule.is_dense and not total:
-            positions = rule.positions * self.repeats
-            served = dense.costs(positions, rule.rows, rule.cols)
+            served = dense.costs(self.positions, rule.rows, rule.cols)
             of_method = {"factors": "gram", "drop": "formed"}.get(method)
             if of_method in served:
                 norm = "dense"
@@ -467,11 +472,12 @@ class Site:
         # dot products.
         if isinstance(self.rule, Conv) and forms.platform() != "cpu":
             weight_grad = self.rule.weight_grad_by_primitive
+        if self.lengths:
+            record, g = self._by_slice((record, g))
+        terms = _exact_parts(g, self.rule, record)
         if not self.lengths:
-            terms = _exact_parts(g, self.rule, record)
             sums = [weight_grad(record, term) for term in terms]
             return functools.reduce(jnp.add, sums)
-        record, g = self._by_slice((record, g))
 
         def together(x: jax.Array) -> jax.Array:
             """Reshapes [B, slices, repeats, ...] to [slices, B * repeats, ...]."""
@@ -479,7 +485,6 @@ class Site:
             return x.swapaxes(0, 1).reshape(self.slices, -1, *rest)
 
         of_slices = _vmap_or_squeeze(weight_grad)
-        terms = _exact_parts(g, self.rule, record)
         record, terms = jax.tree.map(together, (record, terms))
         sums = [of_slices(record, term) for term in terms]
         total = functools.reduce(jnp.add, sums)

@@ -60,14 +60,15 @@ def test_the_form_is_the_jacobian(function):
         form = form_of(function, arguments)
         rows = cotangent.reshape(-1, CHANNELS)
         of_kernel, of_gain = form.scale * rows, jnp.zeros((1, CHANNELS))
-        for number, place, functional in form.numbers:
+        for number, place, leaf, own in form.terms:
             base = form.bases[place]
             product = rows if base is None else base * rows
             term = number * product.sum(0, keepdims=True)
-            if functional.leaf == 1:
+            if leaf == 1:
                 of_gain += term
             else:
-                of_kernel += term * (1.0 if functional.base is None else functional.base)
+                own_base = form.bases[own]
+                of_kernel += term if own_base is None else term * own_base
         return of_kernel.reshape(cotangent.shape), of_gain[0]
 
     def by_jax(cotangent, *arguments):
