@@ -3,7 +3,7 @@
 python -m benchmarks                          # lists them
 python -m benchmarks run steps --rounds 3     # runs one, with its flags
 python -m benchmarks run steps --help         # says what it measures
-python -m benchmarks suite cpu                # runs a suite: hours
+python -m benchmarks suite cpu                # runs nine of them: hours
 """
 
 import sys
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from benchmarks.registry import BENCHMARKS, COMMANDS
 
-USAGE = "usage: python -m benchmarks [run NAME [flags] | suite NAME [flags]]"
+USAGE = "usage: python -m benchmarks [run NAME [flags] | suite cpu [flags]]"
 
 
 def listing() -> str:

@@ -8,8 +8,8 @@ A long history has 1,000 releases of up to 20 kinds under one of three adjacenci
 a few releases, whose exact epsilon follows from direct convolution. The histories are those of
 tests/privacy/test_histories.py."""
 
+import statistics
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,56 +22,50 @@ LONG = "1,000 releases"
 SHORT = "a few releases"
 
 
-class Compared(NamedTuple):
-    """A history, and its epsilon by both accountants."""
-
-    kind: str
-    adjacency: str
-    ours: float
-    exact: float
-
-    @property
-    def excess(self) -> float:
-        """The share by which ours is above the exact epsilon."""
-        return self.ours / self.exact - 1 if self.exact > 0 else 0.0
+# The kind of a history, its adjacency, and the share by which ours is above the exact epsilon.
+Excess = tuple[str, str, float]
 
 
-def long_history(seed: int) -> Compared:
+def excess(ours: float, exact: float) -> float:
+    """Returns the share by which ours is above the exact epsilon."""
+    return ours / exact - 1 if exact > 0 else 0.0
+
+
+def long_history(seed: int) -> Excess:
     """Returns the comparison of the long history of a seed."""
     leaves, adjacency, delta, unit = test_histories.history(seed)
     ours = privacy.epsilon(compose(leaves), delta=delta, adjacency=adjacency)
     exact = test_histories.exact(leaves, adjacency, delta, unit, ours)
-    return Compared(LONG, adjacency, ours, exact)
+    return LONG, adjacency, excess(ours, exact)
 
 
-def short_histories(count: int) -> Iterable[Compared]:
+def short_histories(count: int) -> Iterable[Excess]:
     """Yields the comparisons of short histories, all of one seed."""
     rng = np.random.default_rng(49)
     for _ in range(count):
         leaves, delta, unit = test_histories.short_history(rng)
         ours = privacy.epsilon(compose(leaves), delta=delta, adjacency="replace_one")
         exact = test_histories.exact(leaves, "replace_one", delta, unit, None)
-        yield Compared(SHORT, "replace_one", ours, exact)
+        yield SHORT, "replace_one", excess(ours, exact)
 
 
-def summary(compared: Iterable[Compared]) -> list[dict]:
+def summary(compared: Iterable[Excess]) -> list[dict]:
     """Returns a row for each kind of history and adjacency."""
     groups = {}
-    for history in compared:
-        groups.setdefault((history.kind, history.adjacency), []).append(history.excess)
+    for kind, adjacency, share in compared:
+        groups.setdefault((kind, adjacency), []).append(share)
     rows = []
     for (kind, adjacency), excesses in sorted(groups.items()):
         row = {"kind": kind, "adjacency": adjacency, "histories": len(excesses)}
-        for name, share in (("least", np.min), ("median", np.median), ("most", np.max)):
-            row[name] = float(share(excesses))
-        rows.append(row)
+        row |= {"least": min(excesses), "median": statistics.median(excesses)}
+        rows.append(row | {"most": max(excesses)})
     return rows
 
 
 def tables(report) -> dict:
     columns = {"histories of": "{kind}", "adjacency": "{adjacency}", "number": "{histories}"}
     columns |= {name: f"{{{name}:.1e}}" for name in ("least", "median", "most")}
-    return {"accountant": pages.plain(pages.lines(report["rows"], columns))}
+    return {"accountant": pages.lines(report["rows"], columns)}
 
 
 FLAGS = {"long": (1000, "histories of 1,000 releases"), "short": (1000, "of a few releases")}

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import jax
 import numpy as np
 
-from benchmarks import evidence_agt, pages, timing
+from benchmarks import evidence_agt, timing
 from benchmarks.evidence_agt import ASKED, DATA, WAYS, epsilon_of, rounded, share
 from jaxdp import prediction
 from jaxdp.data import DataSpec, by_group, from_arrays
@@ -219,7 +219,7 @@ def mean_of(rows: list, name: str) -> str:
     return share(values)
 
 
-def tightness_table(report) -> str:
+def tightness_table(report) -> list[dict]:
     """Returns the noise at the stable distance over that of global sensitivity."""
     rows, asked = [], epsilon_of(ASKED)
     for name in DATA:
@@ -240,10 +240,10 @@ def tightness_table(report) -> str:
                 (flip,) = flip_probability(WAYS[way], distance, asked, classes)
                 row[f"flips, {way}"] = f"{flip:.2g}"
         rows.append(row)
-    return pages.padded(rows)
+    return rows
 
 
-def scores_table(report, part: str) -> str:
+def scores_table(report, part: str) -> list[dict]:
     """Returns a row for each model of a part, with distances and accuracies."""
     lines = []
     for place, draws in report.items():
@@ -251,7 +251,7 @@ def scores_table(report, part: str) -> str:
         for key in draws[0] if name != place else ():
             cells = {way: mean_of([draw[key] for draw in draws], way) for way in COLUMNS}
             lines.append({"": f"{name}, {key}"} | cells)
-    return pages.padded(lines)
+    return lines
 
 
 def tables(report) -> dict:
@@ -272,8 +272,8 @@ def tables(report) -> dict:
     return {
         "tightness": tightness_table(report),
         **{part: scores_table(report, part) for part in parts},
-        "network": pages.padded(by_steps),
-        "texts": pages.padded(of_texts),
+        "network": by_steps,
+        "texts": of_texts,
     }
 
 

@@ -1,8 +1,7 @@
-r"""Times a private adaptation step against the method's plain step and a forward pass, and its
+"""Times a private adaptation step against the method's plain step and a forward pass, and its
 memory.
 
-    python -m benchmarks run adaptation --shapes vit_ti16,vit_b16 --rounds 5 --peers \
-        --output .bench/adaptation.json
+    python -m benchmarks run adaptation --shapes vit_ti16,vit_b16 --rounds 5 --peers
 
 Per shape and batch size, "forward" predicts only, "plain" is the published method, "private" its
 private form, and "clip only" the private form without noise. Steps are interleaved. Each is timed
@@ -19,8 +18,9 @@ pixels, in ms a batch: without an account, with one in memory, with a ledger in 
 workdir, whose time includes forcing its files to the disk."""
 
 import functools
+import itertools
+import pathlib
 import tempfile
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,7 +34,6 @@ from benchmarks import problems, timing
 from benchmarks.timing import Step
 from jaxdp import models, tta
 from jaxdp.memory import keep_freed_memory
-from jaxdp.tta.step import compiled_step
 
 
 class Shape(NamedTuple):
@@ -66,10 +65,8 @@ def step_of(function: Callable, *args, static: tuple = ()) -> Step:
 
 def adapter_step(adapter: tta.Adapter, images: jax.Array) -> Step:
     """Returns the compiled step of an adapter, which knows its memory."""
-    state = adapter.init()
-    mask = jnp.ones(len(images), bool)
-    args = (adapter.constants, adapter._moving(state), images, mask, state.key)
-    return step_of(compiled_step, *args, static=(adapter._program, len(images)))
+    function, (program, size, *args) = adapter.programs(adapter.init(), images)["step"]
+    return step_of(function, *args, static=(program, size))
 
 
 def steps_of(shape: Shape, batch_size: int, methods: list[str]) -> dict[str, Step]:
@@ -218,32 +215,29 @@ def till_case(batch_size: int, batches: int, rounds: int) -> dict[str, float]:
             state, logits = adapter.step(state, batch.images, mask=batch.mask)
             np.asarray(logits)
 
-    def serve(folder, *, file=False, workdir=False):
-        with (
-            jaxdp.Ledger(f"{folder}/ledger.sqlite") if file else jaxdp.Ledger.in_memory() as ledger
-        ):
+    def serve(ledger, workdir=None):
+        with ledger:
             ledger.register("stream", adjacency="replace_one", unit="image")
             account = tta.StreamAccount(ledger.account("stream"), event=adapter.method.event)
-            tta.serve(
-                adapter, stream, account=account, workdir=f"{folder}/run" if workdir else None
-            )
+            tta.serve(adapter, stream, account=account, workdir=workdir)
+
+    def in_file(*, workdir=False):
+        folder = pathlib.Path(root, str(next(numbers)))
+        folder.mkdir()
+        serve(jaxdp.Ledger(folder / "ledger.sqlite"), folder / "run" if workdir else None)
 
     kinds = {
-        "steps": lambda folder: steps(),
-        "without an account": lambda folder: tta.serve(adapter, stream, account=None),
-        "account in memory": serve,
-        "ledger in a file": functools.partial(serve, file=True),
-        "ledger and workdir": functools.partial(serve, file=True, workdir=True),
+        "steps": steps,
+        "without an account": lambda: tta.serve(adapter, stream, account=None),
+        "account in memory": lambda: serve(jaxdp.Ledger.in_memory()),
+        "ledger in a file": in_file,
+        "ledger and workdir": functools.partial(in_file, workdir=True),
     }
-    seconds = {name: [] for name in kinds}
-    for _ in range(rounds + 1):
-        for name, kind in kinds.items():
-            with tempfile.TemporaryDirectory() as folder:
-                start = time.perf_counter()
-                kind(folder)
-                seconds[name].append((time.perf_counter() - start) / batches)
+    numbers = itertools.count()
+    with tempfile.TemporaryDirectory() as root:
+        wall, _ = timing.interleaved(kinds, 1 + rounds, warm=False)
     # the first compiles
-    return {name: 1e3 * float(np.median(times[1:])) for name, times in seconds.items()}
+    return {name: timing.median_ms(seconds[1:]) / batches for name, seconds in wall.items()}
 
 
 FLAGS = {
@@ -265,19 +259,9 @@ def measure(flags) -> dict:
         for size in map(int, flags.batch_sizes.split(",")):
             rows = run_case(SHAPES[name], size, methods, flags.rounds, peers=peers)
             report["cases"][f"{name}, B={size}"] = rows
-            timing.show(f"{name}, batch of {size}", rows, COLUMNS)
+            timing.show(f"{name}, batch of {size}", rows)
     if flags.till:
         report["till"] = till_case(8, 200, flags.rounds)
         rows = {name: {"ms per batch": ms} for name, ms in report["till"].items()}
         timing.show("served", rows)
     return report
-
-
-COLUMNS = (
-    "wall_ms",
-    "over_plain",
-    "over_forward",
-    "cpu_over_plain",
-    "memory_mb",
-    "memory_over_plain",
-)

@@ -1,13 +1,11 @@
-"""Reports how far certificates reach: the mean stable distance per rule, and the flip probability
-at a distance.
+"""Reports how far certificates reach: the mean stable distance per rule.
 
-    python -m benchmarks run certificates --seeds 3 --output .bench/certificates.json
+    python -m benchmarks run certificates --seeds 3
 
 "published" is Abstract Gradient Training as published (threat="replace_per_batch", product="rump"),
 with k replacements in every batch. "replace" has k replacements in the whole data set, and
 "add_remove" k records added or removed. Data, networks and queries are the same. Batches are
-random, and for "add_remove" they follow from a hash of each record. The second table has the
-probability of a wrong answer at a distance, for every mechanism."""
+random, and for "add_remove" they follow from a hash of each record."""
 
 from typing import Any, NamedTuple
 
@@ -16,12 +14,10 @@ import numpy as np
 
 from benchmarks import bench_prediction, pages, timing
 from jaxdp.memory import keep_freed_memory
-from jaxdp.prediction import certify, mechanisms, query_epsilon, train_with_bounds
-from jaxdp.report import format_table
+from jaxdp.prediction import certify, train_with_bounds
 from launch import results
 
 KS = 40
-DISTANCES = (0, 3, 10, 30, 100)
 RULES = (
     ("published", "replace_per_batch", "rump"),
     ("replace", "replace_one", "tight"),
@@ -115,23 +111,6 @@ def stable_distances(case: Case, seed: int) -> dict[str, float]:
     return row
 
 
-def flips() -> list[dict[str, float]]:
-    """Returns the probability of a flipped label: two classes, 100 queries at a total of (10,
-    1e-5)."""
-    epsilon = query_epsilon(10.0, 1e-5, 100)
-    at = np.asarray(DISTANCES)
-    cauchy = mechanisms.flip_probability_cauchy
-    probabilities = {
-        "distance": at,
-        "global Laplace": mechanisms.flip_probability_global_laplace(at, epsilon=epsilon),
-        "Cauchy, published": cauchy(at, epsilon=epsilon, calibration="paper"),
-        "Cauchy, ours": cauchy(at, epsilon=epsilon, calibration="stable"),
-        "randomised response": mechanisms.flip_probability(at, epsilon=epsilon, num_classes=2),
-    }
-    columns = [np.asarray(values).tolist() for values in probabilities.values()]
-    return [dict(zip(probabilities, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
 def tables(report) -> dict:
     """Returns the table of docs/results/agt.md: mean stable distances with standard errors over
     seeds."""
@@ -143,7 +122,7 @@ def tables(report) -> dict:
         gain = np.mean(of["add_remove"]) / np.mean(of["published"])
         line = {"network": name} | dict(zip(heads, cells, strict=True))
         lines.append(line | {"gain": f"{gain:.1f}"})
-    return {"certificates": pages.padded(lines)}
+    return {"certificates": lines}
 
 
 FLAGS = {"seeds": 3}
@@ -155,9 +134,6 @@ def measure(flags) -> dict:
     for name, case in CASES.items():
         cases[name] = runs = [stable_distances(case, seed) for seed in range(flags.seeds)]
         means[name] = {rule: results.moments(run[rule] for run in runs).mean for rule in runs[0]}
-    flip_rows = flips()
     queries = f"mean stable distance over 200 queries and {flags.seeds} seeds"
     timing.show(f"{queries}, largest k {KS}", means)
-    print("\nprobability of flipping a label, 100 queries at (10, 1e-5)\n")
-    print(format_table(flip_rows, digits=3))
-    return {"seeds": flags.seeds, "cases": cases, "flips": flip_rows}
+    return {"seeds": flags.seeds, "cases": cases}

@@ -1,6 +1,6 @@
 """Times one certified step of the paper's networks over a plain step, and reports the memory.
 
-    python -m benchmarks run certified_steps --rounds 3 --output .bench/certified_steps.json
+    python -m benchmarks run certified_steps --rounds 3
 
 A case is a network of arXiv:2406.13433 at the paper's batch, which is the whole data set. "plain"
 is one step of training with per-record clipped gradients, added up in a scan. "first step" bounds
@@ -114,7 +114,7 @@ def tables(report) -> dict:
         table = "certified steps" if network == name else "certified threats"
         case = {"network": network, "records": report["records"][name]}
         rows[table] += [case | {"step": step} | row for step, row in steps.items()]
-    return {name: pages.plain(pages.lines(of, columns)) for name, of in rows.items()}
+    return {name: pages.lines(of, columns) for name, of in rows.items()}
 
 
 FLAGS = {"cases": ("", f"parts of names, split by ;, of {[*SIZES]}"), "rounds": 3}
@@ -122,11 +122,9 @@ FLAGS = {"cases": ("", f"parts of names, split by ;, of {[*SIZES]}"), "rounds": 
 
 def measure(flags) -> dict:
     keep_freed_memory()
+    names = timing.chosen(SIZES, flags.cases)
     earlier = timing.earlier(flags.output)  # --cases adds to the file
-    cases, records = earlier.get("cases", {}), earlier.get("records", {})
-    for name, size in SIZES.items():
-        if any(part in name for part in flags.cases.split(";")):
-            cases[name] = run_size(size, flags.rounds)
-            records[name] = size.case.records
-            timing.show(f"{name}, batch of {size.case.records}", cases[name])
+    cases = earlier.get("cases", {})
+    cases |= timing.each(names, lambda name: run_size(SIZES[name], flags.rounds))
+    records = {name: SIZES[name].case.records for name in cases}
     return {"rounds": flags.rounds, "ks": KS, "records": records, "cases": cases}

@@ -1,7 +1,6 @@
-r"""Times a clipped gradient against the plain gradient of the same model, and its memory.
+"""Times a clipped gradient against the plain gradient of the same model, and its memory.
 
-    python -m benchmarks run clipping --models mlp,cnn,resnet20,vit --rounds 15 \
-        --output .bench/clipping.json
+    python -m benchmarks run clipping --models mlp,cnn,resnet20,vit --rounds 15
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
 are medians of the ratios to the plain step of the same round. "memory" is what XLA allocates for a
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 import jaxdp
-from benchmarks import bench_steps, pages, problems, timing
+from benchmarks import bench_steps, problems, timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.transforms import noise
 
@@ -92,10 +91,10 @@ def tables(report, sequential) -> dict:
             values[f"{step}: fusions, products"] = f"{one['fusions']}, {one['products']}"
         compiling.append(values)
     return {
-        "clipping": pages.padded(_ratios(report)),
-        "clipping in sequence": pages.padded(_ratios(sequential)),
-        "clipping memory": pages.padded(memory),
-        "clipping compile": pages.padded(compiling),
+        "clipping": _ratios(report),
+        "clipping in sequence": _ratios(sequential),
+        "clipping memory": memory,
+        "clipping compile": compiling,
     }
 
 
@@ -128,10 +127,10 @@ FLAGS = {
 
 def measure(flags) -> dict:
     keep_freed_memory()
-    columns = ("wall_ms", "wall_ratio", "cpu_ratio", "memory_ratio", "compile_s")
-    cases = {}
-    for case in flags.models.split(","):
-        cases[case] = run_case(case, flags.engines.split(","), flags.rounds)
-        size = problems.cases()[case].batch_size
-        timing.show(f"{case}, batch of {size}", cases[case], columns)
+    engines = flags.engines.split(",")
+
+    def rows_of(case):
+        return run_case(case, engines, flags.rounds)
+
+    cases = timing.each(flags.models.split(","), rows_of)
     return {"rounds": flags.rounds, "cases": cases}

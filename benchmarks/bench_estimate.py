@@ -1,7 +1,7 @@
 """Estimates a private step of a transformer with a billion parameters on 256 accelerators, on
 paper.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=256 python -m benchmarks run estimate
+    python -m benchmarks run estimate
 
 Nothing is run. Models of the full width with one, two and three layers are compiled and divided for
 256 devices that the processor pretends to be. All counts are linear in the number of layers: two
@@ -207,6 +207,7 @@ def _cells(title: str, plain: float, private: float, form: str) -> list[str]:
 
 
 def measure(flags) -> dict:
+    bench_scale.pretend(DEVICES)
     one, two, three = (Training(layers).programs() for layers in (1, 2, 3))
     passes = EXAMPLES["step"] // EXAMPLES["physical"]
     full = {name: at(LAYERS, one.counts[name], two.counts[name]) for name in one.counts}

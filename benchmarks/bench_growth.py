@@ -1,18 +1,17 @@
-r"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
+"""Measures how time and memory of private training grow with batch, parameters, devices, steps and
 ledger rows.
 
-    python -m benchmarks run growth --output benchmarks/results/growth_cpu.json \
-        --picture docs/design/growth.png
+    python -m benchmarks run growth --update
+    python -m benchmarks.evidence design/scale.md
 
 Every point is a process of its own, because memory that one point used would count for the next.
 Time is processor time, the median of the rounds, because other programs may use the machine. "rss"
 is the most memory that the process held. "held" is what XLA allocates for the arguments, results
-and temporary arrays of the largest program."""
+and temporary arrays of the largest program. The second command draws the picture."""
 
 import functools
 import itertools
 import json
-import os
 import pathlib
 import resource
 import statistics
@@ -42,14 +41,13 @@ POINTS = {
 }
 FEATURES, CLASSES, UNITS, BATCH = 256, 10, 512, 512
 FLAGS = {
-    "picture": ".bench/growth.png",
     "point": {"nargs": 2, "help": "an axis and a value: measure this point here"},
 }
 
 
-def timed(call: Callable, rounds: int | None = None) -> dict[str, float]:
+def timed(call: Callable, rounds: int = ROUNDS) -> dict[str, float]:
     """Returns processor and wall seconds of a call, the medians of the rounds."""
-    wall, cpu = timing.interleaved({"call": call}, rounds or ROUNDS, warm=False)
+    wall, cpu = timing.interleaved({"call": call}, rounds, warm=False)
     return {"cpu_s": statistics.median(cpu["call"]), "wall_s": statistics.median(wall["call"])}
 
 
@@ -168,19 +166,17 @@ MEASURES = {
 
 def measured(axis: str, value: int) -> dict[str, float]:
     """Measures a point in a process of its own."""
-    flags = f"--xla_force_host_platform_device_count={value}" if axis == "devices" else ""
     command = [sys.executable, "-m", "benchmarks", "run", "growth", "--point", axis, str(value)]
-    done = subprocess.run(
-        command,
-        env=os.environ | {"XLA_FLAGS": flags},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def draw(report: dict, path: str):
+def tables(report) -> dict:
+    """Returns no tables. The page has a picture."""
+    return {}
+
+
+def draw(report: dict, path: pathlib.Path):
     """Draws time and memory of each axis, and work and bytes of a device."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, NullLocator
@@ -235,8 +231,10 @@ MEMORIES = [
 
 def measure(flags) -> dict | None:
     if flags.point:
-        axis, value = flags.point
-        point = MEASURES[axis](int(value))
+        axis, value = flags.point[0], int(flags.point[1])
+        if axis == "devices":
+            bench_scale.pretend(value)
+        point = MEASURES[axis](value)
         # Linux counts in units of 1024 bytes.
         held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         print(json.dumps(point | {"rss_mb": held / 1e6}))
@@ -244,6 +242,4 @@ def measure(flags) -> dict | None:
     axes = {}
     for axis, values in POINTS.items():
         axes[axis] = [{"value": value} | measured(axis, value) for value in values]
-    report = {"rounds": ROUNDS, "axes": axes}
-    draw(report, flags.picture)
-    return report
+    return {"rounds": ROUNDS, "axes": axes}

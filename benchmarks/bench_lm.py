@@ -22,7 +22,6 @@ import jaxdp
 from benchmarks import bench_steps, counts, problems, timing
 from jaxdp import models
 from jaxdp.memory import keep_freed_memory
-from jaxdp.report import format_table
 
 LENGTHS, BATCH, VOCABULARY, RANK = (128, 512, 1024), 8, 50_257, 8
 TIMED_BATCH = 8  # with 256 tokens each, so that tokens take most of the time, and not parameters
@@ -118,7 +117,7 @@ def measure(flags) -> dict:
     torch = flags.peers and not {"torch", "opacus"} & set(missing)
     cells = itertools.product(MODES, (False, True), LENGTHS)
     counts_by_length = [counted(*cell) for cell in cells]
-    print(format_table(counts_by_length, digits=3), flush=True)
+    timing.show("counted", counts_by_length)
     cases = {}
     model = models.create("gpt2", num_classes=problems.VOCABULARY, **SMALL)
     for mode in MODES:

@@ -7,7 +7,6 @@ those of `fit`. NumPy and PyTorch draw on the host. Processor time counts all th
 one core and of two cores are compared fairly."""
 
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,19 +33,6 @@ def old_noise(key: jax.Array, tree):
 
     leaves, treedef = jax.tree.flatten(tree)
     return jax.tree.unflatten(treedef, [leaf(i, x) for i, x in enumerate(leaves)])
-
-
-def rows(calls: dict[str, Callable], size: int, rounds: int, base: str) -> dict:
-    wall, cpu = timing.interleaved(calls, rounds)
-    table = {}
-    for name in calls:
-        table[name] = {
-            "wall_ns_per_value": timing.median_ms(wall[name]) * 1e6 / size,
-            "cpu_ns_per_value": timing.median_ms(cpu[name]) * 1e6 / size,
-            "least_cpu_ns_per_value": min(cpu[name]) * 1e9 / size,
-            f"cpu_over_{base}": timing.median_ratio(cpu[name], cpu[base]),
-        }
-    return table
 
 
 def vector(size: int, rounds: int) -> dict:
@@ -76,7 +62,16 @@ def vector(size: int, rounds: int) -> dict:
         import torch
 
         calls["torch"] = lambda: torch.randn(size)
-    return rows(calls, size, rounds, "chacha12")
+    wall, cpu = timing.interleaved(calls, rounds)
+    rows = {}
+    for name in calls:
+        rows[name] = {
+            "wall_ns_per_value": timing.median_ms(wall[name]) * 1e6 / size,
+            "cpu_ns_per_value": timing.median_ms(cpu[name]) * 1e6 / size,
+            "least_cpu_ns_per_value": min(cpu[name]) * 1e9 / size,
+            "cpu_over_chacha12": timing.median_ratio(cpu[name], cpu["chacha12"]),
+        }
+    return rows
 
 
 def step(name: str, rounds: int) -> dict:
@@ -147,8 +142,8 @@ def tables(report) -> dict:
             line[f"{name}, batch {MODELS[name]}"] = f"{ours:.1f}{unit} ({before:.1f}{unit})"
         of_models.append(line)
     return {
-        "noise": pages.padded(pages.lines(rows, generators)),
-        "noise of models": pages.padded(of_models),
+        "noise": pages.lines(rows, generators),
+        "noise of models": of_models,
     }
 
 

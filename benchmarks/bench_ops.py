@@ -1,6 +1,6 @@
 """Times the operations of our models in several exact forms, beside Flax and PyTorch.
 
-    python -m benchmarks run ops --rounds 15 --output benchmarks/results/ops_cpu.json
+    python -m benchmarks run ops --rounds 15 --update
 
 "forward" is the operation, and "backward" the operation with the gradients of its weights and
 inputs. "ours" is the form in `jaxdp.models`. All forms of an operation are compiled first and timed
@@ -22,7 +22,6 @@ from benchmarks import timing
 from jaxdp import models
 from jaxdp.memory import keep_freed_memory
 from jaxdp.models import vit
-from jaxdp.report import format_table
 
 Call = Callable[[], Any]
 _GELU = functools.partial(nn.gelu, approximate=False)
@@ -246,8 +245,6 @@ FLAGS = {"rounds": 15}
 def measure(flags) -> dict:
     torch = not timing.missing("torch", "opacus")
     keep_freed_memory()
-    rows = {}
-    for name, operation in operations().items():
-        rows[name] = measured(operation, flags.rounds, torch)
-        print(f"\n{name}\n{format_table(rows[name], digits=3)}", flush=True)
+    every = operations()
+    rows = timing.each(every, lambda name: measured(every[name], flags.rounds, torch))
     return {"rounds": flags.rounds, "peers": torch, "operations": rows}

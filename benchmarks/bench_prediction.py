@@ -1,18 +1,14 @@
 """Times certifying 20 distances against one training run with per-record clipped gradients, and the
 memory.
 
-    python -m benchmarks run prediction --rounds 7 --output .bench/prediction.json
+    python -m benchmarks run prediction --rounds 7
 
 Two baselines train the same model with the same clipped gradients. "vmap" is the obvious program:
 `jax.vmap(jax.grad(loss))`, clip, sum. "streamed" adds up one record after the other in a scan,
 which XLA vectorises over parameters. It is the fastest that we know. "bounds" is
 `train_with_bounds` with ks = 0..20, and "one k" the same with a single distance. Rounds are
 interleaved, and medians are reported. Ratios are medians of ratios within a round. "memory" is what
-XLA allocates beyond the arguments. "first call" includes compiling.
-
-With --reference the public PyTorch implementation runs in the same process for four of the twenty
-distances. Its time for all is five times their sum. Install the package abstract_gradient_training
-for this."""
+XLA allocates beyond the arguments. "first call" includes compiling."""
 
 import functools
 import statistics
@@ -50,7 +46,6 @@ CASES = {
     "blobs 6-128-2, 4 steps": Case((6, 128, 2), 3000, 4, 0.06, 2.0, 0.6),
 }
 KS = 20
-REFERENCE_KS = (1, 7, 14, 20)
 
 
 def network(params, x: jax.Array) -> jax.Array:
@@ -168,7 +163,7 @@ def step_of(case: Case, params, data, ks, **options) -> tuple[Callable, Callable
     return step, arguments
 
 
-def run_case(case: Case, rounds: int, *, reference: bool = False) -> dict:
+def run_case(case: Case, rounds: int) -> dict:
     params, data = problem(case)
     on_device = jax.tree.map(jnp.asarray, ({"dense": params["dense"]}, data))
     trainings = baselines(case, params)
@@ -192,8 +187,6 @@ def run_case(case: Case, rounds: int, *, reference: bool = False) -> dict:
         later = step.lower(*arguments(step.lower(*arguments()).out_info))
         rows[name]["memory_mb"] = timing.allocated_mb(later.compile())
     wall, cpu = timing.interleaved(calls, rounds, warm=False)  # a call is a whole training
-    if reference:
-        rows["reference"] = {"cpu_s": reference_seconds(case, params, data)}
     for name in calls:
         rows[name]["wall_ms"] = timing.median_ms(wall[name])
         rows[name]["cpu_s"] = statistics.median(cpu[name])
@@ -202,68 +195,14 @@ def run_case(case: Case, rounds: int, *, reference: bool = False) -> dict:
     return rows
 
 
-def reference_seconds(case: Case, params, data) -> float:
-    """Returns CPU seconds of the public implementation for twenty distances, on features of frozen
-    convolutions."""
-    import logging
-
-    import abstract_gradient_training as public
-    import torch
-
-    logging.getLogger("abstract_gradient_training").setLevel("CRITICAL")
-    features = data["x"]
-    if case.images:
-        size = case.sizes[0]
-        same = (np.eye(size, dtype=np.float32), np.zeros(size, np.float32))
-        frozen = {**params, "dense": [same]}
-        features = np.asarray(jax.lax.map(lambda x: network(frozen, x), features))
-    modules = []
-    for weight, bias in params["dense"]:
-        layer = torch.nn.Linear(*weight.shape)
-        layer.weight.data, layer.bias.data = torch.tensor(weight.T.copy()), torch.tensor(bias)
-        modules += [layer, torch.nn.ReLU()]
-    kind = np.int64 if case.sizes[-1] > 1 else np.float32
-    batch = (torch.tensor(features), torch.tensor(data["y"].astype(kind)))
-    total = 0.0
-    for k in REFERENCE_KS:
-        model = public.bounded_models.IntervalBoundedModel(torch.nn.Sequential(*modules[:-1]))
-        config = public.AGTConfig(
-            n_epochs=1,
-            learning_rate=case.learning_rate,
-            lr_decay=case.lr_decay,
-            loss="cross_entropy" if case.sizes[-1] > 1 else "binary_cross_entropy",
-            fragsize=100 if case.sizes[0] > 1000 else 250 if case.sizes[0] > 100 else 10000,
-            k_private=k,
-            clip_gamma=case.clip,
-            log_level="CRITICAL",
-        )
-        start = time.process_time()
-        public.privacy_certified_training(model, config, [batch] * case.steps)
-        total += time.process_time() - start
-    return total * KS / len(REFERENCE_KS)
-
-
 FLAGS = {
     "cases": ("", f"parts of names, separated by semicolons, of {'; '.join(CASES)}"),
     "rounds": 7,
-    "reference": False,
 }
-COLUMNS = (
-    "wall_ms",
-    "wall_over_streamed",
-    "wall_over_vmap",
-    "cpu_s",
-    "memory_mb",
-    "first_call_s",
-)
 
 
 def measure(flags) -> dict:
     keep_freed_memory()
-    cases = {}
-    for name, case in CASES.items():
-        if any(part in name for part in flags.cases.split(";")):
-            rows = run_case(case, flags.rounds, reference=flags.reference)
-            cases[name] = rows
-            timing.show(f"{name}, batch of {case.records}", rows, COLUMNS)
+    names = timing.chosen(CASES, flags.cases)
+    cases = timing.each(names, lambda name: run_case(CASES[name], flags.rounds))
     return {"rounds": flags.rounds, "ks": KS, "cases": cases}

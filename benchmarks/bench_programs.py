@@ -1,7 +1,7 @@
 """Counts operations and bytes of clipped gradients over plain gradients, for programs that other
 libraries write.
 
-    python -m benchmarks run programs --output benchmarks/results/programs.json
+    python -m benchmarks run programs --update
 
 Nothing is compiled or run. The counts depend on JAX's release and on the backend, not on the
 machine."""
@@ -9,7 +9,7 @@ machine."""
 import jax
 
 import jaxdp
-from benchmarks import counts
+from benchmarks import counts, timing
 from tests import foreign_programs
 
 
@@ -54,5 +54,5 @@ def measure(flags) -> dict:
                 "plain_gb": plain.bytes / 1e9,
             }
         )
-    print(jaxdp.report.format_table(rows, digits=3))
+    timing.show("clipped over plain", rows)
     return {"backend": jax.default_backend(), "programs": rows}

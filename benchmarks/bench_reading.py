@@ -1,6 +1,6 @@
 """Measures how long a step waits for its examples, with and without reading ahead.
 
-    python -m benchmarks run reading --output benchmarks/results/reading_cpu.json
+    python -m benchmarks run reading --update
 
 A source either opens a file for each example, or sleeps for a part of a step, as one does that
 waits for a network. "ahead" takes the batches of `PrivateTrainer.batches`, as `fit` does. "inline"
@@ -24,7 +24,6 @@ import numpy as np
 
 from benchmarks import bench_growth, pages
 from jaxdp.release import Hosts
-from jaxdp.report import format_table
 
 EXCHANGES = 300
 ROUNDS, STEPS, UNITS, BATCH = 5, 20, 512, 512
@@ -164,8 +163,6 @@ def measure(flags) -> dict | None:
         rows.append({"reading": reading, **measured(trainer, params, slow)})
     with on_disk(source) as slow:
         rows.append({"reading": f"{BATCH} files", **measured(trainer, params, slow)})
-    steps = [{"reading": row["reading"], **row["inline"], **row["ahead"]} for row in rows]
-    print(format_table(steps, digits=4))
     exchange_ms = exchange()
     print(f"An exchange between two processes takes {exchange_ms:.2g} ms.")
     report = {"steps": ROUNDS * STEPS, "rows": rows, "exchange_ms": exchange_ms}

@@ -1,7 +1,7 @@
 """Times simulated recalibrations per second: `launch.simulation` beside a plain NumPy loop over
 trials.
 
-    python -m benchmarks run recalibration --output .bench/recalibration.json
+    python -m benchmarks run recalibration
 
 The sweep is one shift of the paper's CIFAR-10 sweep: 10,000 labelled logits of 10 classes
 (synthetic, over-confident), three factors of 10 settings, six methods. The NumPy loop follows the
@@ -11,18 +11,17 @@ the ECE of the test split. It runs on a sample of the trials, between runs of ou
 are means over settings and medians over shifts after the first, which compiles. The whole sweep is
 `--shifts 15`."""
 
-import functools
 import math
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jaxdp
+from benchmarks import timing
 from jaxdp.memory import keep_freed_memory
 from jaxdp.recalibration import AccT, Bracket, EceT, HistogramBinning, NllT, Records
 from launch.simulation import Order, Setting, simulate, unchanged
@@ -123,6 +122,12 @@ def numpy_trial(name: str, logits: np.ndarray, labels: np.ndarray, setting: Sett
     return float(np.abs(gaps).sum() / len(test))
 
 
+def numpy_trials(name: str, logits: np.ndarray, labels: np.ndarray, sample: int, rng) -> list:
+    """Returns the errors of `sample` trials of each setting."""
+    settings = [setting for setting in SETTINGS for _ in range(sample)]
+    return [numpy_trial(name, logits, labels, setting, rng) for setting in settings]
+
+
 class NumpyTrial(NamedTuple):
     """The noisy objectives of the calibration records of one trial."""
 
@@ -197,68 +202,55 @@ FLAGS = {
 }
 
 
-class Sweep:
-    """The shifts of one run: seconds per trial and mean errors of both sides, by method."""
+class Timed(NamedTuple):
+    """The seconds of a call and of each of its trials, and the mean of the errors it returns."""
 
-    def __init__(self, trials: int, sample: int):
-        self.order = Order.draw(0, records=RECORDS, trials=trials, settings=SETTINGS)
-        self.settings = [setting for setting in SETTINGS for _ in range(sample)]
-        self.rng = np.random.default_rng(0)
-        self.seconds = {name: {"ours": [], "numpy": []} for name in NAMES}
-        self.errors = {name: {"ours": [], "numpy": []} for name in NAMES}
+    seconds: float
+    per_trial: float
+    error: float
 
-    def ours(self, name: str, shift: int) -> float:
-        """Runs a method under a shift. Returns the seconds, which count if it was compiled."""
-        records = Records(*map(jnp.asarray, logits_of(shift)))
-        call = functools.partial(ours, name, records, self.order, jax.random.key(shift))
-        return self._timed(name, "ours", call, counts=shift > 0)
 
-    def plain(self, name: str, shift: int):
-        """Runs the loop of a method under a shift."""
-        logits, labels = logits_of(shift)
+def timed(call: Callable, *args) -> Timed:
+    start = time.perf_counter()
+    errors = call(*args)
+    seconds = time.perf_counter() - start
+    return Timed(seconds, seconds / np.size(errors), float(np.mean(errors)))
 
-        def loop():
-            return [
-                numpy_trial(name, logits, labels, setting, self.rng) for setting in self.settings
-            ]
 
-        self._timed(name, "numpy", loop, counts=True)
-
-    def _timed(self, name: str, side: str, call: Callable, *, counts: bool) -> float:
-        start = time.perf_counter()
-        errors = call()
-        elapsed = time.perf_counter() - start
-        if counts:
-            self.seconds[name][side].append(elapsed / np.size(errors))
-            self.errors[name][side].append(float(np.mean(errors)))
-        return elapsed
-
-    def row(self, name: str) -> dict:
-        """Returns the row of a method."""
-        seconds, errors = self.seconds[name], self.errors[name]
-        ratios = np.divide(seconds["numpy"], seconds["ours"])
-        return {
-            "method": name,
-            "ours, us per trial": 1e6 * float(np.median(seconds["ours"])),
-            "NumPy, us per trial": 1e6 * float(np.median(seconds["numpy"])),
-            "ratio": float(np.median(ratios)),
-            "mean ECE, ours": float(np.mean(errors["ours"])),
-            "mean ECE, numpy": float(np.mean(errors["numpy"])),
-        }
+def row_of(name: str, runs: Sequence[tuple[Timed, Timed]]) -> dict:
+    """Returns the row of a method from the runs of both sides."""
+    seconds = np.array([[side.per_trial for side in pair] for pair in runs])
+    errors = np.array([[side.error for side in pair] for pair in runs])
+    ours, plain = np.median(seconds, axis=0)
+    our_error, plain_error = errors.mean(axis=0)
+    return {
+        "method": name,
+        "ours, us per trial": 1e6 * float(ours),
+        "NumPy, us per trial": 1e6 * float(plain),
+        "ratio": float(np.median(seconds[:, 1] / seconds[:, 0])),
+        "mean ECE, ours": float(our_error),
+        "mean ECE, numpy": float(plain_error),
+    }
 
 
 def measure(flags) -> dict:
     keep_freed_memory()
-    sweep = Sweep(flags.trials, flags.sample)
+    order = Order.draw(0, records=RECORDS, trials=flags.trials, settings=SETTINGS)
+    rng = np.random.default_rng(0)
+    runs = {name: [] for name in NAMES}
     by_shift = []
     for shift in range(flags.shifts + 1):
+        logits, labels = logits_of(shift)
+        records = Records(jnp.asarray(logits), jnp.asarray(labels))
         total = 0.0
         for name in NAMES:
-            total += sweep.ours(name, shift)
+            mine = timed(ours, name, records, order, jax.random.key(shift))
+            total += mine.seconds
             if shift > 0:  # the first one compiles
-                sweep.plain(name, shift)
+                theirs = timed(numpy_trials, name, logits, labels, flags.sample, rng)
+                runs[name].append((mine, theirs))
         by_shift.append(total)
-    rows = [sweep.row(name) for name in NAMES]
+    rows = [row_of(name, of_method) for name, of_method in runs.items()]
     ours_us = sum(row["ours, us per trial"] for row in rows)
     numpy_us = sum(row["NumPy, us per trial"] for row in rows)
     trials = len(SETTINGS) * flags.trials * flags.shifts
@@ -270,7 +262,7 @@ def measure(flags) -> dict:
         "as many shifts, with compilation, seconds": with_compilation,
         "peak memory, MiB": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     }
-    print(jaxdp.report.format_table(rows, digits=3))
+    timing.show("a trial", rows)
     for name, value in summary.items():
         print(f"{name}: {value:.4g}")
     return vars(flags) | {"methods": rows} | summary

@@ -1,7 +1,7 @@
 """Counts the work of one device in a private step that is divided over many, beside that of a plain
 step.
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks run scale
+    python -m benchmarks run scale
 
 Nothing is run. XLA compiles and divides the steps for devices that the processor pretends to be.
 "plain" is an ordinary step with the same shardings. "private" is the sum of the programs of a
@@ -18,11 +18,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import pages, problems
+from benchmarks import pages, problems, timing
 from jaxdp import finetune, models
 from jaxdp.compilers import hlo
 from jaxdp.data import PoissonSampler
-from jaxdp.report import format_table
 from jaxdp.transforms.noise import gaussian, stream
 from launch import results
 
@@ -30,8 +29,24 @@ DEVICES, LAYOUTS = 8, ("data", "fsdp")
 NOISE = ("MLP", "ViT")  # a few large leaves, and many small ones
 
 
+def pretend(devices: int):
+    """Makes the processor pretend to be so many devices. JAX must not have used it yet."""
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
 def mesh_of(count: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:count]), ("data",))
+    """Returns a mesh of the first devices.
+
+    Raises:
+      ValueError: There are fewer, so that counts would be those of another mesh.
+    """
+    devices = jax.devices()[:count]
+    if len(devices) < count:
+        raise ValueError(
+            f"{count} devices are needed, but JAX has {len(devices)}. Set JAX_PLATFORMS=cpu, where "
+            "a benchmark pretends to have them."
+        )
+    return Mesh(np.array(devices), ("data",))
 
 
 def divided(count: int) -> Callable:
@@ -177,11 +192,10 @@ def tables(report) -> dict:
 
 
 def measure(flags) -> dict:
+    pretend(DEVICES)
     rows = [row for name, case in cases().items() for row in rows_of(name, case)]
-    counts = [{name: x for name, x in row.items() if name != "kinds"} for row in rows]
-    print(format_table(counts, digits=4))
     noise = [row for name in NOISE for row in noise_rows(name, cases()[name])]
-    print(format_table(noise, digits=4))
+    timing.show("noise", noise)
     report = {"steps": rows, "noise": noise}
     print(tables(report)["counts"])
     return report

@@ -1,7 +1,7 @@
 """Times Split Adaptation: the scale search of a ViT-S frontend, and augmented copies made batch by
 batch.
 
-    python -m benchmarks run split --output .bench/split.json
+    python -m benchmarks run split
 
 Search: `search_scales` on the first block of a ViT-S/16 (9 sites), beside a loop that does the same
 work as usual post-training quantisation of ViTs. The loop has a backward pass for every site and
@@ -181,16 +181,8 @@ def lazy_batch(copies: Copies, images: jax.Array, numbers: jax.Array) -> jax.Arr
     return copies.batch(images, numbers)
 
 
-class Passes(NamedTuple):
-    """Passes over all copies, "lazy" and from an "array" if it fits, and the megabytes of both."""
-
-    calls: dict[str, Callable]
-    lazy_mb: float
-    array_mb: float
-
-
-def passes(images: int, tokens: int, width: int) -> Passes:
-    """Returns the passes over the copies of so many images."""
+def copies_row(images: int, tokens: int, width: int, rounds: int) -> dict:
+    """Times one pass over augmented copies, made on demand and, if they fit, from an array."""
     x = jax.random.normal(jax.random.key(0), (images, tokens, width))
     patches = (tokens - 1) // 4
     options = {"copies": COPIES - 1, "n_patches": patches, "prefix_tokens": 1}
@@ -203,19 +195,28 @@ def passes(images: int, tokens: int, width: int) -> Passes:
     def batch(part):
         return lazy_batch(copies, rows[part], numbers[part])
 
-    def lazily():
-        return [batch(part).sum() for part in order]
-
     first = order[0]
     program = lazy_batch.lower(copies, rows[first], numbers[first]).compile()
     held_mb = (x.nbytes + copies.neighbors.nbytes) / 1e6
-    calls = {"lazy": lazily}
+    calls = {"lazy": lambda: [batch(part).sum() for part in order]}
     array_mb = x.nbytes * COPIES / 1e6
     if array_mb < 4000:
         parts = np.split(np.arange(len(rows)), range(4096, len(rows), 4096))
         every = np.concatenate([batch(part) for part in parts])
         calls["array"] = lambda: [jnp.asarray(every[part]).sum() for part in order]
-    return Passes(calls, held_mb + timing.allocated_mb(program), array_mb)
+    wall, _ = timing.interleaved(calls, rounds)
+    row = {
+        "images": images,
+        "tokens": tokens,
+        "width": width,
+        "lazy_mb": held_mb + timing.allocated_mb(program),
+        "all_copies_mb": array_mb,
+    }
+    for name, seconds in wall.items():
+        row[f"{name}_ms_per_batch"] = timing.median_ms(seconds) / batches
+    if "array" in wall:
+        row["ratio"] = timing.median_ratio(wall["lazy"], wall["array"])
+    return row
 
 
 FLAGS = {"rounds": 3, "frontend": (False, "search all 8 blocks as well: minutes")}
@@ -244,22 +245,3 @@ def search_row(rounds: int) -> dict:
         "wall_ratio": timing.median_ratio(wall["search_scales"], wall["loop"]),
         "cpu_ratio": timing.median_ratio(cpu["search_scales"], cpu["loop"]),
     }
-
-
-def copies_row(images: int, tokens: int, width: int, rounds: int) -> dict:
-    """Times one pass over augmented copies, made on demand and from an array."""
-    calls, lazy_mb, array_mb = passes(images, tokens, width)
-    wall, _ = timing.interleaved(calls, rounds)
-    row = {
-        "images": images,
-        "tokens": tokens,
-        "width": width,
-        "lazy_mb": lazy_mb,
-        "all_copies_mb": array_mb,
-    }
-    batches = images * COPIES // BATCH
-    for name, seconds in wall.items():
-        row[f"{name}_ms_per_batch"] = timing.median_ms(seconds) / batches
-    if "array" in wall:
-        row["ratio"] = timing.median_ratio(wall["lazy"], wall["array"])
-    return row

@@ -79,7 +79,7 @@ def tables(report) -> dict:
     rows = [{"process": case} | row for case, row in report["cases"].items()]
     columns = {"process": "{process}"}
     columns |= {name: f"{{{name}:.3g}}" for name in ("import", "cold", "warm", "ratio")}
-    return {"start": pages.padded(pages.lines(rows, columns))}
+    return {"start": pages.lines(rows, columns)}
 
 
 FLAGS = {"cases": "mlp,cnn,resnet20,vit,lm,demo", "rounds": 3}

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import pages, problems, timing
+from benchmarks import problems, timing
 from jaxdp import finetune
 from jaxdp.data import PoissonSampler
 from jaxdp.data.physical import FIRST_STEPS
@@ -241,7 +241,7 @@ def tables(report, elsewhere) -> dict:
     return {"steps": _table(report), "steps elsewhere": _table(elsewhere)}
 
 
-def _table(report) -> str:
+def _table(report) -> list[dict]:
     rows = []
     for name, steps in report["cases"].items():
         title, over_plain, over_opacus, first_s = AIMS[name]
@@ -259,27 +259,18 @@ def _table(report) -> str:
                 "first step, s (aim)": f"{private['first_s']:.1f} ({first_s})",
             }
         )
-    return pages.padded(rows)
+    return rows
 
 
 FLAGS = {"cases": ",".join(AIMS), "rounds": 15, "peers": False}
-COLUMNS = (
-    "wall_ms",
-    "cpu_ms",
-    "over_plain",
-    "cpu_over_plain",
-    "over_best_opacus",
-    "first_s",
-    "ready_s",
-)
 
 
 def measure(flags) -> dict:
     torch, note = timing.peers(flags.peers, "torch", "opacus")
     keep_freed_memory()
-    report = {"rounds": flags.rounds, "peers": note, "cases": {}}
-    for name in flags.cases.split(","):
-        rows = measured(name, flags.rounds, flags.peers, torch)
-        report["cases"][name] = rows
-        timing.show(f"{name}, batch {problems.cases()[name].batch_size}", rows, COLUMNS)
-    return report
+
+    def rows_of(name):
+        return measured(name, flags.rounds, flags.peers, torch)
+
+    cases = timing.each(flags.cases.split(","), rows_of)
+    return {"rounds": flags.rounds, "peers": note, "cases": cases}

@@ -1,8 +1,7 @@
-r"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD,
+"""Times sharpness-aware pre-training against plain training, and the DP-SGD family against DP-SGD,
 in one run.
 
-    python -m benchmarks run training --models cnn,resnet20 --rounds 5 --peers \
-        --output .bench/training.json
+    python -m benchmarks run training --models cnn,resnet20 --rounds 5 --peers
 
 Steps are interleaved. Each is timed after an untimed call of it, and medians are reported. Ratios
 are medians of the ratios within a round. "plain" is a gradient and an SGD update in one compiled
@@ -32,7 +31,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from benchmarks import pages, problems, timing
+from benchmarks import problems, timing
 from benchmarks.timing import Step
 from jaxdp import finetune, models, pretrain
 from jaxdp.data import PoissonSampler
@@ -308,7 +307,7 @@ def tables(report) -> dict:
                 column = title.replace(f", {kind}", "")
                 row[column] = f"{steps[step][ratio]:.2f}{in_parentheses}"
             rows.append(row)
-        markdown[kind] = pages.padded(rows)
+        markdown[kind] = rows
     return markdown
 
 
@@ -319,21 +318,18 @@ def measure(flags) -> dict:
     keep_freed_memory()
     torch, note = timing.peers(flags.peers, "torch", "opacus")
     cases = {}
-
-    def show(title, rows, *ratios):
-        cases[title] = rows
-        timing.show(title, rows, ("wall_ms", "limit", *ratios, "memory_mb"))
-
     for name in flags.models.split(","):
         case = CASES[name]
+        size = case.batch_size
         steps = pretraining_steps(case, peers=flags.peers)
         rows = timing.step_rows(steps, flags.rounds, lambda _: {"plain": "plain"}, add_rare_ascents)
-        show(f"{name}, pre-training, m2={UPDATE}", rows, "over_plain", "cpu_over_plain")
+        cases[f"{name}, pre-training, m2={UPDATE}"] = rows
+        timing.show(name, rows)
         steps = finetuning_steps(case)
         if torch and name == "cnn":
             steps |= torch_steps(case)
-        with_basis = functools.partial(add_basis, batch_size=case.batch_size)
+        with_basis = functools.partial(add_basis, batch_size=size)
         rows = timing.step_rows(steps, flags.rounds, bases, with_basis)
-        ratios = ("over_plain", "over_dp_sgd", "cpu_over_plain", "cpu_over_dp_sgd")
-        show(f"{name}, fine-tuning, B={case.batch_size}", rows, *ratios)
+        cases[f"{name}, fine-tuning, B={size}"] = rows
+        timing.show(name, rows)
     return {"rounds": flags.rounds, "peers": note, "cases": cases}

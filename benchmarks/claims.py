@@ -102,13 +102,6 @@ def read_verdicts(pages: Sequence[str]) -> list[Verdict]:
     return rows
 
 
-def without_verdict(claims: Sequence[Mapping], rows: Sequence[Verdict]) -> list[str]:
-    """Returns the claims that have neither a row of a table of verdicts nor a reason."""
-    return [
-        claim["claim"] for claim in claims if not row_of(claim, rows) and not claim.get("without")
-    ]
-
-
 def page_of(listed: Mapping, rows_by_paper: Mapping[str, Sequence[Verdict]]) -> str:
     """Returns the text of the page."""
     sections = [_INTRO]

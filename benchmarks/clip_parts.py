@@ -160,7 +160,7 @@ def trainer(method: str, params, records: int):
 
 def accuracy(training, rate: float, data: Split) -> float:
     """Trains once, and returns the accuracy on the test records."""
-    state = problems.trained(training, data.params, data.private, STEPS, rate)
+    state = problems.trained(training, data.params, data.private, STEPS, rate=rate)
     x, label = data.test
     prediction = np.asarray(logits(jax.device_get(state.params), x)).argmax(1)
     return float(np.mean(prediction == label))
@@ -198,7 +198,7 @@ def tables(report) -> dict:
         "over flat": "{over_flat:.2f}",
         "processor time over flat": "{cpu_over_flat:.2f}",
     }
-    markdown = {"steps": pages.plain(pages.lines(report["steps"], columns))}
+    markdown = {"steps": pages.lines(report["steps"], columns)}
     for study in STUDIES[1:]:
         if study in report:  # a report may have some studies only
             flat = np.asarray(report[study][0]["accuracies"])
@@ -208,7 +208,7 @@ def tables(report) -> dict:
                 "accuracy, %": lambda row: pages.mean(row["accuracies"]),
                 "less flat": lambda row, flat=flat: pages.mean(row["accuracies"] - flat),
             }
-            markdown[study] = pages.plain(pages.lines(report[study], columns))
+            markdown[study] = pages.lines(report[study], columns)
     return markdown
 
 

@@ -1,8 +1,7 @@
-r"""Compiles private steps for absent machines, and writes what their compilers say about
+"""Compiles private steps for absent machines, and writes what their compilers say about
 them.
 
-    python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20" \
-        --output .bench/compiled_v5e.json
+    python -m benchmarks.compiled --target v5e --cases "ViT-B/16;ResNet-20"
     python -m benchmarks.compiled --target h100 --tiny
 
 For a TPU (v5e, v6e, v5p) the numbers are the cycles that its compiler expects, loops included. A
@@ -23,62 +22,38 @@ and the correlation of their ranks says how far to trust the estimates."""
 import argparse
 import json
 import pathlib
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 import jaxdp
 from benchmarks import compiled_cases, counts, pages, timing, trust
-from jaxdp.compilers import hlo, process, schedules, targets
+from jaxdp.compilers import hlo, process, targets
 from jaxdp.report import format_table
 
 Row = dict[str, Any]
+EXPORTED = "jit(call)/call_exported/jit(flat)/"  # before the names of operations of a program
 
 
-def compiled(target: str, case: str, step: str, tiny: bool) -> Row:
-    """Returns the row of a step. It runs in a process of its own, whose environment is that of the
-    target."""
-    program = compiled_cases.cases(tiny)[case]()[step]()
-    found, trace_s, compile_s = targets.compile_for(
-        target, program.function, program.args, program.donate
-    )
-    row = {"trace_s": trace_s, "compile_s": compile_s}
+def compiled(target: str, step: str, build: Callable, seconds: float) -> Row:
+    """Returns the row of a step, or its error. The compiler runs in a process of its own."""
+    try:
+        program = build()
+        function = jax.jit(program.function, donate_argnums=program.donate)
+        found = process.estimate(
+            target, function, *program.args, seconds=seconds, assumed=program.assumed
+        )
+    except Exception as error:  # the other steps go on
+        return {"error": f"{type(error).__name__}: {error}"[:400]}
+    if found.seconds is None:
+        return {"error": "does not fit", "needed_mb": found.memory / 1e6}
+    row = dict(found.details)
     if step == "plain":
         row["operations"] = counts.count(program.function, *program.args).flops
-    bundles = schedules.of_kernels(target, found.as_text())
     if program.assumed != hlo.ASSUMED:
         row["assumed"] = program.assumed._asdict()
-    return row | targets.estimate(target, found, bundles, program.assumed)
-
-
-def in_process(target: str, case: str, step: str, tiny: bool, seconds: float) -> Row:
-    """Returns the row of a step, or its error."""
-    with tempfile.TemporaryDirectory() as folder:
-        row = pathlib.Path(folder, "row.json")
-        flags = {"target": target, "cases": case, "step": step, "output": str(row)}
-        command = [sys.executable, "-m", "benchmarks.compiled", *["--tiny"] * tiny]
-        command += [word for name, value in flags.items() for word in (f"--{name}", value)]
-        try:
-            ended = subprocess.run(
-                command,
-                env=targets.environment(target),
-                capture_output=True,
-                text=True,
-                timeout=seconds,
-            )
-        except subprocess.TimeoutExpired:
-            return {"error": f"not compiled in {seconds:.0f} s"}
-        if ended.returncode:
-            needed = process.needed_memory(ended.stderr)
-            if needed is not None:
-                return {"error": "does not fit", "needed_mb": needed / 1e6}
-            lines = [line for line in ended.stderr.splitlines() if line.strip()]
-            return {"error": (lines[-1] if lines else f"ended with {ended.returncode}")[:400]}
-        return json.loads(row.read_text())
+    return row
 
 
 def with_ratios(steps: Mapping[str, Row]) -> dict[str, Row]:
@@ -133,7 +108,7 @@ def beside(now, before) -> dict:
     for name, title in (("bytes", "GB"), ("total", "roofline"), ("memory_mb", "MB")):
         for version in ("before", "now"):
             columns[f"{title} over plain, {version}"] = f"{{{name}_over_plain {version}:.3g}}"
-    return {"h100 before": pages.padded(pages.lines(rows, columns))}
+    return {"h100 before": pages.lines(rows, columns)}
 
 
 def tables(v5e, v6e, v5p, h100) -> dict:
@@ -141,11 +116,11 @@ def tables(v5e, v6e, v5p, h100) -> dict:
     that were not compiled."""
     markdown = {}
     for name, report in {"v5e": v5e, "v6e": v6e, "v5p": v5p, "h100": h100}.items():
-        markdown[name] = pages.padded(table(report))
+        markdown[name] = table(report)
     for name, report in {"v5e": v5e, "h100": h100}.items():
-        markdown[f"{name} costs"] = pages.padded(costs(report))
+        markdown[f"{name} costs"] = costs(report)
     for name, report in {"v5e": v5e, "v6e": v6e}.items():
-        markdown[f"{name} left out"] = pages.padded(left_out(report))
+        markdown[f"{name} left out"] = left_out(report)
     return markdown
 
 
@@ -207,10 +182,11 @@ def table(report: Mapping) -> list[Row]:
 
 def costliest(row: Row) -> list[Row]:
     """Returns the costliest operations of a step as rows of text."""
-    return [
-        {"share": f"{100 * of['share']:.1f} %", "operation": of["source"][-110:]}
-        for of in row.get("costliest", ())
-    ]
+    rows = []
+    for of in row.get("costliest", ()):
+        operation = of["source"].removeprefix(EXPORTED)[-110:]
+        rows.append({"share": f"{100 * of['share']:.1f} %", "operation": operation})
+    return rows
 
 
 FLAGS = {
@@ -218,7 +194,6 @@ FLAGS = {
     "target": {"choices": targets.TARGETS, "required": True},
     "cases": ("", "parts of names of cases, with semicolons; all without it"),
     "steps": ("", "names of steps, with commas; all without it"),
-    "step": {"help": argparse.SUPPRESS},  # the one step of a process of its own
     "tiny": (False, "tiny shapes, to check the programs"),
     "note": ("", "what the version is, for the report"),
     "again": (False, "compiles what the report has already"),
@@ -231,10 +206,6 @@ def main(given: Sequence[str] | None = None) -> dict:
     flags = timing.parser(__doc__, FLAGS).parse_args(given)
     tiny = "_tiny" if flags.tiny else ""
     flags.output = flags.output or f".bench/compiled_{flags.target}{tiny}.json"
-    if flags.step:
-        row = compiled(flags.target, flags.cases, flags.step, flags.tiny)
-        pathlib.Path(flags.output).write_text(json.dumps(row))
-        return row
     target = targets.TARGETS[flags.target]
     try:
         targets.require(flags.target)
@@ -267,7 +238,7 @@ def compile_cases(flags: argparse.Namespace, report: dict):
     """Compiles the programs that the report has not, and writes it after each one."""
     path = pathlib.Path(flags.output)
     cases = compiled_cases.cases(flags.tiny)
-    names = [name for name in cases if any(part in name for part in flags.cases.split(";"))]
+    names = timing.chosen(cases, flags.cases)
     if not names:
         raise SystemExit(
             f"--cases={flags.cases} names none of: {'; '.join(compiled_cases.cases())}"
@@ -275,12 +246,12 @@ def compile_cases(flags: argparse.Namespace, report: dict):
     seconds = 60 * flags.minutes
     for case in names:
         rows = report["cases"].setdefault(case, {})
-        for step in cases[case]():
+        for step, build in cases[case]().items():
             if flags.steps and step not in flags.steps.split(","):
                 continue
             if step in rows and "error" not in rows[step] and not flags.again:
                 continue
-            row = in_process(flags.target, case, step, tiny=flags.tiny, seconds=seconds)
+            row = compiled(flags.target, step, build, seconds)
             rows[step] = row
             result = row.get("error")
             if result is None:

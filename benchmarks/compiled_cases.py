@@ -23,7 +23,7 @@ from benchmarks import bench_adaptation, bench_lm, bench_prediction, problems
 from jaxdp import models, recalibration, tta
 from jaxdp.compilers import hlo
 from jaxdp.recalibration import protocol
-from jaxdp.transforms import chacha, noise
+from jaxdp.transforms import noise
 from jaxdp.tta.step import compiled_step
 
 CLIP, NOISE = 1.0, 1.0
@@ -60,21 +60,20 @@ WHOLE = {
 }
 
 
-def key_of(words: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(words, impl=chacha.CHACHA12)
+KEY = jax.eval_shape(lambda: noise.stream(bytes(16), "noise"))
 
 
-KEY = Shape((8,), jnp.uint32)
+def training(case: problems.Training, *, correlated: bool = False) -> Steps:
+    """Returns the gradients and the updates of a training step.
 
-
-def training(case: problems.Training) -> Steps:
-    """Returns the gradients and the updates of a training step."""
+    Updates with correlated noise take long to compile, so a case has them only if it says so.
+    """
     args = (case.params, case.batch)
     examples = case.examples
     steps = {
         "plain": lambda: Program(case.plain, args),
         "clipped": lambda: Program(case.clipped, args),
-        **updates(case.trained(case.params), optax.sgd(0.01, momentum=0.9), examples),
+        **updates(case.trained(case.params), optax.sgd(0.01, momentum=0.9), examples, correlated),
     }
     if importlib.util.find_spec("jax_privacy"):
         microbatches = hlo.Assumed(open_turns=math.ceil(examples / case.microbatch))
@@ -82,8 +81,8 @@ def training(case: problems.Training) -> Steps:
     return steps
 
 
-def updates(params, optimizer, divisor: int) -> Steps:
-    """Returns an update by the sum of gradients, and a private one."""
+def updates(params, optimizer, divisor: int, correlated: bool) -> Steps:
+    """Returns an update by the sum of gradients, and private ones."""
     state = jax.eval_shape(optimizer.init, params)
 
     def update(params, state, grads):
@@ -92,8 +91,7 @@ def updates(params, optimizer, divisor: int) -> Steps:
     def private(kind=None):
         correlation = None if kind is None else correlation_of(kind)
 
-        def step(params, state, buffers, grads, words, number):
-            key = key_of(words)
+        def step(params, state, buffers, grads, key, number):
             privatizer = jaxdp.privatize(
                 CLIP, noise_multiplier=NOISE, divisor=divisor, key=key, noise=correlation
             )
@@ -111,7 +109,7 @@ def updates(params, optimizer, divisor: int) -> Steps:
         "update": lambda: Program(update, (params, state, params), (0, 1)),
         "private update": private,
     }
-    for kind in CORRELATED:
+    for kind in CORRELATED if correlated else ():
         steps[f"private update of {kind}"] = functools.partial(private, kind)
     return steps
 
@@ -126,16 +124,6 @@ def correlation_of(kind: str):
         return jaxdp.correlated(coefficients, steps=STEPS)
     build = buffered_toeplitz.BufferedToeplitz.build
     return jaxdp.correlated(build([0.9, 0.5], [0.3, 0.1], jnp.float32), steps=STEPS)
-
-
-def without_correlated_noise(build: Callable) -> Callable:
-    """Returns a case without its updates with correlated noise, which take long to compile."""
-
-    def steps():
-        left_out = {f"private update of {kind}" for kind in CORRELATED}
-        return {name: step for name, step in build().items() if name not in left_out}
-
-    return steps
 
 
 def params_of(model, side: int):
@@ -163,21 +151,16 @@ def adaptation_of(model, method: tta.Method, batch: int, side: int, *, private: 
     def apply_fn(params, images):
         return model.apply({"params": params}, images)
 
-    def start(params, words):
-        optimizer = optax.sgd(1e-3, momentum=0.9)
-        adapting = tta.Adapter(apply_fn, params, method, optimizer)
-        static.append(adapting._program)
-        state = adapting._moving(adapting.init(key_of(words)))
-        return adapting.constants, state._replace(key=words)
+    def start(params, key):
+        adapter = tta.Adapter(apply_fn, params, method, optax.sgd(1e-3, momentum=0.9))
+        static.append(adapter._program)
+        return adapter.constants, adapter._moving(adapter.init(key))._replace(key=key)
 
     constants, state = jax.eval_shape(start, params, KEY)
 
     def step(constants, state, images, mask):
-        key = key_of(state.key)
-        state, logits = compiled_step(
-            static[0], batch, constants, state._replace(key=key), images, mask, key
-        )
-        return state._replace(key=()), logits
+        after, logits = compiled_step(*static, batch, constants, state, images, mask, state.key)
+        return after._replace(key=()), logits
 
     args = (constants, state, pictures, Shape((batch,), bool))
     # A plain step computes a batch again only where a record has no finite loss.
@@ -216,8 +199,8 @@ def recalibrated(method, records: int, classes: int) -> Steps:
     def exact(records, temperature, source):
         return protocol._exact(method, 1, records, temperature, scale, source)
 
-    def noisy(records, temperature, source, words):
-        return protocol.with_noise(key_of(words), exact(records, temperature, source), scale)
+    def noisy(records, temperature, source, key):
+        return protocol.with_noise(key, exact(records, temperature, source), scale)
 
     args = (data, Shape((), jnp.float32), Shape((records,), jnp.int32))
     return {"plain": lambda: Program(exact, args), "private": lambda: Program(noisy, (*args, KEY))}
@@ -227,12 +210,12 @@ def drawn(draw: Callable, size: int) -> Steps:
     """Returns noise for one array, beside JAX's normal numbers by Threefry."""
     like = Shape((size,), jnp.float32)
 
-    def usual(words):
-        return jax.random.normal(jax.random.wrap_key_data(words, impl="threefry2x32"), (size,))
+    def usual(key):
+        return jax.random.normal(key, (size,))
 
     return {
-        "plain": lambda: Program(usual, (Shape((2,), jnp.uint32),)),
-        "private": lambda: Program(lambda words: draw(key_of(words), like, 1.0), (KEY,)),
+        "plain": lambda: Program(usual, (jax.eval_shape(jax.random.key, 0),)),
+        "private": lambda: Program(lambda key: draw(key, like, 1.0), (KEY,)),
     }
 
 
@@ -243,18 +226,22 @@ BF16, TINY_VIT, TINY_TEXT = problems.BF16, problems.TINY_VIT, problems.TINY_TEXT
 def cases(tiny: bool = False) -> dict[str, Callable]:
     """Returns the cases by name, at tiny shapes to check the programs."""
 
-    def image(name, batch, microbatch, side=32, classes=10, **attributes):
+    def image(name, batch, microbatch, side=32, classes=10, correlated=False, **attributes):
         if tiny:
             # Patches of a ViT and the strides of a ResNet-50 need a side of 32.
             side = 32 if name.startswith(("vit", "resnet50")) else 8
             attributes |= TINY_VIT if name.startswith("vit") else {}
             classes = 4
         model = lambda: models.create(name, num_classes=classes, **attributes)  # noqa: E731
-        return images(model, batch, microbatch, (side, side, 3))
+        return images(model, batch, microbatch, (side, side, 3), correlated)
 
-    def images(model, batch, microbatch=64, shape=(28, 28, 1)):
+    def images(model, batch, microbatch=64, shape=(28, 28, 1), correlated=False):
         sizes = (2, shape, 1) if tiny else (batch, shape, microbatch)
-        return lambda: training(problems.image_training(model(), *sizes))
+
+        def steps():
+            return training(problems.image_training(model(), *sizes), correlated=correlated)
+
+        return steps
 
     def text(name, mode, batch, length, microbatch, **attributes):
         sizes = (2, 8, 1) if tiny else (batch, length, microbatch)
@@ -280,7 +267,7 @@ def cases(tiny: bool = False) -> dict[str, Callable]:
     every = {
         "noise of 86 M values": draws(noise.gaussian, VIT_B16_VALUES),
         "Laplace noise of 170 k values": draws(noise.laplace, 170_000),
-        "MLP, 256": images(mlp, 256),
+        "MLP, 256": images(mlp, 256, correlated=True),
         "CNN, 256": images(problems.Digits, 256),
         "small ViT, float32, 64 of 32 x 32": image("vit_tiny", 64, 16),
         "ResNet-8, float32, 256": image("resnet20", *wide, depth=8),
@@ -290,7 +277,7 @@ def cases(tiny: bool = False) -> dict[str, Callable]:
         "WRN-16-4, bfloat16, 256": image("wrn_16_4", *wide, **BF16),
         "ResNet-50-GN, float32, 64": large(),
         "ResNet-50-GN, bfloat16, 64": large(**BF16),
-        "ViT-B/16, bfloat16, 64": vit(64, 16),
+        "ViT-B/16, bfloat16, 64": vit(64, 16, correlated=True),
         "ViT-B/16, bfloat16, 256": vit(256, 16),
         "GPT-2 small, LoRA, bfloat16, 8 x 512": gpt2("lora", 8, 512, 4),
         "GPT-2 small, LoRA, bfloat16, 4 x 1024": gpt2("lora", 4, 1024, 2),
@@ -311,8 +298,4 @@ def cases(tiny: bool = False) -> dict[str, Callable]:
     for name, model in (("ViT-B/16", "vit_b16"), ("ConvNeXt-T", "convnext_tiny")):
         for method in ("tent", "sar", "eata", "deyo"):
             every[f"{method} on {name}, float32, 64"] = adapted(model, method)
-    with_correlated_noise = ("MLP, 256", "ViT-B/16, bfloat16, 64")
-    return {
-        name: build if name in with_correlated_noise else without_correlated_noise(build)
-        for name, build in every.items()
-    }
+    return every

@@ -8,7 +8,6 @@ best of two for each cell by the mean accuracy of the runs, which favours no met
 
 import functools
 import json
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -146,15 +145,23 @@ def costs(rounds: int = 30) -> dict[str, float]:
     shapes = {"in": (64, 512), "hidden": (512, 512), "out": (512, 10)}
     params = {name: 0.05 * rng.normal(size=shape) for name, shape in shapes.items()}
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), params)
+
+    def repeated(trainer):
+        def step(state):
+            after, _ = trainer.step(state, source, meanwhile=lambda: None)
+            return [after]
+
+        return problems.stateful(step, trainer.init(params))
+
     steps = 10_000
     sampler = data.FixedOrderSampler(1024, 256)
     strategies = {"independent": np.ones(1)}
     for bands in (4, 16):
         strategies[f"{bands} bands"] = np.geomspace(1, 0.1, bands)
-    states, trainers, times = {}, {}, {}
+    steps_of = {}
     for name, strategy in strategies.items():
         noise = jaxdp.correlated(strategy, steps=steps, participations=2500, min_separation=4)
-        trainers[name] = finetune.dp_sgd(
+        trainer = finetune.dp_sgd(
             wide,
             optax.sgd(0.1),
             sampler=sampler,
@@ -163,15 +170,9 @@ def costs(rounds: int = 30) -> dict[str, float]:
             noise_multiplier=1.0,
             physical_batch_size=256,
         )
-        states[name] = trainers[name].init(params)
-        times[name] = []
-    for _ in range(rounds + 2):
-        for name, trainer in trainers.items():
-            begun = time.process_time()
-            states[name], _ = trainer.step(states[name], source, meanwhile=lambda: None)
-            jax.block_until_ready(states[name].params)
-            times[name].append(1e3 * (time.process_time() - begun))
-    return {name: min(taken[2:]) for name, taken in times.items()}
+        steps_of[name] = repeated(trainer)
+    _, cpu = timing.interleaved(steps_of, 2 + rounds, warm=False)
+    return {name: 1e3 * min(taken[2:]) for name, taken in cpu.items()}
 
 
 def cell(row: Mapping) -> str:
@@ -189,7 +190,7 @@ def tables(report) -> dict:
         "processor ms a step": lambda item: f"{item[1]:.2f}",
         "over independent": lambda item: f"{item[1] / independent:.2f}",
     }
-    return markdown | {"costs": pages.plain(pages.lines(report["costs"].items(), columns))}
+    return markdown | {"costs": pages.lines(report["costs"].items(), columns)}
 
 
 def measure(flags) -> dict:

@@ -74,9 +74,7 @@ class Task:
 
         @jax.jit
         def step(params, state, rows):
-            gradient = jax.grad(mean_loss)(params, rows)
-            updates, state = optimizer.update(gradient, state)
-            return optax.apply_updates(params, updates), state
+            return problems.updated(optimizer, jax.grad(mean_loss)(params, rows), state, params)
 
         state = optimizer.init(params)
         rng = np.random.default_rng(0)

@@ -38,8 +38,6 @@ _MOVES = frozenset(
         "slice",
         "dynamic_slice",
         "concatenate",
-    }
-    | {
         "dynamic_update_slice",
         "pad",
         "rev",
@@ -96,11 +94,9 @@ def _of_equation(eqn) -> Count:
 
 
 def _flops(eqn) -> float:
-    name, out, first = (
-        eqn.primitive.name,
-        eqn.outvars[0].aval,
-        eqn.invars[0].aval if eqn.invars else None,
-    )
+    name = eqn.primitive.name
+    out = eqn.outvars[0].aval
+    first = eqn.invars[0].aval if eqn.invars else None
     if name in _MOVES or not jnp.issubdtype(out.dtype, jnp.inexact):
         return 0.0
     # A complex product takes four products and two sums.

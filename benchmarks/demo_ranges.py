@@ -12,7 +12,7 @@ import pathlib
 import statistics
 import tempfile
 
-from benchmarks import pages
+from benchmarks import pages, timing
 from configs.lifecycle_digits import get_config
 from launch.lifecycle import life
 
@@ -51,7 +51,7 @@ def tables(report) -> dict:
         "range": "{least:.1f} to {most:.1f}",
     }
     gains = [{"stage": stage} | points for stage, points in report["gains"].items()]
-    return {"ranges": pages.plain(ranges), "gains": pages.plain(pages.lines(gains, columns))}
+    return {"ranges": ranges, "gains": pages.lines(gains, columns)}
 
 
 def gained(before: list[float], after: list[float]) -> dict[str, float]:
@@ -108,5 +108,6 @@ def measure(flags) -> dict:
         steps[stage] = gained([run[before] for run in runs], [run[after] for run in runs])
     report = {"runs": flags.runs, "test_images": get_config().data.parts.test}
     report |= {"ranges": ranges, "gains": steps}
-    print(*tables(report).values(), sep="\n\n")
+    for title, table in tables(report).items():
+        timing.show(title, table)
     return report

@@ -287,7 +287,7 @@ def tables(report) -> dict:
     columns |= {f"over {base}": f"{{over_{base}:.3g}}" for base in ("plain", "private")}
     columns |= {"share of the peak": "{mfu:.3g}", "MB": "{memory_mb:.3g}"}
     columns |= {"MB over plain": "{memory_over_plain:.3g}"}
-    return {"gpu": pages.padded(pages.lines(rows, columns))}
+    return {"gpu": pages.lines(rows, columns)}
 
 
 def beside(now, before) -> dict:
@@ -305,10 +305,7 @@ def beside(now, before) -> dict:
     columns |= {"over plain before": "{over_plain:.3g}", "over plain": "{over_plain now:.3g}"}
     columns |= {"MB over plain before": "{memory_over_plain:.3g}"}
     columns |= {"MB over plain": "{memory_over_plain now:.3g}"}
-    return {"h100 times": pages.padded(pages.lines(rows, columns))}
-
-
-COLUMNS = ("ms", "over_plain", "over_private", "memory_mb", "memory_over_plain", "mfu", "error")
+    return {"h100 times": pages.lines(rows, columns)}
 
 
 def jobs_of(flags) -> dict[str, Callable]:
@@ -374,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> dict:
         report["cases"][name] = row | {"seconds": time.perf_counter() - started}
         gc.collect()
         if row["steps"]:
-            timing.show(name, row["steps"], COLUMNS)
+            timing.show(name, row["steps"])
         else:
             print(f"\n{name}\n{row['error']}", flush=True)
         timing.write(report, flags.output)

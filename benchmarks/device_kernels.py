@@ -83,8 +83,10 @@ def by_source(trace: Any, text: str, turns: int) -> list[dict]:
 
 def profiled(call: Callable, text: str) -> list[dict]:
     """Returns the longest kernels of a call, as `by_source` does. A CPU has none."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # Python's calls would be most of a trace, and are not read
     with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
+        with jax.profiler.trace(folder, profiler_options=options):
             for _ in range(TURNS):
                 jax.block_until_ready(call())
         traces = pathlib.Path(folder).rglob("*.xplane.pb")

@@ -8,6 +8,7 @@ are its pixels and a one, so that f is linear in theta, rho = max ||x|| and beta
 gives a PL constant of 1 / (2 lambda). Nothing is private."""
 
 import contextlib
+import functools
 import io
 import itertools
 import math
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks import pages
 from configs.pretrain import digits
 from jaxdp import pretrain
 from jaxdp.data import FixedBatchSampler, bundled
@@ -30,7 +30,7 @@ from jaxdp.privacy import (
     calibrate_noise,
     epsilon,
 )
-from jaxdp.report import plot_panels
+from jaxdp.report import format_table, plot_panels
 from launch import frame, results
 from launch import pretrain as study
 
@@ -206,10 +206,11 @@ def tables(report) -> dict:
         for point in case["points"]:
             if point["steps"] in (1, 10, 100, STEPS):
                 bounds.append({"m1": case["m1"], "m2": case["m2"], **point})
+    three_digits = functools.partial(format_table, style="markdown", digits=3)
     return {
-        "lemma": pages.padded(lines, digits=3),
-        "theorem": pages.padded(bounds, digits=3),
-        "rounds": pages.padded(report["rounds"], digits=3),
+        "lemma": three_digits(lines),
+        "theorem": three_digits(bounds),
+        "rounds": three_digits(report["rounds"]),
     }
 
 

@@ -13,7 +13,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from benchmarks import timing
+from benchmarks import suites, timing
+from benchmarks.pages import markdown
 from benchmarks.registry import RESULTS, ROOT
 
 DOCS = ROOT / "docs"
@@ -41,9 +42,13 @@ def _of(page: str, function: str, *files: str, **pictures: str) -> Evidence:
     """
     name, _, tables = function.partition(".")
     module = importlib.import_module(f"benchmarks.{name}")
+    lines_of = getattr(module, tables or "tables")
     draw = {f"{picture}.png": getattr(module, of) for picture, of in pictures.items()}
-    read = tuple(f"{file}.json" for file in files or (name,))
-    return Evidence(page, read, getattr(module, tables or "tables"), draw)
+
+    def texts(*reports):
+        return {title: markdown(table) for title, table in lines_of(*reports).items()}
+
+    return Evidence(page, tuple(f"{file}.json" for file in files or (name,)), texts, draw)
 
 
 _AGT = "results/agt.md"
@@ -55,8 +60,7 @@ _SPLIT = "results/split_adaptation.md"
 _TTA = "results/tta.md"
 _CHECKPOINT = "results/public_checkpoint.md"
 _FEATURES = ("finetune_scattering", "finetune_squeezenet")
-_SUITE = ("steps", "clipping", "noise", "training", "recalibration", "prediction", "ops")
-_CPU = tuple(f"{name}_cpu" for name in (*_SUITE, "adaptation", "split"))
+_CPU = tuple(suites.path_of(name).stem for name in suites.LINES)
 
 EVIDENCE = [
     _of("results/scattering.md", "finetune_methods.curve", _FEATURES[0]),
@@ -139,6 +143,7 @@ EVIDENCE = [
     _of("howto/whole_life.md", "demo_ranges"),
     _of("design/scale.md", "bench_scale", "scale_cpu"),
     _of("design/scale.md", "bench_reading", "reading_cpu"),
+    _of("design/scale.md", "bench_growth", "growth_cpu", growth="draw"),
     _of("design/scale.md", "bench_estimate", "scale_estimate"),
 ]
 

@@ -175,17 +175,11 @@ def certificate(one: Pool, truth: np.ndarray) -> dict[str, float]:
     }
 
 
-def rounded(found):
-    """Returns results with five decimals, which keeps the file small."""
-    if isinstance(found, dict):
-        return {key: rounded(value) for key, value in found.items()}
-    if isinstance(found, list):
-        return [rounded(value) for value in found]
-    return round(found, 5) if isinstance(found, float) else found
+rounded = functools.partial(timing.rounded, rule=functools.partial(round, ndigits=5))
 
 
-def of_paper(paper) -> dict[str, str]:
-    return {"paper": pages.padded(paper["table"])}
+def of_paper(paper) -> dict:
+    return {"paper": paper["table"]}
 
 
 def tables(report) -> dict:
@@ -199,7 +193,7 @@ def tables(report) -> dict:
         for title, score in scores.items():
             cells = {data: share(map(score, draws)) for data, draws in draws_of.items()}
             lines.append({"": title} | cells)
-        return pages.padded(lines)
+        return lines
 
     of = functools.partial
     mechanisms = {way: of(_accuracy, way) for way in WAYS}
@@ -226,7 +220,7 @@ def tables(report) -> dict:
         "sizes": table(sizes),
         "queries": table(sweep),
         "more queries": queries_table(draws_of),
-        "classes": pages.padded(by_classes),
+        "classes": by_classes,
     }
 
 
@@ -242,7 +236,7 @@ def most_queries(way: str, draw) -> float | None:
     return math.exp(np.interp(LOSS, losses, np.log(QUERIES)))
 
 
-def queries_table(draws_of: dict) -> str:
+def queries_table(draws_of: dict) -> list[dict]:
     """Returns the numbers of answers at equal accuracy, geometric means over draws."""
     rows = []
     for name, draws in draws_of.items():
@@ -257,7 +251,7 @@ def queries_table(draws_of: dict) -> str:
             most = means.get(way, 0)
             row[f"{way} over global"] = _count(most / means["global"], most)
         rows.append(row)
-    return pages.padded(rows)
+    return rows
 
 
 def _count(value: float, queries: float) -> str:
@@ -333,9 +327,7 @@ FLAGS = {
 def measure(flags) -> dict:
     report = {"data": {}} | timing.earlier(flags.output)
     frame.keep_compiled()
-    for name in (*DATA, "classes"):
-        if not any(part in name for part in flags.only.split(";")):
-            continue
+    for name in timing.chosen((*DATA, "classes"), flags.only):
         with tempfile.TemporaryDirectory() as folder:
             if name == "classes":
                 report["classes"] = classes(flags, pathlib.Path(folder))

@@ -47,24 +47,24 @@ def tables(report, added) -> dict:
     markdown = {}
     for name in ("order", "order_4"):
         markdown |= _with_differences(name, grids[name])
-    markdown["transfer"] = pages.padded(_without_method(grids["order"]["robust_accuracy"]))
-    markdown["upstreams"] = pages.padded(_upstreams(report, grids["order"]["table"]))
+    markdown["transfer"] = _without_method(grids["order"]["robust_accuracy"])
+    markdown["upstreams"] = _upstreams(report, grids["order"]["table"])
     tuning = []
     for row in grids["tuning"]["table"]:
         rate = row["method"].replace("DP-SGD at", "rate")
         tuning.append(row | {"rate": rate})
-    rates = results.pivot(tuning, "upstream", "rate", lambda rows: rows[0]["average ε=1"])
-    markdown["rates"] = pages.padded(rates)
+    markdown["rates"] = results.pivot(
+        tuning, "upstream", "rate", lambda rows: rows[0]["average ε=1"]
+    )
     for name in ("gamma_1", "gamma_4", "amp", "batches"):
         markdown[name] = _beside_upstream(report, name)
-    markdown["family"] = pages.padded(grids["family"]["table"])
+    markdown["family"] = grids["family"]["table"]
     markdown["family: differences"] = _differences(grids["family"])
     return markdown
 
 
-def _with_differences(name: str, grid, prefix: str = "") -> dict[str, str]:
-    table = pages.padded(_without_method(grid["table"]))
-    return {f"{prefix}{name}": table, f"{prefix}{name}: differences": _differences(grid)}
+def _with_differences(name: str, grid) -> dict:
+    return {name: _without_method(grid["table"]), f"{name}: differences": _differences(grid)}
 
 
 def _means(report: Mapping) -> dict:
@@ -86,7 +86,7 @@ def _upstreams(report, grid) -> list:
     return pages.lines(named, columns)
 
 
-def _beside_upstream(report, grid: str) -> str:
+def _beside_upstream(report, grid: str) -> list[dict]:
     """Returns a grid with the accuracies of its upstream models."""
     means = _means(report)
     rows = _without_method(report["grids"][grid]["table"])
@@ -94,7 +94,7 @@ def _beside_upstream(report, grid: str) -> str:
         upstream = means[row["upstream"]]
         row["upstream accuracy"] = f"{upstream['accuracy']:.3f}"
         row["robust"] = f"{upstream['robust_accuracy']:.3f}"
-    return pages.padded(rows)
+    return rows
 
 
 def draw_lengths(grid: str, report, added, path: pathlib.Path):
@@ -173,23 +173,22 @@ def _numbers(row: Mapping[str, str]) -> dict[str, float]:
     return means
 
 
-def earlier_tables(ours, paper) -> dict[str, str]:
+def earlier_tables(ours, paper) -> dict:
     """Returns the tables of the earlier run, whose rows are kept as text, and the paper's Table
     1."""
     names = ("table1", "upstream models", "three times the length", "beyond")
-    tables = {name: ours[name] for name in names} | {"paper": paper["table1"]}
-    return {name: pages.padded(rows) for name, rows in tables.items()}
+    return results.only(ours, *names) | {"paper": paper["table1"]}
 
 
-def table_again(report) -> dict[str, str]:
+def table_again(report) -> dict:
     """Returns the tables of the run with an upstream of CIFAR-10."""
     markdown = {}
     for name in ("order", "order_4"):
-        markdown |= _with_differences(name, report["grids"][name], "again: ")
+        markdown |= _with_differences(f"again: {name}", report["grids"][name])
     return markdown
 
 
-def figures_again(report) -> dict[str, str]:
+def figures_again(report) -> dict:
     """Returns the tables of Figures 1, 3, 5 and 7 from digits."""
     grids = ("amp", "batches", "gamma", "gamma_4")
     return {f"again: {name}": _beside_upstream(report, name) for name in grids}
@@ -199,7 +198,7 @@ def _without_method(rows: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     return [{key: value for key, value in row.items() if key != "method"} for row in rows]
 
 
-def _differences(grid) -> str:
+def _differences(grid) -> list[dict]:
     lines = []
     for text in grid["differences"]:
         match = re.fullmatch(DIFFERENCE, text)
@@ -208,4 +207,4 @@ def _differences(grid) -> str:
         name, mean, error, higher = match.groups()
         line = {"difference": name, "mean": f"{float(mean):+.3f}"}
         lines.append(line | {"standard error": f"{float(error):.3f}", "higher in": higher})
-    return pages.padded(lines)
+    return lines

@@ -11,7 +11,7 @@ import pathlib
 
 from benchmarks import pages
 from configs.predict import poisoning as configs
-from launch import frame, poisoning
+from launch import frame, poisoning, results
 
 VARIANTS = {"blobs": "Blobs", "digits": "digits", "pneumonia": "PneumoniaMNIST"}
 # Changes of the digits config. Labels change, and training has three steps.
@@ -58,27 +58,21 @@ def tables(report) -> dict:
         options.append({"training": name} | _with_shares(row))
     changes = {"data": "{data}", "k": "{most}", "change": "{kind}"}
     return {
-        "poisoning": pages.padded(pages.lines(sets, changes | COLUMNS)),
-        "poisoning options": pages.padded(
-            pages.lines(options, {"training": "{training}"} | COLUMNS)
-        ),
+        "poisoning": pages.lines(sets, changes | COLUMNS),
+        "poisoning options": pages.lines(options, {"training": "{training}"} | COLUMNS),
     }
 
 
 COLUMNS = {
-    "accuracy": lambda row: _percent(row["accuracy"]),
-    "certified at k / 2": lambda row: _percent(row["certified"][row["most"] // 2]),
-    "certified at k": lambda row: _percent(row["certified"][row["most"]]),
+    "accuracy": lambda row: results.percent(row["accuracy"]),
+    "certified at k / 2": lambda row: results.percent(row["certified"][row["most"] // 2]),
+    "certified at k": lambda row: results.percent(row["certified"][row["most"]]),
     "mean distance": "{distance:.1f}",
     "width of the box": "{width:.2g}",
-    "least accuracy retrained": lambda row: _percent(min(row["retrained"])),
+    "least accuracy retrained": lambda row: results.percent(min(row["retrained"])),
     "outside": "{outside} of {models}",
 }
 
 
 def _with_shares(row) -> dict:
     return row | {"most": len(row["certified"]) - 1, "models": len(row["retrained"])}
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}"

@@ -237,7 +237,7 @@ def tables(report, earlier) -> dict:
     public = {network: run for network, run in report.items() if network != "cifar100"}
     names = list(public["resnet20"]["methods"])
     private = [name for name in names if name != "none"]
-    rows = {
+    return {
         "networks": networks,
         "methods": _by_network(public, names, _scores),
         "class-wise": _by_network(public, FURTHER, _class_wise),
@@ -247,7 +247,6 @@ def tables(report, earlier) -> dict:
         "epsilons": _by_network(public, private, _epsilons),
         "few or many": _by_network({"resnet20": report["resnet20"]}, private, _division),
     }
-    return {title: pages.padded(lines) for title, lines in rows.items()}
 
 
 def _by_network(

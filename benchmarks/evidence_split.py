@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from sklearn.datasets import load_sample_images
 
-from benchmarks import pages
+from benchmarks import pages, timing
 from configs.split import cifar100
 from jaxdp.report import plot_panels
 from launch import results, split_figures
@@ -44,12 +44,6 @@ STRONGEST = {
 }
 
 
-def _rounded(value):
-    if isinstance(value, dict):
-        return {key: _rounded(part) for key, part in value.items()}
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
 # --- The page -----------------------------------------------------------------------------------
 
 Lines = list[dict[str, Any]]
@@ -60,14 +54,6 @@ def tables(found, paper) -> dict:
     rows = found["rows"]
     runs = results.select(rows, part="runs", laplace=1.0)
     tuning = sorted(results.select(rows, part="tuning"), key=lambda row: row["rate"])
-    of_methods = dict.fromkeys(row["method"] for row in results.select(rows, part="tuning"))
-    by_rate = {
-        method: {
-            f"rate {row['rate']:g}": results.percent(row["accuracy"])
-            for row in results.select(tuning, method=method)
-        }
-        for method in of_methods
-    }
     models = _with_runs((*STOLEN, SA), runs)
     stealing = {
         "model": lambda model: model,
@@ -83,7 +69,7 @@ def tables(found, paper) -> dict:
         ),
         "differences": _difference_rows(runs, paper),
         "ablations": _ablation_rows(runs, paper),
-        "rates": [{"method": method} | cells for method, cells in by_rate.items()],
+        "rates": results.pivot(tuning, "method", "rate", _tuned, heading="rate {:g}"),
         "stealing": pages.lines(models, stealing),
         "reconstruction": _reconstruction_rows(rows, paper),
         "noise": _noise_rows(rows),
@@ -91,7 +77,12 @@ def tables(found, paper) -> dict:
         "copies": _swept(rows, "copies", "copies"),
         "private mode": _private_rows(rows),
     }
-    return {name: pages.padded(lines) for name, lines in rows_of.items() if lines}
+    return {name: lines for name, lines in rows_of.items() if lines}
+
+
+def _tuned(rows: Rows) -> str:
+    (row,) = rows
+    return results.percent(row["accuracy"])
 
 
 def _with_runs(names: Iterable[str], runs: Rows) -> list[str]:
@@ -272,11 +263,10 @@ def mean(rows: Rows) -> str:
     return pages.mean(row["accuracy"] for row in rows)
 
 
-def earlier_tables(found, paper) -> dict[str, str]:
+def earlier_tables(found, paper) -> dict:
     """Returns the tables of earlier runs and of the paper's accuracies, which are kept as text."""
     tables = {f"earlier: {name}": rows for name, rows in found.items() if isinstance(rows, list)}
-    tables["paper: accuracy"] = paper["table 1"]
-    return {name: pages.padded(rows) for name, rows in tables.items()}
+    return tables | {"paper: accuracy": paper["table 1"]}
 
 
 FLAGS = {"workdir": {"required": True, "type": pathlib.Path, "help": "a finished workdir"}}
@@ -291,7 +281,8 @@ def kept_rows(workdir: pathlib.Path) -> Lines:
         )
     rows = []
     for path in sorted(workdir.glob("cells/**/row.json")):
-        rows.append(_rounded(json.loads(path.read_text(encoding="utf-8"))))
+        row = json.loads(path.read_text(encoding="utf-8"))
+        rows.append(timing.rounded(row, lambda value: float(f"{value:.4g}")))
     return [row for row in rows if row["part"] != "costs"]
 
 

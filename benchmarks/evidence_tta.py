@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import pages, timing
+from benchmarks import timing
 from configs.tta import cifar10, usps_shift
 from jaxdp.models import save_params
 from jaxdp.models.layers import GroupNorm
@@ -170,7 +170,7 @@ def summary(result, rows: Sequence, config, minutes: float) -> dict:
 
 
 def tables(report) -> dict:
-    """Returns the tables of the page in Markdown, by the name in their comment."""
+    """Returns the tables of the page, by the name in their comment."""
     markdown = {}
     for study in STUDIES:
         if study in report:
@@ -186,7 +186,7 @@ def _change(study, over: str, higher: str):
     return lambda c: f"{results.percent(*c[over], sign='+')} ({c[higher]} of {runs})"
 
 
-def _accuracies(study) -> dict[str, str]:
+def _accuracies(study) -> dict:
     *cells, source = study["cells"]
     changed = [cell for cell in cells if cell["setting"] != adapt_settings.ORIGINAL]
     return {
@@ -195,7 +195,7 @@ def _accuracies(study) -> dict[str, str]:
     }
 
 
-def _diagnostics(study) -> dict[str, str]:
+def _diagnostics(study) -> dict:
     *cells, source = study["cells"]
     five = []
     for setting, gain in study["mean gain of the methods"].items():
@@ -210,31 +210,30 @@ def _diagnostics(study) -> dict[str, str]:
     if "clean" in study:
         shares = {"clean test images": study["clean"], "the stream": source["mean"]}
         cells = {images: f"{100 * share:.1f}" for images, share in shares.items()}
-        markdown["source"] = pages.padded([{"source right on": "percent"} | cells])
+        markdown["source"] = [{"source right on": "percent"} | cells]
     return markdown
 
 
-def _ablations(study) -> dict[str, str]:
+def _ablations(study) -> dict:
     """Returns what kept filters and clipped batches change, and how the length of a stream does."""
     ablated = [cell for cell in study["cells"] if "over_usual" in cell]
     markdown = {"usual": _pivot(ablated, _change(study, "over_usual", "higher_usual"))}
     if study["by length"]:
-        by_images = results.pivot(
+        markdown["photographs"] = results.pivot(
             results.select(study["by length"], setting=PRIVATE),
             "method",
             "images",
             lambda rows: results.percent(*rows[0]["over_original"], sign="+"),
             heading="{} photographs",
         )
-        markdown["photographs"] = pages.padded(by_images)
     return markdown
 
 
-def _pivot(cells: Sequence, text) -> str:
-    return pages.padded(results.pivot(cells, "method", "setting", lambda rows: text(rows[0])))
+def _pivot(cells: Sequence, text) -> list[dict]:
+    return results.pivot(cells, "method", "setting", lambda rows: text(rows[0]))
 
 
-def _by_length(tried: Sequence) -> str:
+def _by_length(tried: Sequence) -> list[dict]:
     """Returns accuracy on the tuning stream with the length of an update, one column per learning
     rate."""
     settings = (adapt_settings.ORIGINAL, adapt_settings.CLIPPED)
@@ -245,7 +244,7 @@ def _by_length(tried: Sequence) -> str:
         for k, one in enumerate(results.select(tried, method=method, setting=setting), 1):
             row[f"rate {k}"] = f"{100 * one['accuracy']:.1f} at {one['length']:.3f}"
         rows.append(row)
-    return pages.padded(rows)
+    return rows
 
 
 STREAMS = {
@@ -256,7 +255,7 @@ STREAMS = {
 }
 
 
-def beside(paper, report) -> dict[str, str]:
+def beside(paper, report) -> dict:
     """Returns Tent by epsilon beside the paper's Tent, with the differences to the original."""
     original = adapt_settings.ORIGINAL
     means = {"paper: ViT-B/16, ImageNet-C, continual": paper["Tent"]}
@@ -273,7 +272,7 @@ def beside(paper, report) -> dict[str, str]:
             if name in accuracy and name != original:
                 row[name] += f" ({accuracy[name] - accuracy[original]:+.1f})"
         rows.append(row)
-    return {"Tent beside the paper": pages.padded(rows)}
+    return {"Tent beside the paper": rows}
 
 
 _IMAGES = {"cifar10": "CIFAR-10", "fashion_mnist": "Fashion-MNIST"}
@@ -314,7 +313,7 @@ def _cost(private: str, epsilon: float, change: float, error: float | None) -> d
     return {"what is private": private, "epsilon": epsilon, "change": (change, error)}
 
 
-def cost_tables(*reports) -> dict[str, str]:
+def cost_tables(*reports) -> dict:
     """Returns the costs of privacy at the epsilons that are closest in both."""
     rows = []
     for row in results.select(costs(*reports), epsilon=(1.0, 8.0, 10.0)):
@@ -325,7 +324,7 @@ def cost_tables(*reports) -> dict[str, str]:
         (row,) = rows
         return results.percent(*row["change"], sign="+")
 
-    return {"costs of privacy": pages.padded(results.pivot(rows, "what is private", "at", change))}
+    return {"costs of privacy": results.pivot(rows, "what is private", "at", change)}
 
 
 def draw_costs(*reports_and_path):

@@ -76,7 +76,7 @@ def tables(report) -> dict:
         "ratio of processor time": "{cpu_over_floats:.2f}",
     }
     return {
-        "steps": pages.plain(pages.lines(report["steps"], columns)),
+        "steps": pages.lines(report["steps"], columns),
         "accuracy": pages.by_epsilon(report["accuracy"], "form", "sums and noise", pages.accuracy),
     }
 

@@ -109,7 +109,7 @@ def accuracy(training, rate: float, x: np.ndarray, y: np.ndarray, test: tuple) -
     labels. The released parameters are the average of EMA, where there is one."""
     source = from_arrays(views=x, label=y, num_classes=10)
     start = {"w": jnp.zeros((x.shape[-1], 10)), "b": jnp.zeros(10)}
-    state = problems.trained(training, start, source, STEPS, rate)
+    state = problems.trained(training, start, source, STEPS, rate=rate)
     params = jax.device_get(state.params if state.ema is None else state.ema)
     return float(np.mean((test[0] @ params["w"] + params["b"]).argmax(1) == test[1]))
 
@@ -182,7 +182,7 @@ def tables(report) -> dict:
     return {"methods": pages.page_table(header, table)}
 
 
-def curve(report) -> dict[str, str]:
+def curve(report) -> dict:
     """Returns accuracies over epsilon, a row for each set of private images."""
     points = [point for run in report["runs"].values() for point in run["points"]]
     epsilons = sorted({point["epsilon"] for point in points})
@@ -195,7 +195,7 @@ def curve(report) -> dict[str, str]:
             line[f"epsilon {point['epsilon']:g}"] = accuracy
         plain = run["without_privacy"]
         lines.append(line | {"no privacy": "" if plain is None else results.percent(plain)})
-    return {"curve": pages.plain(lines)}
+    return {"curve": lines}
 
 
 def measure(flags) -> dict:

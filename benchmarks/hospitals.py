@@ -133,13 +133,12 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict:
     """Returns the figures of a recalibration in the engine. Its processes have `cores` cores
     together."""
     optional("ray", "simulation of flwr")
-    serverapp, simulation = (
-        optional("flwr.serverapp", "flower"),
-        optional("flwr.simulation", "flower"),
-    )
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
     # for the processes of Ray
     os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).resolve().parents[1])
-    server, report = serverapp.ServerApp(), dict[str, Any]()
+    server, report = ServerApp(), dict[str, Any]()
 
     def find(grid):
         return {f"hospital-{i}": node for i, node in enumerate(sorted(grid.get_node_ids()))}
@@ -157,7 +156,7 @@ def simulated(folder: pathlib.Path, count: int, cores: int) -> dict:
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
         "init_args": {"num_cpus": cores},
     }
-    simulation.run_simulation(server, client, count, backend_config=resources)
+    run_simulation(server, client, count, backend_config=resources)
     return report
 
 

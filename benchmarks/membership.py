@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from scipy import special, stats
+from sklearn import metrics
 
 import jaxdp
-from benchmarks import pages
+from benchmarks import pages, problems, timing
 from jaxdp import audit, finetune, prediction, recalibration, split, tta
 from jaxdp.audit.prediction import audit_answers
 from jaxdp.audit.recalibration import audit_source
@@ -131,10 +132,7 @@ def shadows(
         )
         trained = []
         for here in present:
-            state = trainer.init(start)
-            source = task.without(here)
-            for _ in range(STEPS):
-                state, _ = trainer.step(state, source)
+            state = problems.trained(trainer, start, task.without(here), STEPS)
             trained.append(jax.device_get(state.params))
     scores = np.stack([task.logits(params) for params in trained])
     accuracy = np.mean([task.accuracy(params) for params in trained])
@@ -163,9 +161,7 @@ def descended(mean_loss, start, optimizer: optax.GradientTransformation, *, step
 
     def step(_, carried):
         params, state = carried
-        gradient = jax.grad(mean_loss)(params)
-        updates, state = optimizer.update(gradient, state)
-        return optax.apply_updates(params, updates), state
+        return problems.updated(optimizer, jax.grad(mean_loss)(params), state, params)
 
     params, _ = jax.lax.fori_loop(0, steps, step, (start, optimizer.init(start)))
     return params
@@ -190,12 +186,9 @@ def lira(present: np.ndarray, scores: np.ndarray) -> np.ndarray:
 def success(present: np.ndarray, ratio: np.ndarray) -> dict[str, float]:
     """Returns the AUC, and the share of members that are found at 1 % false positives."""
     inside = ratio[present]
-    outside = np.sort(ratio[~present])
-    below = np.searchsorted(outside, inside, "left")
-    not_above = np.searchsorted(outside, inside, "right")
-    ranks = (below + not_above) / 2
-    is_found = inside > np.quantile(outside, 0.99)
-    return {"auc": float(ranks.mean() / len(outside)), "tpr_at_1": float(is_found.mean())}
+    is_found = inside > np.quantile(ratio[~present], 0.99)
+    auc = metrics.roc_auc_score(present.ravel(), ratio.ravel())
+    return {"auc": float(auc), "tpr_at_1": float(is_found.mean())}
 
 
 def proved(present: np.ndarray, scores: np.ndarray, upper: float):
@@ -399,36 +392,34 @@ def _key(number: int) -> jax.Array:
     return jax.random.key(number, impl="threefry2x32")
 
 
-class Net:
-    """Two blocks of a dense layer and a LayerNorm."""
+def net_init() -> dict:
+    """Returns the parameters of two blocks of a dense layer and a LayerNorm, and a head."""
+    random = np.random.default_rng(0)
 
-    @staticmethod
-    def init() -> dict:
-        random = np.random.default_rng(0)
+    def make(*shape):
+        values = random.normal(size=shape) / math.sqrt(shape[0])
+        return jnp.asarray(values, jnp.float32)
 
-        def make(*shape):
-            values = random.normal(size=shape) / math.sqrt(shape[0])
-            return jnp.asarray(values, jnp.float32)
+    norm = {"scale": jnp.ones(48), "bias": jnp.zeros(48)}
+    return {
+        "first": make(64, 48),
+        "second": make(48, 48),
+        "head": make(48, 10),
+        "block_0": {"norm": norm},
+        "block_1": {"norm": norm},
+    }
 
-        norm = {"scale": jnp.ones(48), "bias": jnp.zeros(48)}
-        return {
-            "first": make(64, 48),
-            "second": make(48, 48),
-            "head": make(48, 10),
-            "block_0": {"norm": norm},
-            "block_1": {"norm": norm},
-        }
 
-    @staticmethod
-    def apply(params: Mapping, images: jax.Array) -> jax.Array:
-        h = images.reshape(len(images), -1)
-        for block, layer in (("block_0", "first"), ("block_1", "second")):
-            norm = params[block]["norm"]
-            h = h @ params[layer]
-            variance = h.var(-1, keepdims=True)
-            h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(variance + 1e-5)
-            h = jax.nn.relu(h * norm["scale"][None] + norm["bias"][None])
-        return h @ params["head"]
+def net(params: Mapping, images: jax.Array) -> jax.Array:
+    """Returns the logits of images."""
+    h = images.reshape(len(images), -1)
+    for block, layer in (("block_0", "first"), ("block_1", "second")):
+        norm = params[block]["norm"]
+        h = h @ params[layer]
+        variance = h.var(-1, keepdims=True)
+        h = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(variance + 1e-5)
+        h = jax.nn.relu(h * norm["scale"][None] + norm["bias"][None])
+    return h @ params["head"]
 
 
 def adaptation(trials: int) -> list[dict]:
@@ -441,14 +432,14 @@ def adaptation(trials: int) -> list[dict]:
     labels_of_stream = labels[stream]
 
     def mean_loss(params):
-        logits = Net.apply(params, jnp.asarray(images[source]))
+        logits = net(params, jnp.asarray(images[source]))
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels[source]).mean()
 
     train = functools.partial(descended, mean_loss, optimizer=optax.adam(1e-2), steps=150)
-    params = jax.jit(train)(Net.init())
+    params = jax.jit(train)(net_init())
     noise = np.random.default_rng(1).normal(0, 0.12, images[stream].shape)
     shifted = np.clip(0.35 * images[stream] + noise, 0, 1).astype(np.float32)
-    logits = np.asarray(Net.apply(params, jnp.asarray(shifted)))
+    logits = np.asarray(net(params, jnp.asarray(shifted)))
     before = float(np.mean(logits.argmax(1) == labels_of_stream))
 
     def private(sigma):
@@ -457,7 +448,7 @@ def adaptation(trials: int) -> list[dict]:
     def accuracy(method, order, key):
         """Returns the accuracy over the stream in a random order."""
         rows = np.random.default_rng(order).permutation(len(shifted))
-        adapter = tta.Adapter(Net.apply, params, method, optax.sgd(0.3))
+        adapter = tta.Adapter(net, params, method, optax.sgd(0.3))
         state = adapter.init(key)
         right = []
         for batch in rows.reshape(-1, 96):
@@ -466,7 +457,7 @@ def adaptation(trials: int) -> list[dict]:
         return float(np.mean(right))
 
     def attack(sigma):
-        adapter = tta.Adapter(Net.apply, params, private(sigma), optax.sgd(1.0))
+        adapter = tta.Adapter(net, params, private(sigma), optax.sgd(1.0))
         return audit_stream(
             adapter, shifted[:8], shifted[8:40], trials=trials, delta=DELTA, confidence=CONFIDENCE
         )
@@ -511,8 +502,8 @@ def tables(report) -> dict:
         lira[f"AUC{title}"] = f"{{{records}[auc]:.3f}}"
         lira[f"found at 1 %{title}"] = f"{{{records}[tpr_at_1]:.3f}}"
     return {
-        "membership": pages.plain(pages.lines(report["rows"], COLUMNS)),
-        "lira": pages.plain(pages.lines(attacks, lira)),
+        "membership": pages.lines(report["rows"], COLUMNS),
+        "lira": pages.lines(attacks, lira),
     }
 
 
@@ -574,5 +565,5 @@ def measure(flags) -> dict:
         began = time.process_time()
         rows += STAGES[name](flags)
         seconds[name] = round(time.process_time() - began)
-        print(tables({"rows": rows})["membership"], seconds, sep="\n", flush=True)
+        timing.show(f"{name}, {seconds[name]} s", pages.lines(rows, COLUMNS))
     return {"models": flags.models, "trials": flags.trials, "cpu_seconds": seconds, "rows": rows}

@@ -82,7 +82,7 @@ def tables(report) -> dict:
         "accuracy, %": lambda row: pages.mean(row["accuracies"]),
         "epsilon": "{epsilon:.3g}",
     }
-    return {"owners": pages.plain(pages.lines(report["rows"], columns))}
+    return {"owners": pages.lines(report["rows"], columns)}
 
 
 def measure(flags) -> dict:

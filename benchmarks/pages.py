@@ -1,4 +1,4 @@
-"""Texts of the tables of pages: columns by their formats, and means with their errors."""
+"""Lines and cells of the tables of pages: columns by their formats, and means with their errors."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -29,21 +29,16 @@ def _cell(row, column: Column):
         return ""
 
 
-def plain(lines: Sequence[Row]) -> str:
-    """Returns lines of text as a table without padding."""
-    return page_table(list(lines[0]), [line.values() for line in lines])
-
-
 def page_table(header: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """Returns a table without padding. Headings may repeat."""
+    """Returns a table whose headings may repeat."""
     text = [f"| {' | '.join(header)} |", "|---" * len(header) + "|"]
     text += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(text)
 
 
-def padded(lines: Iterable[Row], digits: int = 4) -> str:
-    """Returns lines as a table with columns of equal width."""
-    return format_table(list(lines), style="markdown", digits=digits)
+def markdown(table: str | Sequence[Row]) -> str:
+    """Returns the text of a table. Some tables are text already."""
+    return table if isinstance(table, str) else format_table(table, style="markdown")
 
 
 def accuracy(row: Row) -> str:
@@ -71,7 +66,7 @@ def by_epsilon(
     head: str,
     cell: Callable,
     more: Mapping[str, Column] | None = None,
-) -> str:
+) -> list[dict]:
     """Returns a table with a line for each value of a key, and a column for each epsilon.
 
     Args:
@@ -86,4 +81,4 @@ def by_epsilon(
         own = results.select(ascending, **{key: name})
         line = {head: str(name)} | lines(own[:1], more or {})[0]
         table.append(line | {f"epsilon {row['epsilon']:g}": cell(row) for row in own})
-    return plain(table)
+    return table

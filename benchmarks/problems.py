@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from jaxdp import models
+from jaxdp import finetune, models
 from jaxdp.data import from_arrays
 
 RECORDS, CLASSES = 1024, 10
@@ -252,14 +252,19 @@ def stateful(update: Callable, *state) -> Callable:
     return step
 
 
-def trained(trainer, params, source, steps: int, rate: float):
+def trained(trainer, params, source, steps: int, *, rate: float | None = None, key=None):
     """Returns the state after private steps, which no ledger counts.
 
-    The optimizer has its learning rate in its state, so that all rates share a compiled step.
+    Args:
+      trainer, params, source, steps: The training.
+      rate: The learning rate, where the optimizer has one in its state. All share a compiled step.
+      key: The key of the noise, by default a fresh one.
     """
+    if rate is not None:
+        trainer = finetune.with_hyperparams(trainer, {"learning_rate": rate})
     state = trainer.init(params)
-    rates = {**state.opt_state.hyperparams, "learning_rate": jnp.float32(rate)}
-    state = state._replace(opt_state=state.opt_state._replace(hyperparams=rates))
+    if key is not None:
+        state = state._replace(noise=state.noise._replace(key=key))
     for _ in range(steps):
         state, _ = trainer.step(state, source)
     return state

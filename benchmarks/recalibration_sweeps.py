@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks import pages
 from benchmarks.evidence_recalibration import curves, result_of, rounded
 from benchmarks.evidence_recalibration import error as error_of
 from jaxdp.report import plot_panels
@@ -87,7 +86,7 @@ def tables(report) -> dict:
     for network, run in report["runs"].items():
         for title, lines in _tables_of(run).items():
             rows[f"{title}, {network}"] = lines
-    return {title: pages.padded(lines) for title, lines in rows.items()}
+    return rows
 
 
 def _tables_of(run: Mapping) -> dict[str, list[dict[str, str]]]:

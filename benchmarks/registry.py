@@ -98,17 +98,17 @@ _TAKES = {
     "split_costs": "17 seconds",
     "evidence_agt": "6 CPU minutes",
 }
-# Names of results that differ from those of benchmarks, or of timings that pages are made of.
-_RESULTS = {"split": "split_cpu", "intervals": "intervals", "evidence_split": "split_cifar100"}
+# Counts and bounds do not depend on the processor, so the names of their reports do not have it.
+_RESULTS = {name: f"{name}_cpu" for name in _TIMED}
+_RESULTS |= {"programs": "programs", "intervals": "intervals", "estimate": "scale_estimate"}
+_RESULTS |= {"evidence_split": "split_cifar100"}
 
 BENCHMARKS = {}
 for _name, _measures in (_TIMED | _PAGES | _STUDIES).items():
-    _timed = _name in _TIMED
-    _output = f"benchmarks/results/{_RESULTS.get(_name, _name)}.json"
     BENCHMARKS[_name] = Benchmark(
-        module=f"bench_{_name}" if _timed else _name,
+        module=f"bench_{_name}" if _name in _TIMED else _name,
         measures=_measures,
-        output=f".bench/{_name}.json" if _timed and _name not in _RESULTS else _output,
+        output=f"benchmarks/results/{_RESULTS.get(_name, _name)}.json",
         takes=_TAKES.get(_name, ""),
         with_machine=_name not in _STUDIES,
     )

@@ -100,11 +100,15 @@ def told(content) -> list[bytes]:
 def simulated(folder: pathlib.Path, *, max_weight: float | None, leaves: int | None = None) -> dict:
     """Returns the figures of one run. The silo `leaves` leaves in the second round."""
     optional("ray", "simulation of flwr")
-    clients, servers = optional("flwr.client", "flower"), optional("flwr.server", "flower")
-    workflows, common = (
-        optional("flwr.server.workflow", "flower"),
-        optional("flwr.common", "flower"),
-    )
+    from flwr import client as clients
+    from flwr import common
+    from flwr import server as servers
+    from flwr.client.mod import secaggplus_mod
+    from flwr.clientapp import ClientApp
+    from flwr.server import workflow as workflows
+    from flwr.serverapp import ServerApp
+    from flwr.simulation import run_simulation
+
     # for the processes of Ray
     os.environ["PYTHONPATH"] = str(pathlib.Path(__file__).resolve().parents[1])
     _, test, model, params = setting()
@@ -122,9 +126,8 @@ def simulated(folder: pathlib.Path, *, max_weight: float | None, leaves: int | N
 
         return Silo().to_client()
 
-    mods = [optional("flwr.client.mod", "flower").secaggplus_mod] if max_weight else []
-    app = optional("flwr.clientapp", "flower").ClientApp(client, mods=mods)
-    server = optional("flwr.serverapp", "flower").ServerApp()
+    app = ClientApp(client, mods=[secaggplus_mod] if max_weight else [])
+    server = ServerApp()
 
     class Average(servers.strategy.FedAvg):
         def aggregate_fit(self, *arguments):
@@ -172,9 +175,7 @@ def simulated(folder: pathlib.Path, *, max_weight: float | None, leaves: int | N
 
     resources = {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}, "init_args": {"num_cpus": 2}}
     with contextlib.redirect_stdout(sys.stderr):
-        optional("flwr.simulation", "flower").run_simulation(
-            server, app, SILOS, backend_config=resources
-        )
+        run_simulation(server, app, SILOS, backend_config=resources)
     errors, everyone = list[float](), list(range(SILOS))
     for k, secure in enumerate(averages, 1):
         there = [i for i in everyone if not (i == leaves and k == 2)]

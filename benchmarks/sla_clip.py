@@ -52,8 +52,8 @@ def tables(report) -> dict:
         (row,) = rows
         return f"{pages.mean(row['accuracies'])}, {row['rate']:g}"
 
-    lines = results.pivot(report["rows"], "method", "start", cell, heading="first norm {:g}")
-    return {"sla_clip": pages.plain(lines)}
+    rows = report["rows"]
+    return {"sla_clip": results.pivot(rows, "method", "start", cell, heading="first norm {:g}")}
 
 
 def measure(flags) -> dict:

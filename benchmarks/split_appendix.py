@@ -35,7 +35,7 @@ def tables(found, paper) -> dict:
             copies.append(line | {"digits": mean(swept), "draws": str(len(swept))})
     if len(copies) > 1:  # one number compares with nothing
         rows_of["digits: copies"] = copies
-    return {name: pages.padded(lines) for name, lines in rows_of.items()}
+    return rows_of
 
 
 def _attack_rows(rows: Rows) -> Lines:

@@ -39,13 +39,12 @@ def tables(found, paper) -> dict:
         "distance to the original": "{distance:.3f}",
         "SSIM to the original": "{ssim:.3f}",
     }
-    parts = {
+    return {
         "backends: frontend": _compared(found, BACKENDS, paper["table 3"]),
         "backends: offsite": _compared(found, EMULATORS),
         "backends: augmentations": _compared(found, AUGMENTED),
         "backends: figure 3": pages.lines(augmented, columns),
     }
-    return {name: pages.padded(lines) for name, lines in parts.items()}
 
 
 def _compared(found, methods: Sequence[str], published: Mapping[str, float] | None = None) -> Lines:

@@ -4,7 +4,7 @@ images per class.
 python -m benchmarks run split_costs
 """
 
-from benchmarks import pages
+from benchmarks import pages, timing
 from jaxdp.models import Preprocessing, create
 from jaxdp.split.backbone import Backbone
 from launch.split_costs import cost
@@ -45,7 +45,7 @@ def tables(report) -> dict:
         "upload, MB": "{upload:,.1f}",
         "download, MB": "{download:,.1f}",
     }
-    return {"costs": pages.plain(pages.lines(rows, columns))}
+    return {"costs": pages.lines(rows, columns)}
 
 
 def measure(flags) -> dict:
@@ -59,5 +59,5 @@ def measure(flags) -> dict:
         counted = cost(method, backbone, images=500, num_classes=100, epochs=epochs)
         methods[method] = {field: getattr(counted, field) for field in fields}
     report = {"images": 500, "num_classes": 100, "methods": methods}
-    print(tables(report)["costs"])
+    timing.show("costs", tables(report)["costs"])
     return report

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import jax
 import numpy as np
 
-from benchmarks import finetune_methods, pages
+from benchmarks import finetune_methods, pages, timing
 from jaxdp import split
 from jaxdp.models import Features
 from jaxdp.privacy import GaussianDpEvent, SelfComposedDpEvent, calibrate_noise
@@ -182,7 +182,7 @@ def tables(report) -> dict:
             cell = {"way": way, "per_class": count, "epsilon": epsilon}
             line[title] = pages.mean(_accuracies(report, **cell))
         lines.append(line)
-    return {"private": pages.plain(lines)}
+    return {"private": lines}
 
 
 def draw(found: Mapping, path: pathlib.Path, count: int = 50):
@@ -213,5 +213,5 @@ def measure(flags) -> dict:
     rows = run(finetune_methods.features(flags))
     seconds = round(time.process_time() - began)
     report = {"cpu_seconds": seconds, "rows": rows}
-    print(tables(report)["private"])
+    timing.show("private", tables(report)["private"])
     return report

@@ -1,25 +1,23 @@
-"""Runs all benchmarks of a suite one after the other, and writes one table and one picture of their
-ratios.
+"""Runs the benchmarks of the suite one after the other, and writes one table and one picture of
+their ratios.
 
     python -m benchmarks suite cpu                     # hours
     python -m benchmarks suite cpu --only steps,noise
     python -m benchmarks suite cpu --table       # only the table, from the committed results
 
-Every benchmark writes `benchmarks/results/<name>_<suite>.json`. `python -m benchmarks.evidence
-results/speed.md` puts the table and the picture of the suite cpu into the page. Peers that are not
-installed have no rows."""
+Every benchmark writes `benchmarks/results/<name>_cpu.json`. `python -m benchmarks.evidence
+results/speed.md` puts the table and the picture into the page. Peers that are not installed have no
+rows."""
 
-import dataclasses
 import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks import pages, timing
-from benchmarks.registry import RESULTS
-from jaxdp.report import format_table
+from benchmarks.registry import BENCHMARKS, ROOT
 
 # The work, the step, its base, the ratio of their times, and milliseconds of the step where they
 # are known.
@@ -99,56 +97,44 @@ def _noise(report) -> Iterator[Line]:
         yield "a vector", "ChaCha12 noise", name, ours / theirs, None
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A benchmark of a suite: `python -m benchmarks run <name> <flags>`, and the rows of its
-    report."""
-
-    name: str
-    rows: Callable
-    flags: str = ""
-
-    def path(self, suite: str) -> pathlib.Path:
-        return RESULTS / f"{self.name}_{suite}.json"
-
-
-_EVERYWHERE = [
-    Job("steps", _steps, "--rounds 15 --peers"),
-    Job("clipping", _clipping),
-    Job("noise", _noise),
-    Job("training", _training, "--peers"),
-    Job("recalibration", _recalibration),
-    Job("prediction", _prediction),
-    Job("ops", _ops),
-]
-SUITES = {
-    "cpu": [*_EVERYWHERE, Job("adaptation", _adaptation, "--peers"), Job("split", _split)],
-    "gpu": [
-        *_EVERYWHERE,
-        Job("adaptation", _adaptation, "--shapes vit_b16 --batch-sizes 64 --peers"),
-    ],
+# The benchmarks of the suite, and what makes lines of a report.
+LINES = {
+    "steps": _steps,
+    "clipping": _clipping,
+    "noise": _noise,
+    "training": _training,
+    "recalibration": _recalibration,
+    "prediction": _prediction,
+    "ops": _ops,
+    "adaptation": _adaptation,
+    "split": _split,
 }
+FLAGS_OF = {"steps": "--rounds 15 --peers", "training": "--peers", "adaptation": "--peers"}
 
 
-def reports(suite: str) -> list:
-    """Returns the report of each job of a suite, None for one that did not run."""
-    paths = [job.path(suite) for job in SUITES[suite]]
+def path_of(name: str) -> pathlib.Path:
+    return ROOT / BENCHMARKS[name].output
+
+
+def reports() -> list:
+    """Returns the report of each benchmark, None for one that did not run."""
+    paths = map(path_of, LINES)
     return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
 
-def rows_of(suite: str, reports: Iterable) -> list[Row]:
-    """Returns the rows of all reports of a suite."""
+def rows_of(reports: Iterable) -> list[Row]:
+    """Returns the rows of the reports of all benchmarks."""
     rows = []
-    for job, report in zip(SUITES[suite], reports, strict=True):
-        for line in job.rows(report) if report is not None else ():
-            rows.append({"benchmark": job.name} | dict(zip(COLUMNS, line, strict=True)))
+    for (name, lines_of), report in zip(LINES.items(), reports, strict=True):
+        for line in lines_of(report) if report is not None else ():
+            rows.append({"benchmark": name} | dict(zip(COLUMNS, line, strict=True)))
     return rows
 
 
 def tables(*reports) -> dict:
     columns = {name: f"{{{name}}}" for name in ("benchmark", "work", "step", "over")}
     columns |= {"ratio of times": "{ratio:.3g}", "ms": "{ms:.3g}"}
-    return {"suite": pages.plain(pages.lines(rows_of("cpu", reports), columns))}
+    return {"suite": pages.lines(rows_of(reports), columns)}
 
 
 def draw(*reports_and_path):
@@ -156,7 +142,7 @@ def draw(*reports_and_path):
     from matplotlib.figure import Figure
 
     *reports, path = reports_and_path
-    steps = [row for row in rows_of("cpu", reports) if row["benchmark"] == "steps"]
+    steps = [row for row in rows_of(reports) if row["benchmark"] == "steps"]
     works = list(dict.fromkeys(row["work"] for row in steps))
     figure = Figure(figsize=(8, 0.8 + 0.9 * len(works)), layout="constrained")
     axes = figure.subplots()
@@ -197,15 +183,13 @@ FLAGS = {"only": ("", "names of benchmarks, with commas"), "table": (False, "run
 
 def main(given: Sequence[str]):
     parser = timing.parser(__doc__, FLAGS)
-    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("suite", choices=["cpu"])
     flags = parser.parse_args(given)
-    jobs = {job.name: job for job in SUITES[flags.suite]}
-    names = flags.only.split(",") if flags.only else list(jobs)
-    if unknown := sorted(set(names) - set(jobs)):
-        parser.error(f"--only has {unknown}, not of {list(jobs)}.")
-    for name, job in jobs.items():
-        if name in names and not flags.table:
-            # A process of its own, so that no benchmark finds the caches of another one.
-            command = [sys.executable, "-m", "benchmarks", "run", name, *job.flags.split()]
-            subprocess.run([*command, "--output", str(job.path(flags.suite))], check=True)
-    print(format_table(rows_of(flags.suite, reports(flags.suite)), digits=3))
+    names = flags.only.split(",") if flags.only else list(LINES)
+    if unknown := sorted(set(names) - set(LINES)):
+        parser.error(f"--only has {unknown}, not of {list(LINES)}.")
+    for name in () if flags.table else names:
+        # A process of its own, so that no benchmark finds the caches of another one.
+        command = [sys.executable, "-m", "benchmarks", "run", name, "--update"]
+        subprocess.run([*command, *FLAGS_OF.get(name, "").split()], check=True)
+    timing.show("ratios of times", rows_of(reports()))

@@ -149,13 +149,28 @@ def peers(requested: bool, *modules: str) -> tuple[bool, bool | str]:
     return False, reason
 
 
-def show(title: str, rows: Mapping[str, Mapping], columns: Sequence[str] | None = None):
-    """Prints a line for each step of a case."""
+def show(title: str, rows: Mapping[str, Mapping] | Iterable[Mapping]):
+    """Prints a line for each row, without its lists and dicts. The rows of steps have names."""
+    if isinstance(rows, Mapping):
+        rows = [{"step": step} | row for step, row in rows.items()]
     table = []
-    for step, row in rows.items():
-        names = row if columns is None else columns
-        table.append({"step": step} | {name: row.get(name) for name in names})
+    for row in rows:
+        table.append({k: value for k, value in row.items() if not isinstance(value, list | dict)})
     print(f"\n{title}\n{format_table(table, digits=3)}", flush=True)
+
+
+def each(names: Iterable[str], rows_of: Callable) -> dict:
+    """Returns the rows of each case, and prints them at once."""
+    cases = {}
+    for name in names:
+        cases[name] = rows_of(name)
+        show(name, cases[name])
+    return cases
+
+
+def chosen(names: Iterable[str], parts: str) -> list[str]:
+    """Returns the names that have one of several parts, which semicolons separate."""
+    return [name for name in names if any(part in name for part in parts.split(";"))]
 
 
 def parser(doc: str | None, flags: Mapping) -> argparse.ArgumentParser:
@@ -228,6 +243,15 @@ def earlier(path: str) -> dict:
     if not file.exists():
         return {}
     return json.loads(file.read_text(encoding="utf-8"))
+
+
+def rounded(found, rule: Callable[[float], float]):
+    """Returns results with rounded floats, which keeps their file small."""
+    if isinstance(found, dict):
+        return {key: rounded(value, rule) for key, value in found.items()}
+    if isinstance(found, list):
+        return [rounded(value, rule) for value in found]
+    return rule(found) if isinstance(found, float) else found
 
 
 def write(report: dict, path: str):

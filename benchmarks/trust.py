@@ -74,15 +74,13 @@ def pairs(times: Mapping, estimates: Mapping[str, Mapping[str, Row]]) -> list[Ro
         steps = estimates[case.name]
         bases = {}
         for step, names in STEPS.items():
-            estimate = next(
-                (steps[other] for other in names if "total" in steps.get(other, {})), None
-            )
+            estimated = [steps[other] for other in names if "total" in steps.get(other, {})]
             timed = measured["steps"].get(step, {})
-            if estimate is None or "ms" not in timed:
+            if not estimated or "ms" not in timed:
                 continue
             row = {"case": case.name, "step": step}
             row["ms"] = timed["ms"] / measured["examples"]
-            row["estimate"] = estimate["total"] / case.examples
+            row["estimate"] = estimated[0]["total"] / case.examples
             bases = row if step == "plain" else bases
             if bases and step != "plain":
                 row["ms over plain"] = row["ms"] / bases["ms"]
@@ -94,17 +92,17 @@ def pairs(times: Mapping, estimates: Mapping[str, Mapping[str, Row]]) -> list[Ro
 def correlations(rows: Sequence[Row]) -> Row:
     """Returns the rank correlations over steps, of an example and of what is over the plain
     step."""
+
+    def agreement(rows, of=""):
+        times = [row[f"ms{of}"] for row in rows]
+        return rank_correlation(times, [row[f"estimate{of}"] for row in rows])
+
     ratios = [row for row in rows if "ms over plain" in row]
     return {
         "pairs": len(rows),
-        "an example": rank_correlation(
-            [row["ms"] for row in rows], [row["estimate"] for row in rows]
-        ),
+        "an example": agreement(rows),
         "ratios": len(ratios),
-        "over plain": rank_correlation(
-            [row["ms over plain"] for row in ratios],
-            [row["estimate over plain"] for row in ratios],
-        ),
+        "over plain": agreement(ratios, " over plain"),
     }
 
 

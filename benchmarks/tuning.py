@@ -17,7 +17,7 @@ import numpy as np
 import optax
 
 import jaxdp
-from benchmarks import pages, timing
+from benchmarks import pages, problems, timing
 from jaxdp import finetune
 from jaxdp.privacy import (
     ComposedDpEvent,
@@ -105,12 +105,8 @@ def seed_of(*words) -> bytes:
 
 def trained(trainer, seed: bytes):
     """Returns the parameters after all steps, which no ledger counts."""
-    state = trainer.init(PARAMS)
     key = stream(seed, "gradient noise")
-    state = state._replace(noise=state.noise._replace(key=key))
-    for _ in range(STEPS):
-        state, _ = trainer.step(state, digits()[0])
-    return state.params
+    return problems.trained(trainer, PARAMS, digits()[0], STEPS, key=key).params
 
 
 def noisy_accuracy(params, seed: bytes) -> float:
@@ -206,6 +202,6 @@ def tables(report) -> dict:
     }
     return {
         "accuracies": pages.by_epsilon(rows, "strategy", "strategy", pages.accuracy),
-        "costs": pages.plain(pages.lines(results.select(rows, strategy="look"), costs)),
+        "costs": pages.lines(results.select(rows, strategy="look"), costs),
         "noise": pages.by_epsilon(rows, "strategy", "strategy", noise),
     }

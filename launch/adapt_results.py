@@ -1,7 +1,7 @@
 """What `launch.adapt` reports: means over streams, paired differences, costs, tables."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxdp import tta
@@ -10,9 +10,7 @@ from jaxdp.report import format_table
 
 from . import frame, results
 from .adapt_settings import ORIGINAL, SOURCE, lengths, settings, usual
-
-Rows = Sequence[frame.Row]
-Lines = list[dict[str, Any]]
+from .study import Lines, Rows
 
 
 def result_of(rows: Rows, work: frame.Work) -> dict[str, Any]:

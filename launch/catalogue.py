@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from . import studies
 
+_FLAGS = ("--config", "-config")
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "configs"
 
 
@@ -97,7 +98,7 @@ def given(arguments: Sequence[str]) -> str | None:
     config = None
     for place, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
-        if flag in ("--config", "-config"):
+        if flag in _FLAGS:
             config = value if equals else next(iter(arguments[place + 1 :]), None)
     return config
 
@@ -108,13 +109,17 @@ def resolve(arguments: Sequence[str]) -> list[str]:
     if config is None:
         return list(arguments)
     path = find(config)
-
-    def resolved(argument: str) -> str:
-        if argument == config:
-            return path
-        return argument.replace(f"config={config}", f"config={path}")
-
-    return list(map(resolved, arguments))
+    resolved = []
+    before = ""
+    for argument in arguments:
+        flag, _, value = argument.partition("=")
+        if before in _FLAGS and argument == config:  # another argument may be the same word
+            argument = path
+        elif flag in _FLAGS and value == config:
+            argument = f"{flag}={path}"
+        resolved.append(argument)
+        before = argument
+    return resolved
 
 
 def importable() -> None:

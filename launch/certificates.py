@@ -80,9 +80,13 @@ def _write(path: pathlib.Path, data: bytes, mode: int = 0o600) -> None:
     write_durably(path, data, mode=mode)
 
 
+def _cryptography(module: str) -> Any:
+    return optional(f"cryptography.{module}", "flower")
+
+
 def _key_pair() -> tuple[bytes, bytes]:
-    ec = optional("cryptography.hazmat.primitives.asymmetric.ec", "flower")
-    form = optional("cryptography.hazmat.primitives.serialization", "flower")
+    ec = _cryptography("hazmat.primitives.asymmetric.ec")
+    form = _cryptography("hazmat.primitives.serialization")
     key = ec.generate_private_key(ec.SECP384R1())
     public = key.public_key().public_bytes(form.Encoding.OpenSSH, form.PublicFormat.OpenSSH)
     return public, key.private_bytes(
@@ -101,9 +105,9 @@ class _Certificates(NamedTuple):
 
 
 def _certificates(hosts: Sequence[str], days: int) -> _Certificates:
-    x509 = optional("cryptography.x509", "flower")
-    ec = optional("cryptography.hazmat.primitives.asymmetric.ec", "flower")
-    form = optional("cryptography.hazmat.primitives.serialization", "flower")
+    x509 = _cryptography("x509")
+    ec = _cryptography("hazmat.primitives.asymmetric.ec")
+    form = _cryptography("hazmat.primitives.serialization")
     root_key = ec.generate_private_key(ec.SECP384R1())
     server_key = ec.generate_private_key(ec.SECP384R1())
     root_name = x509.SubjectKeyIdentifier.from_public_key(root_key.public_key())
@@ -128,9 +132,9 @@ def _signed(
     is_root: bool = False,
 ) -> bytes:
     """Returns the certificate of a public key, signed with the key of the authority, in PEM."""
-    x509 = optional("cryptography.x509", "flower")
-    form = optional("cryptography.hazmat.primitives.serialization", "flower")
-    sha256 = optional("cryptography.hazmat.primitives.hashes", "flower").SHA256()
+    x509 = _cryptography("x509")
+    form = _cryptography("hazmat.primitives.serialization")
+    sha256 = _cryptography("hazmat.primitives.hashes").SHA256()
     start = datetime.datetime.now(datetime.UTC) - datetime.timedelta(hours=1)  # clocks differ
     usage = x509.KeyUsage(
         digital_signature=not is_root,

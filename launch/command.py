@@ -64,7 +64,7 @@ _TOOLS = {
     "serve-check": "whether a released folder is whole, and answers as it did",
 }
 if TYPE_CHECKING:
-    from jaxdp.privacy import Account, Ledger
+    from jaxdp.privacy import Account, DpEvent, Ledger
 
 _PLAN = (
     "Leave out one of --batch-size, --noise-multiplier, --steps and --epsilon: it is found. Or "
@@ -233,19 +233,25 @@ def _plan(options: argparse.Namespace) -> None:
             options.records = options.records or row["records"]
             options.adjacency = row["adjacency"]
             options.delta = options.delta or account.delta
-        for line in aligned(_planned(options, account)):
+        rows, event = _planned(options, "record" if account is None else account.unit)
+        if account is not None:
+            from jaxdp.privacy.planning import left_after
+
+            place = f"{shown(options.ledger)}, dataset {shown(account.name)}"
+            rows.append(("ledger", f"{place}: {left_after(account, event)}"))
+        for line in aligned(rows):
             print(line)
 
 
-def _planned(options: argparse.Namespace, account: "Account | None") -> list[tuple[str, str]]:
-    """Returns the facts of a plan, with what it would leave of an account."""
+def _planned(options: argparse.Namespace, unit: str) -> tuple[list[tuple[str, str]], "DpEvent"]:
+    """Returns the facts of a plan, and the event of its run."""
     missing = [f"--{name}" for name in ("records", "delta") if getattr(options, name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given, since no --ledger declares them.")
-    from jaxdp.privacy.planning import facts, left_after, plan_training
-
     if options.correlated:
-        return _correlated(options, account)
+        return _correlated(options)
+    from jaxdp.privacy.planning import facts, plan_training
+
     plan = plan_training(
         records=options.records,
         delta=options.delta,
@@ -255,7 +261,6 @@ def _planned(options: argparse.Namespace, account: "Account | None") -> list[tup
         steps=options.steps,
         epsilon=options.epsilon,
     )
-    unit = "record" if account is None else account.unit
     rows = facts(
         plan.event,
         records=plan.records,
@@ -265,14 +270,11 @@ def _planned(options: argparse.Namespace, account: "Account | None") -> list[tup
         every=options.every or math.ceil(plan.steps / 10),
         terms={"delta": plan.delta, "adjacency": plan.adjacency, "unit": unit},
     )
-    if account is not None:
-        left = left_after(account, plan.event(0, plan.steps))
-        rows.append(("ledger", f"{shown(options.ledger)}, dataset {shown(account.name)}: {left}"))
-    return rows
+    return rows, plan.event(0, plan.steps)
 
 
-def _correlated(options: argparse.Namespace, account: "Account | None") -> list[tuple[str, str]]:
-    """Returns the facts of a plan with correlated noise."""
+def _correlated(options: argparse.Namespace) -> tuple[list[tuple[str, str]], "DpEvent"]:
+    """Returns the facts of a plan with correlated noise, and the event of its run."""
     needed = ("batch_size", "steps", "epsilon")
     missing = [name.replace("_", "-") for name in needed if getattr(options, name) is None]
     if missing or options.noise_multiplier is not None:
@@ -281,7 +283,6 @@ def _correlated(options: argparse.Namespace, account: "Account | None") -> list[
             f"{missing or 'none'}. Leave out --noise-multiplier."
         )
     from jaxdp.finetune import plan_correlated
-    from jaxdp.privacy.planning import left_after
 
     if options.batch_size % 1:
         raise ValueError(f"--batch-size must be an integer, got {options.batch_size}.")
@@ -293,11 +294,7 @@ def _correlated(options: argparse.Namespace, account: "Account | None") -> list[
         delta=options.delta,
         adjacency=options.adjacency,
     )
-    rows = plan.facts()
-    if account is not None:
-        left = left_after(account, plan.event)
-        rows.append(("ledger", f"{shown(options.ledger)}, dataset {shown(account.name)}: {left}"))
-    return rows
+    return plan.facts(), plan.event
 
 
 def _dataset(ledger: "Ledger", name: str | None) -> tuple["Account", dict[str, Any]]:
@@ -305,7 +302,7 @@ def _dataset(ledger: "Ledger", name: str | None) -> tuple["Account", dict[str, A
     one.
     """
     rows = {row["name"]: row for row in ledger.report()["datasets"]}
-    if name is None and len(rows) != 1:
+    if not name and len(rows) != 1:
         raise ValueError(
             f"--dataset must be one of {', '.join(map(shown, rows)) or 'none'}, got none."
         )

@@ -102,7 +102,10 @@ def _result(rows: Rows, work: frame.Work) -> Fields:
         deviation = moments.deviation if config.curve.runs > 1 else None
         point = {"epsilon": epsilon, "accuracy": moments.mean, "deviation": deviation}
         points.append(point)
-    without_privacy = _without(work) if config.references else None
+    without_privacy = None
+    if config.references:
+        start = models.fresh(task.network, config.init_seed)
+        without_privacy = tasks.without_privacy(config, task, start)
     return {
         "dataset": task.private.name,
         "records": len(task.private),
@@ -112,22 +115,6 @@ def _result(rows: Rows, work: frame.Work) -> Fields:
         "points": points,
         "without_privacy": without_privacy,
     }
-
-
-def _without(work: frame.Work) -> float:
-    """Returns the accuracy without clipping and noise."""
-    config, task = work.config, work.shared.task
-    start = models.fresh(task.network, config.init_seed)
-    params = models.train(
-        task.network,
-        start,
-        task.private,
-        config.no_privacy,
-        seed=config.init_seed,
-        optimizer=functools.partial(models.adam_on, chosen=task.chosen),
-        label="no privacy",
-    )
-    return finetune.accuracy(task.network.apply_fn, params, task.test)
 
 
 def _table(result: Result) -> Lines:

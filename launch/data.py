@@ -145,24 +145,20 @@ def specs(
 
 
 def parts(
-    config: Any,
-    *roles: str,
-    prepare: PrepareImages | None = None,
-    grouped: bool = False,
-    images: bool = False,
+    config: Any, *roles: str, prepare: PrepareImages | None = None, grouped: bool = False
 ) -> dict[str, Examples]:
     """Returns the sources of some roles, with names such as "digits/private".
 
     Args:
       config, roles, grouped: As in `specs`.
-      prepare, images: As in `jaxdp.data.spec.open_parts`.
+      prepare: As in `jaxdp.data.spec.open_parts`.
 
     Raises:
       FileNotFoundError: The data is missing. The message says how to get it.
       ValueError: As in `specs`, or two parts share an owner.
     """
     specs_of_roles = specs(config, *roles, grouped=grouped)
-    return open_parts(specs_of_roles, prepare=prepare, images=images)
+    return open_parts(specs_of_roles, prepare=prepare)
 
 
 def whole(config: Any, where: str = "config.data") -> DataSpec:

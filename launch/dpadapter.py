@@ -129,7 +129,7 @@ class _Bench:
         """Returns the terms of a private set in a ledger, with the budget of a cell."""
         _, source, _ = self.task(dataset)
         spec = self.specs(dataset)["private"]
-        budget = {"epsilon": private.epsilon, "delta": private.delta}
+        budget = results.only(private, "epsilon", "delta")
         return spec.terms | {"records": len(source)} | budget
 
     def upstream_config(self, name: str, seed: int) -> Any:

@@ -31,6 +31,9 @@ PROGRAM = Program(name="embeddings")
 
 def experiment(config: Any, workdir: str | None, *, dry_run: bool = False) -> None:
     """Writes the embeddings of the texts of a config."""
+    root = None if workdir is None else pathlib.Path(workdir)
+    if root is not None:
+        frame.check_same_config(PROGRAM.name, config, root)
     encode, _, vocabulary = lm.tokenizer_of(config.data)
     lm.check_model(config, vocabulary)
     if not config.model.checkpoint:
@@ -58,9 +61,8 @@ def experiment(config: Any, workdir: str | None, *, dry_run: bool = False) -> No
         )
         if is_labelled:
             arrays[f"{name}_labels"] = labels
-    if dry_run or workdir is None:
+    if dry_run or root is None:
         return
-    root = pathlib.Path(workdir)
     with frame.bind(PROGRAM.name, config, root):
         write_durably(root / FILE, lambda file: np.savez(file, **arrays))
     print(f"{root / FILE}: vectors of {network.model.width} numbers.")

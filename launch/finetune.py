@@ -21,7 +21,7 @@ from jaxdp.data import Owners, augmentation
 from jaxdp.files import read_json
 from jaxdp.models import save_params
 from jaxdp.privacy import Account, ComposedDpEvent
-from jaxdp.release import Hosts, locked, notes
+from jaxdp.release import Hosts, notes
 from jaxdp.report import Callback, format_table, plot_training
 from jaxdp.report.runs import FILE
 
@@ -76,7 +76,10 @@ def _run(cell: Model, work: frame.Work) -> dict[str, Any]:
     else:
         start = tasks.start(config, task, work)
     if cell.model == "no_privacy":
-        return work.hosts.first(lambda: _without_privacy(config, task, start))
+        augment = augmentation(task.spec)
+        return work.hosts.first(
+            lambda: {"accuracy": tasks.without_privacy(config, task, start, augment=augment)}
+        )
     return _private(cell, work, opened, start)
 
 
@@ -94,41 +97,23 @@ def _scaled(work: frame.Work) -> _Opened:
     folder = work.root / "scaler"
 
     def release() -> None:
-        with locked(path.with_name(f"{path.name}.lock"), wait=True):
-            if path.exists():
-                return
-            with _account(Model("private"), work) as account:
-                if not notes(folder):  # after a crash the scaler is paid already
-                    whole = trainer.event(0, trainers.steps(work.config.private))
-                    account.check(ComposedDpEvent([event, whole]))
-                scaler = finetune.charged_scaler(
-                    task.units,
-                    tasks.scaler_ranges(task.spec),
-                    account=account,
-                    noise_multiplier=event.noise_multiplier,
-                    unit=task.spec.unit,
-                    workdir=folder,
-                )
-            scaler.save(path)
+        with _account(Model("private"), work) as account:
+            if not notes(folder):  # after a crash the scaler is paid already
+                whole = trainer.event(0, trainers.steps(work.config.private))
+                account.check(ComposedDpEvent([event, whole]))
+            scaler = finetune.charged_scaler(
+                task.units,
+                tasks.scaler_ranges(task.spec),
+                account=account,
+                noise_multiplier=event.noise_multiplier,
+                unit=task.spec.unit,
+                workdir=folder,
+            )
+        scaler.save(path)
 
-    work.hosts.first(release)
+    work.hosts.first(lambda: frame.make_once(path, release))
     task = task.scaled(finetune.Scaler.load(path))
     return _Opened(task, task.trainer(work.config.private, trainer.mesh))
-
-
-def _without_privacy(config: Any, task: tasks.Task, start: Params) -> dict[str, Any]:
-    params = models.train(
-        task.network,
-        start,
-        task.private,
-        config.no_privacy,
-        seed=config.init_seed,
-        augment=augmentation(task.spec),
-        optimizer=functools.partial(models.adam_on, chosen=task.chosen),
-        label="no privacy",
-    )
-    accuracy = finetune.accuracy(task.network.apply_fn, params, task.test)
-    return {"accuracy": accuracy}
 
 
 def _private(cell: Model, work: frame.Work, opened_task: _Opened, start: Params) -> dict[str, Any]:
@@ -265,11 +250,7 @@ def _plan(config: Any, opened: Callable[[], _Opened]) -> Iterator[plans.Item]:
     loss = models.loss(task.network)
     start = models.fresh(task.network, config.init_seed)
     records, units = task.blank()
-    is_pretrained = config.pretrain.weights or models.has_backbone(config.model)
-    if task.public is not None and not is_pretrained:
-        yield plans.public_training(
-            "public pre-training", loss, start, task.public, config.pretrain
-        )
+    yield from tasks.plan_of_start(config, task)
     if scaler := trainers.scaler_event(private):
         terms = task.terms(private)
         yield plans.Item("scaler", task.private.name, scaler, terms, folder="scaler")

@@ -49,12 +49,14 @@ class _Agreed(NamedTuple):
       method: The method.
       guarantee: Epsilon and adjacency, by the names of the arguments of `noise_scale`.
       scale: The scale of the noise, or None without privacy.
+      width: How many numbers an answer has.
       terms: All of it as text, which everybody may know.
     """
 
     method: Any
     guarantee: Fields
     scale: Any
+    width: int
     terms: str
 
 
@@ -65,8 +67,10 @@ def _agreed(config: Any) -> _Agreed:
     classes = config.num_classes
     guarantee = {"epsilon": config.epsilon, "adjacency": config.adjacency}
     scale = recalibration.noise_scale(method, num_classes=classes, **guarantee)
+    record = recalibration.Records(jnp.zeros((1, classes)), jnp.zeros(1, jnp.int32))
+    _, width = jax.eval_shape(lambda: method.summand(0, record, jnp.float32(1))).shape
     terms = f"{method!r}, epsilon={config.epsilon!r}, {config.adjacency}, {classes} classes"
-    return _Agreed(method, guarantee, scale, terms)
+    return _Agreed(method, guarantee, scale, width, terms)
 
 
 # --- The calibrator -----------------------------------------------------------------------------
@@ -85,13 +89,20 @@ def run_server(
     Raises:
       TimeoutError: Too few hospitals answer. The same command goes on from here: answered rounds
           are repeated.
-      ValueError: The workdir belongs to another run, or an answer is of no use.
+      ValueError: The workdir belongs to another run, there are fewer hospitals than must answer, or
+          an answer is of no use.
     """
     root = pathlib.Path(workdir)
     with alone(root):
         agreed = _agreed(config)
         frame.check_same_config("recalibrate server", config, root)
-        fewest = config.server.fewest or len(hospitals.names)
+        known = len(hospitals.names)
+        fewest = config.server.fewest or known
+        if fewest > known:
+            raise ValueError(
+                f"config.server.fewest must be at most {known}, the number of hospitals, got "
+                f"{fewest}."
+            )
         calibrator = _Calibrator(agreed, hospitals, list(hospitals.names), fewest, timeout)
         with frame.bind("recalibrate server", config, root):
             result = calibrator.recalibrate(root / "recalibration.npz")
@@ -136,7 +147,22 @@ class _Calibrator:
                 "rounds are repeated and not paid again."
             )
         self.asked = sorted(answers)
-        return [_sum(answers[name], name, k) for name in self.asked]
+        return [self._sum(answers[name], name, k) for name in self.asked]
+
+    def _sum(self, data: bytes, name: str, k: int) -> np.ndarray:
+        """Returns the noisy sum in an answer. One of another width would broadcast."""
+        package = unpack(
+            data, "answer", fields=["round"], limits=_LIMITS, name=f"the answer of {name}"
+        )
+        answer = package.arrays.get("answer", np.zeros(0))
+        number = package.fields["round"]
+        is_round = type(number) is int and number == k
+        if not is_round or answer.dtype != np.float32 or answer.shape != (self.agreed.width,):
+            raise ValueError(
+                f"the answer of {shown(name)} must be a float32 vector for round {k}, of "
+                f"{self.agreed.width} numbers. Use the same release of jaxdp."
+            )
+        return answer
 
     def recalibrate(self, path: pathlib.Path) -> Fields:
         """Plays all rounds and writes the parameters. Returns the content of result.json."""
@@ -163,19 +189,6 @@ class _Calibrator:
         """Tells the hospitals that the run has ended."""
         end = pack("end", fields={"terms": self.agreed.terms}, arrays={})
         self.hospitals.ask(dict.fromkeys(self.asked, end), timeout=_FAREWELL_SECONDS)
-
-
-def _sum(data: bytes, name: str, k: int) -> np.ndarray:
-    package = unpack(data, "answer", fields=["round"], limits=_LIMITS, name=f"the answer of {name}")
-    answer = package.arrays.get("answer", np.zeros(0))
-    number = package.fields["round"]
-    is_round = type(number) is int and number == k
-    if not is_round or answer.dtype != np.float32 or answer.ndim != 1:
-        raise ValueError(
-            f"the answer of {shown(name)} must be a float32 vector for round {k}. Use the same "
-            "release of jaxdp."
-        )
-    return answer
 
 
 def load(config: Any, workdir: _Path) -> recalibration.Recalibration:

@@ -55,10 +55,6 @@ def _open(config: Any, root: pathlib.Path) -> tasks.Task:
     return task
 
 
-def _cells(config: Any) -> Iterator[Model]:
-    yield Model("private")
-
-
 def _has_start(work: frame.Work) -> bool:
     """Returns whether a public model is there."""
     return work.shared.public is not None or bool(work.config.pretrain.weights)
@@ -210,7 +206,7 @@ STUDY = frame.Study(
     open=_open,
     private=lambda task: [task.private_set],
     account=_account,
-    cells=_cells,
+    cells=lambda config: [Model("private")],
     run=_run,
     result=_result,
     summary=_summary,

@@ -11,11 +11,11 @@ import math
 import pathlib
 import sys
 import zoneinfo
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import check_folder, shown, write_durably
-from jaxdp.files.text import aligned
+from jaxdp.files.text import aligned, finite
 from jaxdp.privacy import (
     BudgetExceeded,
     GroupPrivacy,
@@ -30,7 +30,6 @@ from jaxdp.privacy.database import check_new, existing
 from jaxdp.privacy.events import describe, parse
 from jaxdp.privacy.explanations import GROUPINGS
 from jaxdp.privacy.group_privacy import SIZES, of_account
-from jaxdp.privacy.reports import finite
 from jaxdp.privacy.store import accept, anchor_of
 from jaxdp.privacy.times import local
 
@@ -191,6 +190,10 @@ def _show(options: argparse.Namespace) -> None:
     for flag in ("html", "metrics"):
         if (path := getattr(options, flag)) is not None:
             check_folder(f"--{flag}", path)
+            if options.events:
+                raise ValueError(
+                    f"--{flag} shows what is spent, and --if what would be. Leave one of them out."
+                )
     if options.html is not None:
         _write_page(options)  # also of a ledger that cannot be opened
         if options.alert is None:
@@ -241,10 +244,6 @@ def _alert(report: dict[str, Any], share: float) -> None:
 
 def _write_page(options: argparse.Namespace) -> None:
     page = pathlib.Path(options.html)
-    if options.events:
-        raise ValueError(
-            "--html shows what is spent, and --if what would be. Leave one of them out."
-        )
     is_ledger = page.resolve() == pathlib.Path(options.path).resolve()
     if page.suffix != ".html" or is_ledger:
         raise ValueError(f"--html must name a new page that ends in .html, got {options.html!r}.")
@@ -366,10 +365,12 @@ def _history(options: argparse.Namespace) -> None:
         writer.writerow(columns)
         writer.writerows([_cell(row[column]) for column in columns] for row in rows)
         return
-    shorter = columns[:10]  # A terminal has no room for token and link.
-    lines = [[_cell(row[column]) or "-" for column in shorter] for row in rows]
-    for line in aligned([shorter, *lines]):
-        print(line)
+    _print_table(columns[:10], rows)  # A terminal has no room for token and link.
+
+
+def _print_table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> None:
+    lines = [[_cell(row[column]) or "-" for column in columns] for row in rows]
+    print(*aligned([columns, *lines]), sep="\n")
 
 
 def _days(ledger: Ledger, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -409,10 +410,7 @@ def _describe(options: argparse.Namespace) -> None:
         if is_change:
             ledger.describe(options.dataset, **changes)
         history = ledger.contact_history(options.dataset)
-    columns = ("at", "who", "host", *FIELDS)
-    lines = [[_cell(row[column]) or "-" for column in columns] for row in history]
-    for line in aligned([columns, *lines]):
-        print(line)
+    _print_table(("at", "who", "host", *FIELDS), history)
 
 
 # --- The file -----------------------------------------------------------------------------------

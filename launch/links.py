@@ -108,6 +108,11 @@ class Folders:
 
     def __init__(self, folders: Sequence[pathlib.Path], *, limits: Limits | None = None):
         self._folders = {folder.name: folder for folder in folders}
+        if len(self._folders) < len(folders):
+            raise ValueError(
+                "--exchange must name folders with names of their own, which are the names of the "
+                f"parties, got {', '.join(shown(folder) for folder in folders)}."
+            )
         self._limits = limits
         self.names = tuple(self._folders)
 

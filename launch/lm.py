@@ -416,10 +416,6 @@ def _summary(result: Mapping[str, Any]) -> str:
     return "\n".join([*lines, *(f"  {text!r}" for text in result["samples"])])
 
 
-def _private_sets(opened: Opened) -> list[PrivateSet]:
-    return [opened.private_set]
-
-
 def _plan(config: Any, opened: Callable[[], Opened]) -> Iterator[plans.Item]:
     task = opened()
     start = models.fresh(task.network, config.init_seed)
@@ -507,7 +503,7 @@ def _subject(config: Any, root: pathlib.Path) -> tune.Subject:
 STUDY = frame.Study(
     name="lm",
     open=_open,
-    private=_private_sets,
+    private=lambda opened: [opened.private_set],
     account=_account,
     cells=_cells,
     run=_run,

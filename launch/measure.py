@@ -11,6 +11,7 @@ import jax
 
 from jaxdp.data.storage import zeros_on_device
 
+from . import plans
 from .split_costs import Program
 
 _REPEATS = 3
@@ -44,13 +45,7 @@ def measure(programs: Mapping[str, Program], images: int, *, timed: bool) -> Mea
         flops[name] = compiled.cost_analysis()["flops"] / program.images
         if not program.passes:
             continue
-        memory = compiled.memory_analysis()
-        sizes = (
-            memory.argument_size_in_bytes,
-            memory.output_size_in_bytes,
-            memory.temp_size_in_bytes,
-        )
-        peak = max(peak, sum(sizes) - memory.alias_size_in_bytes)
+        peak = max(peak, plans.memory_of(compiled))
         if timed:
             seconds += (
                 _seconds(compiled, program.args) * program.passes * -(-images // program.images)

@@ -50,11 +50,10 @@ from jaxdp.models import (
 from jaxdp.models.checkpoints import blank_inputs
 from jaxdp.models.preprocessing import Vectors
 from jaxdp.models.training import fit_public
-from jaxdp.release import locked
 from jaxdp.report import progress_bar
 from jaxdp.transforms import losses
 
-from . import optimizers
+from . import frame, optimizers
 from .settings import named
 
 Params = Any
@@ -321,12 +320,13 @@ def trained(
     """
     if network.params:
         return network
-    if not path.exists():
-        with locked(path.with_name(f"{path.name}.lock"), wait=True):
-            if not path.exists():
-                start = fresh(network, seed)
-                params = train(network, start, images(), how, seed=seed, label=label, **options)
-                save_params(path, params)
+
+    def write() -> None:
+        start = fresh(network, seed)
+        params = train(network, start, images(), how, seed=seed, label=label, **options)
+        save_params(path, params)
+
+    frame.make_once(path, write)
     return dataclasses.replace(network, params=load_params(path))
 
 

@@ -437,17 +437,15 @@ class _Client:
 
     def _accounts(self, images: int, queries: int) -> tuple[Account, Account | None]:
         config = self.config
-        common = _common_terms(config) | frame.people(config, "client")
-        unproven: Fields = common | {"allow_unproven": True}
-        terms = unproven
-        if config.mode == "private":  # the budget of the images is what their upload costs
-            terms = common | {"epsilon": config.epsilon}
+        people = frame.people(config, "client")
+        terms, unproven = _terms(config)
         name = client_images.images_name(config)
-        account = frame.own_account(self._opened, name, records=images, **terms)
+        account = frame.own_account(self._opened, name, records=images, **terms, **people)
         if not self._asks:
             return account, None
         name = client_images.queries_name(config)
-        return account, frame.own_account(self._opened, name, records=queries, **unproven)
+        other = frame.own_account(self._opened, name, records=queries, **unproven, **people)
+        return account, other
 
     def _keep_queries(self, shipment: messages.Shipment, made: Any) -> None:
         write_package(self.root / "queries", messages.pack_queries(made, shipment))
@@ -500,9 +498,14 @@ class _Client:
         return pack("end", fields={}, arrays={})
 
 
-def _common_terms(config: Any) -> Fields:
-    """Returns the terms of both sets of images in a client's ledger."""
-    return {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
+def _terms(config: Any) -> tuple[Fields, Fields]:
+    """Returns the terms of a client's images and of its queries in its ledger."""
+    common = {"adjacency": "replace_one", "unit": "image", "delta": config.delta}
+    unproven = common | {"allow_unproven": True}
+    if config.mode != "private":
+        return unproven, unproven
+    # The budget of the images is what their upload costs.
+    return common | {"epsilon": config.epsilon}, unproven
 
 
 def _check_client(config: Any, shipment: messages.Shipment, few: Images, test: Images) -> None:
@@ -584,13 +587,10 @@ def client_charges(
     has_queries = not private if queries is None else queries
     path = _asked(config, workdir, choice, has_queries)
     ledger = frame.LEDGER if path is None else os.fspath(path.absolute())
-    common = _common_terms(config)
-    unproven = common | {"allow_unproven": True}
+    terms, unproven = _terms(config)
     if private:
-        terms = common | {"epsilon": config.epsilon}
         event = _private_release(config, 1.0).event
     else:
-        terms = unproven
         event = split.published_event(config.laplace_scale)
     name = client_images.images_name(config)
     charges = [plans.Item(f"the upload, {config.mode}", name, event, terms, ledger=ledger)]

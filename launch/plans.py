@@ -17,7 +17,7 @@ import numpy as np
 from jaxdp import compilers, finetune, privacy
 from jaxdp.data import Examples, Groups
 from jaxdp.data.storage import own_copy, zeros_on_device
-from jaxdp.files.text import aligned
+from jaxdp.files.text import indented
 from jaxdp.privacy import DpEvent, Ledger
 from jaxdp.privacy.events import compose, composition, describe, from_json
 from jaxdp.privacy.planning import facts, left_after
@@ -211,8 +211,7 @@ def show(
         estimate = _elsewhere(item, target) if target else _here(item)
         rows += estimate.rows
         seconds += estimate.seconds
-        lines = [f"  {line}" for line in aligned(rows)]
-        print(*lines, sep="\n", flush=True)
+        print(*indented(rows), sep="\n", flush=True)
     if all(item.event is None for item in items):
         print("\nNo ledger is charged.")
     if target and seconds:
@@ -277,11 +276,7 @@ def _here(item: Item) -> _Estimate:
         started = time.perf_counter()
         compiled = function.lower(*arguments).compile()
         compiling += time.perf_counter() - started
-        needs = compiled.memory_analysis()
-        if needs is not None:
-            arrays = needs.argument_size_in_bytes + needs.output_size_in_bytes
-            total = needs.temp_size_in_bytes + arrays - needs.alias_size_in_bytes
-            memory = max(memory, total)
+        memory = max(memory, memory_of(compiled))
         # The first run warms up. A program may write over its arguments.
         for zeros in (_zeros(arguments), _zeros(arguments)):
             started = time.perf_counter()
@@ -298,6 +293,17 @@ def _here(item: Item) -> _Estimate:
         ("run time (estimate)", duration),
     ]
     return _Estimate(rows, compiling + item.runs * running)
+
+
+def memory_of(compiled: Any) -> int:
+    """Returns the bytes of arguments, results and temporaries of a compiled program, 0 if it does
+    not say.
+    """
+    needs = compiled.memory_analysis()
+    if needs is None:
+        return 0
+    arrays: int = needs.argument_size_in_bytes + needs.output_size_in_bytes
+    return arrays + needs.temp_size_in_bytes - needs.alias_size_in_bytes
 
 
 def _elsewhere(item: Item, target: str) -> _Estimate:

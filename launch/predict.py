@@ -111,7 +111,7 @@ def _account(cell: Cell, work: frame.Work) -> AbstractContextManager[Account]:
     terms = _own_terms(work)
     if cell != RELEASED:
         return frame.account(work.root / _REFERENCES, name, **terms)
-    budget = {"epsilon": plan.epsilon, "delta": plan.delta}
+    budget = results.only(plan, "epsilon", "delta")
     return work.account(name, label="answers", **terms, **budget)
 
 
@@ -317,7 +317,7 @@ def dp_sgd(config: Any, model: models.Dense, records: int) -> finetune.PrivateTr
     momentum = training.momentum or None
     sgd = optax.sgd(training.learning_rate, momentum=momentum)
     optimizer = optax.chain(declared, sgd)
-    terms = _terms(config) | {"epsilon": budget.epsilon, "delta": budget.delta}
+    terms = _terms(config) | results.only(budget, "epsilon", "delta")
     return finetune.dp_sgd(
         model.loss,
         optimizer,
@@ -373,7 +373,6 @@ def _result(rows: Rows, work: frame.Work) -> Fields:
     bench, training = work.shared, work.config.training
     released, *references = rows
     queries, delta = bench.plan.queries, bench.plan.delta
-    scores = {name: released[name] for name in ("per_query", "student")}
     tested = len(bench.test["label"])
     result = {
         "dataset": bench.task.train.name,
@@ -384,7 +383,7 @@ def _result(rows: Rows, work: frame.Work) -> Fields:
         "delta": delta,
         "changes": CHANGES[training.threat],
         "epsilon_per_query": bench.epsilon,
-        "released": scores,
+        "released": results.only(released, "per_query", "student"),
     }
     if references:
         with _account(EXACT, work) as account:

@@ -68,15 +68,21 @@ class Published:
     metrics: Row = dataclasses.field(default_factory=dict)
 
 
-def _network(run: Run, network: Pretrained, file: str = "params.safetensors") -> Fields:
-    """Returns the fields of a network of images or features, and of its file in the workdir."""
+def _network(
+    run: Run, network: Pretrained, file: str = "params.safetensors", *, probe: Any = None
+) -> Fields:
+    """Returns the fields of a network and of its file in the workdir. By default `probe` is random
+    images or features.
+    """
+    if probe is None:
+        probe = _probe(network)
 
     def predict(params: Any, batch: jax.Array) -> jax.Array:
         logits = network.apply_fn(params, batch)
         return jax.nn.softmax(logits)
 
     params = load_params(run.root / file)
-    return {"predict": predict, "params": params, "probe": _probe(network)}
+    return {"predict": predict, "params": params, "probe": probe}
 
 
 def _probe(network: Pretrained) -> np.ndarray:
@@ -125,7 +131,7 @@ def _finetune(run: Run) -> Published:
         accounts = frame.cell_folder(run.root, Model("private"))
         metrics = _share(run, "private")
     else:  # What has paid is a search, or the release of noisy labels.
-        accounts = _books(run)
+        accounts = run_report.books(run.root)
         metrics = _share(run, "accuracy")
     return Published(
         name=f"{result['dataset']}, {config.model.name}",
@@ -142,10 +148,6 @@ def _meaning(network: Pretrained, config: Any, test: Examples) -> str:
     if not isinstance(network.preprocessing, Vectors):
         return _IMAGE
     return features.rows_of(config.data, test)
-
-
-def _books(run: Run) -> Books:
-    return run_report.books(run.root)
 
 
 def _pretrain(run: Run) -> Published:
@@ -192,20 +194,12 @@ def _lm(run: Run) -> Published:
     config, result = run.config, run.result
     network = models.network(config.model)
     length = config.data.length - 1
-
-    def predict(params: Any, tokens: jax.Array) -> jax.Array:
-        logits = network.apply_fn(params, tokens)
-        return jax.nn.softmax(logits)
-
     draw = np.random.default_rng(0)
     shape = (_PROBES, length)
     tokens = draw.integers(config.model.num_classes, size=shape, dtype=np.int32)
     tokenizer = pathlib.Path(config.data.tokenizer)
     return Published(
         name=f"{result['dataset']}, {config.model.name}",
-        predict=predict,
-        params=load_params(run.root / "params.safetensors"),
-        probe=tokens,
         inputs=(
             f"{length} tokens of the tokenizer {tokenizer.name!r}, with "
             "-1 after the end of a shorter text; the outputs are the probabilities of the token "
@@ -213,6 +207,7 @@ def _lm(run: Run) -> Published:
         ),
         accounts=frame.cell_folder(run.root, Model("private")),
         metrics={"bits per token of held-out texts": result["bits"]},
+        **_network(run, network, probe=tokens),
     )
 
 
@@ -243,7 +238,7 @@ def _student(run: Run) -> Published:
         probe=_random(mapping.shape),
         inputs=mapping.inputs,
         classes=_classes(config, count),
-        accounts=_books(run),
+        accounts=run_report.books(run.root),
         metrics={"accuracy on the other test inputs": accuracy},
     )
 

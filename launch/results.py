@@ -1,6 +1,7 @@
 """Statistics over the rows of a study, and tables of them."""
 
 import math
+import operator
 import pathlib
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 from jaxdp.files import write_durably, write_json
 from jaxdp.report import format_table
 
-Row = Mapping[str, Any]
+from .study import Row
 
 
 class Moments(NamedTuple):
@@ -136,9 +137,9 @@ def changes(before: np.ndarray, after: np.ndarray) -> dict[str, Any]:
     }
 
 
-def best(rows: Iterable[Row], by: str = "accuracy") -> Row:
-    """Returns the best row on tuning data, the first one among equals."""
-    return max(rows, key=lambda row: row[by])
+def best(rows: Iterable[Row]) -> Row:
+    """Returns the row of the best accuracy on tuning data, the first one among equals."""
+    return max(rows, key=operator.itemgetter("accuracy"))
 
 
 def pivot(

@@ -104,6 +104,8 @@ def _cells(config: Any) -> Iterator[Any]:
     data.only_adjacency(config.data, "replace_one")
     for name in ("seeds", "shots", "learning_rates"):
         frame.some(name, config[name])
+    for name in ("shots", "dimensions", "epsilons"):
+        frame.some(f"private.{name}", config.private[name])
     methods = (*split_runs.BASELINES, SA, SA_ONCE)
     # Tables compare with these methods, uploads and attackers.
     _check("methods", config.methods, methods, needed={"Linear probing", SA})

@@ -24,11 +24,11 @@ STANDARD = ("noise-unaware", "noise-aware", "aggregating", "oracle")
 ATTACKERS = (*STANDARD, *FORA, *GINVER)
 
 SCORES = {
-    **{"ssim_gaussian11": "SSIM (11, Gaussian)", "ssim_uniform7": "SSIM (7, uniform)"},
-    **{"psnr": "PSNR", "lpips": "LPIPS (AlexNet)"},
+    "ssim_gaussian11": "SSIM (11, Gaussian)",
+    "ssim_uniform7": "SSIM (7, uniform)",
+    "psnr": "PSNR",
+    "lpips": "LPIPS (AlexNet)",
 }
-
-Release = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class Knowledge(NamedTuple):
@@ -49,7 +49,7 @@ class Knowledge(NamedTuple):
     public: np.ndarray
     options: Any
     model_noise: attacks.ModelNoise | None = None
-    release: Release | None = None
+    release: attacks.Release | None = None
 
 
 def attackers_of(
@@ -134,7 +134,7 @@ def perturbed(**noise_of_model: Any) -> Callable[[jax.Array, Any], Any]:
 
 
 @functools.cache
-def simulated(order: str, **copying: Any) -> Release:
+def simulated(order: str, **copying: Any) -> attacks.Release:
     """Returns a function that draws a copy of a client's upload of a batch of images, as attackers
     simulate it.
     """

@@ -6,7 +6,7 @@ the distance to the original, and a class is preserved if the server's model rec
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from jaxdp.split.backbone import Backbone, in_batches
 
 from . import frame, models, results
 from .image_similarity import fitting_windows, ssim
+from .study import Rows
 
 Images = jax.Array
 
@@ -43,7 +44,6 @@ AUGMENTATIONS: Mapping[str, Callable[[jax.Array, Images], Images]] = {
 
 
 _SHOWN = 10  # images in the figure
-Rows = Sequence[Mapping[str, Any]]
 
 
 class Augmentation(NamedTuple):

@@ -21,7 +21,7 @@ from jaxdp.split import baselines
 from jaxdp.split.copies import plan_copies
 from jaxdp.transforms import noise
 
-from . import frontend_attacks, models
+from . import frontend_attacks, models, results
 from . import representation_attacks as attacks
 from . import split_costs as costs
 from .measure import measure
@@ -204,8 +204,8 @@ class Bench:
             images, labels = split.merge_amplitude_exchange(donor_key, images, labels)
         else:
             images, labels = split.merge_hilbert(images, labels)
-        calibration = {name: options[name] for name in ("samples", "partition", "bits", "metric")}
-        calibration["frontends"] = options.frontends
+        names = ("samples", "partition", "bits", "metric", "frontends")
+        calibration = results.only(options, *names)
         if variant in ("F_0 only", "untuned"):
             calibration["frontends"] = 0
         frontends = split.calibrate_frontends(
@@ -527,10 +527,15 @@ class Bench:
         attackers = attackers_of(knowledge, noiseless, uploads, true=front, key=key)
         return self._attack(client, uploads, attackers)
 
+    @property
+    def _attackers_images(self) -> np.ndarray:
+        images: np.ndarray = self.public["image"][: self.config.attack.images]
+        return images
+
     def _knowledge(self, extract: attacks.Extract, shipped: Any) -> Knowledge:
-        options = self.config.attack
-        public = self.public["image"][: options.images]
-        return Knowledge(self.backbone, extract, shipped, public, options)
+        return Knowledge(
+            self.backbone, extract, shipped, self._attackers_images, self.config.attack
+        )
 
     def reconstruct_private(
         self, client: Client, *, epsilon: float, dimensions: int
@@ -567,14 +572,12 @@ class Bench:
         self, client: Client, uploads: np.ndarray, attackers: Mapping[str, attacks.Learner]
     ) -> dict[str, attacks.Reconstruction]:
         options = self.config.attack
-        key = jax.random.key(client.seed)
-        public = self.public["image"][: options.images]
         return attacks.attack(
-            key,
+            jax.random.key(client.seed),
             attackers,
             uploads,
             client.few["image"],
-            public=public,
+            public=self._attackers_images,
             prefix_tokens=self.backbone.prefix_tokens,
             epochs=options.epochs,
             batch_size=options.batch_size,

@@ -1,12 +1,14 @@
 """What a fine-tuning config trains: its data, its network, and the part of it that moves."""
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from jaxdp import finetune
 from jaxdp.data import DataSpec, Examples, Groups, Owners, augmentation, by_group, from_arrays
 from jaxdp.data.protocol import check_source
 from jaxdp.data.selection import units
@@ -14,7 +16,7 @@ from jaxdp.data.spec import open_parts
 from jaxdp.finetune.scaler import columns_of
 from jaxdp.models import Pretrained, load_params, merge_lora, merge_pretrained
 
-from . import data, frozen, models, trainers
+from . import data, frozen, models, plans, results, trainers
 from .study import PrivateSet
 
 Params = Any
@@ -71,7 +73,7 @@ class Task:
         """Returns the terms of the private records in a ledger, with the budget of the `private`
         part of a config.
         """
-        budget = {"epsilon": private.epsilon, "delta": private.delta}
+        budget = results.only(private, "epsilon", "delta")
         records = len(self.units)
         if isinstance(self.units, Owners):
             records = self.units.owners
@@ -246,6 +248,32 @@ def _check_start(config: Any, sources: Mapping[str, Examples]) -> None:
             "config.pretrain.steps must be at least 1 with public examples, got 0. Or name no "
             "public examples."
         )
+
+
+def plan_of_start(config: Any, task: Task) -> Iterator[plans.Item]:
+    """Yields the public training of `backbone`, if it trains here."""
+    is_given = config.pretrain.weights or models.has_backbone(config.model)
+    if task.public is not None and not is_given:
+        loss = models.loss(task.network)
+        fresh = models.fresh(task.network, config.init_seed)
+        yield plans.public_training(
+            "public pre-training", loss, fresh, task.public, config.pretrain
+        )
+
+
+def without_privacy(config: Any, task: Task, start: Params, *, augment: Any = None) -> float:
+    """Returns the test accuracy of a training without clipping and noise."""
+    params = models.train(
+        task.network,
+        start,
+        task.private,
+        config.no_privacy,
+        seed=config.init_seed,
+        augment=augment,
+        optimizer=functools.partial(models.adam_on, chosen=task.chosen),
+        label="no privacy",
+    )
+    return finetune.accuracy(task.network.apply_fn, params, task.test)
 
 
 def start(config: Any, task: Task, work: Any) -> Params:

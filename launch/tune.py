@@ -47,7 +47,7 @@ from jaxdp.privacy import (
 )
 from jaxdp.report import format_table
 
-from . import frame, models, plans, settings, tasks, trainers
+from . import frame, models, plans, results, settings, tasks, trainers
 from .study import PrivateSet
 
 Params = Any
@@ -236,14 +236,6 @@ def subject_of_task(config: Any, root: pathlib.Path) -> Subject:
     def blank() -> tuple[Any, Params]:
         return task.blank()[1], models.fresh(task.network, config.init_seed)
 
-    def before() -> Iterator[plans.Item]:
-        loaded = config.pretrain.weights or models.has_backbone(config.model)
-        if task.public is not None and not loaded:
-            loss, start = models.loss(task.network), models.fresh(task.network, config.init_seed)
-            yield plans.public_training(
-                "public pre-training", loss, start, task.public, config.pretrain
-            )
-
     return Subject(
         private=task.units,
         adjacency=task.spec.adjacency,
@@ -257,7 +249,7 @@ def subject_of_task(config: Any, root: pathlib.Path) -> Subject:
         serving=task.serving,
         tested=len(task.test),
         blank=blank,
-        before=before,
+        before=lambda: tasks.plan_of_start(config, task),
     )
 
 
@@ -361,10 +353,6 @@ def _event(
 # --- The study ----------------------------------------------------------------------------------
 
 
-def _cells(config: Any) -> Iterator[Model]:
-    yield Model("private")
-
-
 def _account(cell: Model, work: frame.Work) -> AbstractContextManager[Account]:
     """Returns the account of the search."""
     subject = work.shared.subject
@@ -403,10 +391,9 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
     (row,) = rows
     subject, config = work.shared.subject, work.config
     some_trainer = next(iter(work.shared.trainers.values()))
-    names = ("best", "score", "before", subject.measure, "epsilon")
     terms = subject.terms(config.private)
     return {
-        **{name: row[name] for name in names},
+        **results.only(row, "best", "score", "before", subject.measure, "epsilon"),
         "measure": subject.measure,
         "delta": config.private.delta,
         "candidates": len(work.shared.trainers),
@@ -415,7 +402,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
         "scored_by": config.tune.score,
         "noise_multiplier": float(some_trainer.privatizer.multiplier_at(0)),
         "tested": subject.tested,
-        **{name: terms[name] for name in ("unit", "adjacency")},
+        **results.only(terms, "unit", "adjacency"),
         "dataset": subject.private_set.name,
     }
 
@@ -493,7 +480,7 @@ def study(subject_of: Callable[[Any, pathlib.Path], Subject]) -> frame.Study:
         open=functools.partial(_open, subject_of),
         private=lambda opened: [opened.subject.private_set],
         account=_account,
-        cells=_cells,
+        cells=lambda config: [Model("private")],
         run=_run,
         result=_result,
         summary=_summary,

@@ -64,6 +64,7 @@ import jax
 import pytest
 
 from jaxdp.memory import forget_programs, mappings
+from tests import small_programs
 from tests.forked import PYTHON
 
 # flax and optax respect rank promotion; optax.adam does not respect strict dtypes (see
@@ -73,32 +74,8 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # the settings.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 
-# JAX makes a context for each program that it lowers, in 5 ms, and keeps it with the program. The
-# programs are small: a hundred of them share a context, in 1 ms each and two fifths less memory. A
-# context keeps each constant that was in it, so it is not kept for ever.
-PROGRAMS_OF_A_CONTEXT = 100
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    from jax._src.interpreters import mlir
-
-    def shared_contexts(make: Callable[[], Any]) -> Callable[[], Any]:
-        """Returns `make` whose results serve `PROGRAMS_OF_A_CONTEXT` calls each."""
-        calls = itertools.count()
-        context = None
-
-        def context_of_a_program() -> Any:
-            nonlocal context
-            if next(calls) % PROGRAMS_OF_A_CONTEXT == 0:
-                context = make()
-            return context
-
-        return context_of_a_program
-
-    mlir.make_ir_context = shared_contexts(mlir.make_ir_context)
-
-# The tests make little garbage. Looking for it takes a third of the time of imports, and a tenth of
-# tracing.
-gc.freeze()
-gc.set_threshold(100_000, 50, 1000)
+small_programs.share_contexts()
+small_programs.collect_rarely()
 
 hypothesis.settings.register_profile("jaxdp", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("jaxdp")

@@ -25,6 +25,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tests import small_programs
+
 ROOT = Path(__file__).resolve().parent.parent
 # Warnings are errors. Of an entry of the cache that another process is writing, JAX says so and
 # compiles again.
@@ -167,6 +169,8 @@ def start(
 
 
 def _serve() -> None:
+    small_programs.collect_rarely()
+    contexts_are_shared = False
     for line in sys.stdin:
         asked = json.loads(line)
         if "pid" in asked:
@@ -175,6 +179,9 @@ def _serve() -> None:
         else:
             for name in asked["modules"]:
                 importlib.import_module(name)
+            if "jax" in sys.modules and not contexts_are_shared:
+                small_programs.share_contexts()
+                contexts_are_shared = True
             gc.freeze()
             answer = os.fork()
             if answer == 0:

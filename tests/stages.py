@@ -183,6 +183,10 @@ def _scaler(name: str) -> Row:
         mistakes=(
             ({"ranges": {"age": (0, 1)}}, r"ranges must name features .* got 'age'\. It has 0"),
             ({"ranges": {"0": (1, 1)}}, "ranges must have low < high for '0'"),
+            # Half of the width would be 0, and 0 / 0 an integer of 2^63 steps.
+            ({"ranges": {"0": (0, 5e-324)}}, "a width that float64 holds for '0'"),
+            ({"ranges": {"0": (2**53, 2**53 + 1)}}, "a width that float64 holds for '0'"),
+            ({"ranges": {"0": (1e308, 1.7e308)}}, "a middle and a width .* for '0'"),
             ({"ranges": {}}, "ranges must name a column"),
             ({"noise_multiplier": 0.0}, "noise_multiplier must be positive and finite, got 0.0"),
             ({"noise_multiplier": 1e40}, r"noise_multiplier=1e\+40 times the clip norm"),

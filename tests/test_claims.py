@@ -13,14 +13,23 @@ PAPERS = LISTED["papers"]
 ROWS = {key: claims.read_verdicts(paper["pages"]) for key, paper in PAPERS.items()}
 
 
+def without_verdict(listed, rows):
+    """Returns the claims that have neither a row of a table of verdicts nor a reason."""
+    return [
+        claim["claim"]
+        for claim in listed
+        if not claims.row_of(claim, rows) and not claim.get("without")
+    ]
+
+
 @pytest.mark.parametrize("key", PAPERS)
 def test_every_claim_has_a_verdict_or_a_reason(key):
     mine = LISTED[key]
-    assert len(mine) >= 20 and claims.without_verdict(mine, ROWS[key]) == []
+    assert len(mine) >= 20 and without_verdict(mine, ROWS[key]) == []
     assert len({claim["claim"] for claim in mine}) == len(mine)
     # The twin: a page that loses its rows, and a claim that names no row and no reason.
-    assert len(claims.without_verdict(mine, [])) > 5
-    assert claims.without_verdict([{"claim": "new", "row": "no such row"}], ROWS[key]) == ["new"]
+    assert len(without_verdict(mine, [])) > 5
+    assert without_verdict([{"claim": "new", "row": "no such row"}], ROWS[key]) == ["new"]
 
 
 def test_the_page_is_that_of_the_list_and_of_the_verdicts():

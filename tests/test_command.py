@@ -314,7 +314,11 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
         ),
         (
             ["show", "{path}", "--html", "{folder}/page.html", "--if", "train: Gaussian(1)"],
-            "Leave one of them out",
+            "--html shows what is spent, .* Leave one of them out",
+        ),
+        (
+            ["show", "{path}", "--metrics", "{folder}/file", "--if", "train: Gaussian(1)"],
+            "--metrics shows what is spent, .* Leave one of them out",
         ),
         (["show", "{path}", "--html", "{folder}/page.html", "--json"], "not allowed with argument"),
         (["verify", "{folder}/missing.sqlite"], "is not a file"),
@@ -478,6 +482,12 @@ def test_a_plan_that_cannot_be_made_is_refused(capsys, changes, words):
     assert re.search(words, capsys.readouterr().err)
 
 
+def test_an_empty_name_is_no_data_set(path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        planned(capsys, f"--ledger={path}", "--dataset=", epsilon=None)
+    assert re.search(r"--dataset must be one of .*train", capsys.readouterr().err)
+
+
 def test_a_plan_that_promises_little_warns(capsys):
     with pytest.warns(PrivacyWarning) as caught:
         assert planned(capsys, batch_size=None, noise_multiplier=500)["batch size"].startswith(
@@ -508,6 +518,18 @@ def test_configs_are_listed_and_copied(tmp_path, capsys, monkeypatch):
         with pytest.raises(SystemExit, match="2"):
             main(["configs", "copy", name])
         assert words in capsys.readouterr().err
+
+
+def test_a_config_is_found_by_its_name_and_the_other_arguments_stay():
+    path = str(ROOT / "configs" / "digits_dpsgd.py")
+    words = ["--workdir", "digits_dpsgd", "--config.data.name=digits_dpsgd"]
+    for given, resolved in (
+        (["--config", "digits_dpsgd"], ["--config", path]),
+        (["-config=digits_dpsgd"], [f"-config={path}"]),
+    ):
+        assert catalogue.resolve([*given, *words]) == [*resolved, *words]
+        assert catalogue.resolve([*words, *given]) == [*words, *resolved]
+    assert catalogue.resolve(["--workdir", "here", "--config"]) == ["--workdir", "here", "--config"]
 
 
 def test_the_parts_of_a_config_name_the_launchers_that_its_docstring_names():

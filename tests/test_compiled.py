@@ -17,7 +17,7 @@ import pytest
 import jaxdp
 from benchmarks import compiled, compiled_cases, device, trust
 from jaxdp import models, pretrain, recalibration, tta
-from jaxdp.compilers import hlo, schedules
+from jaxdp.compilers import hlo, process, schedules
 from jaxdp.compilers import targets as compiled_targets
 from jaxdp.data import storage
 from jaxdp.split import copies
@@ -440,10 +440,30 @@ def test_the_smallest_case_is_compiled_for_a_tpu_and_an_error_is_a_row(tmp_path,
         steps["clipped"]["total"] > steps["plain"]["total"] > 0 and steps["plain"]["operations"] > 0
     )
     assert compiled.main(given) == report  # nothing is compiled again
-    late = compiled.in_process("v5e", "MLP, 256", "plain", tiny=True, seconds=0.1)
-    assert late == {"error": "not compiled in 0 s"}
-    wrong = compiled.in_process("v5e", "MLP, 256", "no step", tiny=True, seconds=60)
-    assert wrong == {"error": "KeyError: 'no step'"}
+    build = compiled_cases.cases(tiny=True)["MLP, 256"]()["plain"]
+    late = compiled.compiled("v5e", "plain", build, seconds=0.1)
+    assert "it was not compiled in 0.1 s" in late["error"]
+    assert_loops_count_as_assumed()
+
+
+def assert_loops_count_as_assumed():
+    """A loop whose turns depend on data counts as often as is assumed."""
+
+    def looped(x, turns):
+        return jax.lax.fori_loop(0, turns, lambda _, y: jnp.sin(y @ y), x)
+
+    args = (jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32))
+    once = process.estimate("v5e", looped, *args).details["total"]
+    often = process.estimate("v5e", looped, *args, assumed=hlo.Assumed(open_turns=9))
+    assert often.details["total"] > 3 * once
+
+
+def test_a_step_that_cannot_be_built_is_a_row_with_its_error():
+    def build():
+        raise KeyError("no step")
+
+    row = compiled.compiled("v5e", "plain", build, seconds=60)
+    assert row == {"error": "KeyError: 'no step'"}
 
 
 # More than the memory of the chip holds, and half of the last step of the kernel.
@@ -462,8 +482,8 @@ normals, padded = (
     compiled_cases.drawn(noise.gaussian, int(size))["private"]() for size in sys.argv[1:]
 )
 
-def in_pairs(words):  # an axis of two takes the room of 128 lanes
-    pairs = padded.function(words).reshape(-1, 2)
+def in_pairs(key):  # an axis of two takes the room of 128 lanes
+    pairs = padded.function(key).reshape(-1, 2)
     return jax.lax.scan(lambda total, pair: (total + pair, total), jnp.zeros(2), pairs)[1]
 
 def memory(function):

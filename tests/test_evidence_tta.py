@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import evidence_tta
+from benchmarks import evidence_tta, pages
 from benchmarks.registry import RESULTS
 from jaxdp.models import create
 from launch import adapt_settings
@@ -57,7 +57,8 @@ def test_the_costs_of_training_and_adaptation_are_differences():
             ("adaptation, episodic, mean of the five", 10.0): -0.01,
         }
     )
-    table = evidence_tta.cost_tables(training, {"runs": {}}, report)["costs of privacy"]
+    lines = evidence_tta.cost_tables(training, {"runs": {}}, report)["costs of privacy"]
+    table = pages.markdown(lines)
     assert "-5.0 ± 1.0" in table and "-20.0" not in table
 
 

@@ -1,6 +1,8 @@
 """Freed memory is kept for the next step, and programs are freed before they are too many."""
 
+import gc
 import pathlib
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import jaxdp
 from jaxdp import Ledger, data, finetune, memory, pretrain
 
 # A step with temporaries of 40 MB, of a kind that XLA dispatches asynchronously by default. One
@@ -108,6 +111,25 @@ def test_private_training_makes_room_first(caught, tmp_path):
         with pytest.raises(Called):
             finetune.fit(trainer, PARAMS, SOURCE, steps=1, account=ledger.account("d"))
         assert ledger.epsilon("d") == 0
+
+
+def test_programs_keep_no_clipped_gradient_and_no_loss():
+    """A search makes many losses, whose closures may hold large arrays."""
+    examples = np.ones((4, 2), np.float32)
+
+    def used():
+        def own_loss(params, example):
+            return (params["w"] * example).sum()
+
+        grad_fn = jaxdp.clipped_grad(own_loss, clip_norm=1.0)
+        grad_fn(PARAMS, examples)  # alone
+        jax.jit(grad_fn)(PARAMS, examples)  # in another program
+        grad_fn.per_example(PARAMS, examples)
+        return weakref.ref(grad_fn), weakref.ref(own_loss)
+
+    references = used()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
 
 
 def test_public_training_makes_room_first(caught):

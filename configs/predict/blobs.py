@@ -16,6 +16,7 @@ paper, and 100.0 with the 1000 used here."""
 from ml_collections import ConfigDict
 
 from configs.people import PEOPLE
+from configs.prediction_options import ONE_STEP, QUESTIONS
 
 _VARIANTS = ("", "close", "mlp")
 
@@ -26,10 +27,7 @@ def get_config(variant: str = "") -> ConfigDict:
     close, mlp = variant == "close", variant == "mlp"
     return ConfigDict(
         {
-            "query_seed": 0,
-            "references": True,
-            "repetitions": 20,
-            "mechanisms": ("global", "smooth", "ours"),
+            **QUESTIONS,
             "data": {
                 "kind": "blobs",
                 "unit": "example",  # of privacy, for the ledger
@@ -45,14 +43,10 @@ def get_config(variant: str = "") -> ConfigDict:
                 "records": 3000 if mlp else 5000,
                 "clip": 0.06,
                 "learning_rate": 2.0,
+                **ONE_STEP,
                 "epochs": 4 if mlp else 1,
-                "momentum": 0.0,
-                "nesterov": False,
-                "dampening": 0.0,
-                "weight_decay": 0.0,
                 "lr_decay": 0.6,
                 "lr_min": 1e-3,
-                "threat": "add_remove",  # or "replace_one", Theorem 4.6
             },
             "certificate": {"max_distance": 200 if mlp else 1000},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},

@@ -24,6 +24,7 @@ Not run by us on the real data."""
 from ml_collections import ConfigDict
 
 from configs.people import PEOPLE
+from configs.prediction_options import ONE_STEP, QUESTIONS
 
 _DATA = {
     "reviews": {
@@ -69,24 +70,14 @@ def get_config(variant: str = "reviews") -> ConfigDict:
         raise ValueError(f"the variant must be one of {sorted(_DATA)}, got {variant!r}.")
     config = ConfigDict(
         {
-            "query_seed": 0,
-            "references": True,
-            "repetitions": 20,
-            "mechanisms": ("global", "smooth", "ours"),
+            **QUESTIONS,
             "data": _DATA[variant],
             "model": {"hidden": (), "bias": False, "init_seed": 0},
             "training": {
                 "records": 25_000,
                 "clip": 0.05,
                 "learning_rate": 100.0,
-                "epochs": 1,
-                "momentum": 0.0,
-                "nesterov": False,
-                "dampening": 0.0,
-                "weight_decay": 0.0,
-                "lr_decay": 0.0,
-                "lr_min": 0.0,
-                "threat": "add_remove",  # or "replace_one", Theorem 4.6
+                **ONE_STEP,
             },
             "certificate": {"max_distance": 200},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},

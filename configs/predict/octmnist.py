@@ -26,6 +26,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs.people import PEOPLE
+from configs.prediction_options import ONE_STEP, QUESTIONS
 
 _FEATURES = {
     "parts": {
@@ -58,10 +59,7 @@ def get_config(variant: str = "features") -> ConfigDict:
         raise ValueError(f"the variant must be one of {sorted(variants)}, got {variant!r}.")
     config = ConfigDict(
         {
-            "query_seed": 0,
-            "references": True,
-            "repetitions": 20,
-            "mechanisms": ("global", "smooth", "ours"),
+            **QUESTIONS,
             "data": {
                 "kind": "images",
                 "unit": "example",  # of privacy, for the ledger
@@ -80,14 +78,7 @@ def get_config(variant: str = "features") -> ConfigDict:
                 "records": 15_486,  # about: 0.168 of 46,026 normal scans and 7754 with drusen
                 "clip": 0.03,
                 "learning_rate": 10.0,
-                "epochs": 1,
-                "momentum": 0.0,
-                "nesterov": False,
-                "dampening": 0.0,
-                "weight_decay": 0.0,
-                "lr_decay": 0.0,
-                "lr_min": 0.0,
-                "threat": "add_remove",  # or "replace_one", Theorem 4.6
+                **ONE_STEP,
             },
             "certificate": {"max_distance": 100},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},

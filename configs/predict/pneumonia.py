@@ -27,6 +27,7 @@ from ml_collections import ConfigDict
 
 from configs.people import PEOPLE
 from configs.predict.octmnist import published_options
+from configs.prediction_options import ONE_STEP, QUESTIONS
 
 _VARIANTS = ("features", "published")
 
@@ -36,10 +37,7 @@ def get_config(variant: str = "features") -> ConfigDict:
         raise ValueError(f"the variant must be one of {_VARIANTS}, got {variant!r}.")
     config = ConfigDict(
         {
-            "query_seed": 0,
-            "references": True,
-            "repetitions": 20,
-            "mechanisms": ("global", "smooth", "ours"),
+            **QUESTIONS,
             "data": {
                 "kind": "images",
                 "unit": "example",  # of privacy, for the ledger
@@ -63,14 +61,7 @@ def get_config(variant: str = "features") -> ConfigDict:
                 "records": 4708,
                 "clip": 0.03,
                 "learning_rate": 10.0,
-                "epochs": 1,
-                "momentum": 0.0,
-                "nesterov": False,
-                "dampening": 0.0,
-                "weight_decay": 0.0,
-                "lr_decay": 0.0,
-                "lr_min": 0.0,
-                "threat": "add_remove",  # or "replace_one", Theorem 4.6
+                **ONE_STEP,
             },
             "certificate": {"max_distance": 100},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},

@@ -22,15 +22,13 @@ data. The guarantee does not cover such choices. """
 from ml_collections import ConfigDict
 
 from configs.people import PEOPLE
+from configs.prediction_options import ONE_STEP, QUESTIONS
 
 
 def get_config() -> ConfigDict:
     return ConfigDict(
         {
-            "query_seed": 0,
-            "references": True,
-            "repetitions": 20,
-            "mechanisms": ("global", "smooth", "ours"),
+            **QUESTIONS,
             "data": {
                 "kind": "text",
                 "unit": "example",  # of privacy, for the ledger
@@ -49,14 +47,7 @@ def get_config() -> ConfigDict:
                 "records": 67_349,
                 "clip": 0.05,
                 "learning_rate": 100.0,
-                "epochs": 1,
-                "momentum": 0.0,
-                "nesterov": False,
-                "dampening": 0.0,
-                "weight_decay": 0.0,
-                "lr_decay": 0.0,
-                "lr_min": 0.0,
-                "threat": "add_remove",  # or "replace_one", Theorem 4.6
+                **ONE_STEP,
             },
             "certificate": {"max_distance": 200},
             "prediction": {"queries": 100, "epsilon": 10.0, "delta": 1e-5},

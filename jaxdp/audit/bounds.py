@@ -10,6 +10,8 @@ import dp_accounting
 import numpy as np
 from scipy import stats
 
+from jaxdp.files import check_delta
+
 Claim = Literal["approximate", "gaussian"]
 Verdict = Literal["VIOLATED", "consistent", "cannot tell"]
 Output = TypeVar("Output")
@@ -196,16 +198,11 @@ def audit_mechanism(
     return multi_run(present, absent, upper=upper, delta=delta, confidence=confidence, claim=claim)
 
 
-class ConfidenceTerms(TypedDict, total=False):
-    """The terms of a lower bound of a claim that the audit knows. `Terms` has them as fields."""
+class BoundTerms(TypedDict, total=False):
+    """The terms of a lower bound. `Terms` has them as fields."""
 
     delta: Required[float]
     confidence: float
-
-
-class BoundTerms(ConfidenceTerms, total=False):
-    """The terms of a lower bound. `Terms` has them as fields."""
-
     claim: Claim
 
 
@@ -223,8 +220,7 @@ class Terms:
             raise ValueError(
                 f"upper must be an epsilon >= 0, got {upper!r}. Use math.inf if nothing is proven."
             )
-        if not 0 <= self.delta < 1:
-            raise ValueError(f"delta must be in [0, 1), got {self.delta!r}.")
+        check_delta(self.delta)
         if not 0.5 < self.confidence < 1:
             raise ValueError(f"confidence must be in (0.5, 1), got {self.confidence!r}.")
         if self.claim not in ("approximate", "gaussian"):

@@ -162,13 +162,6 @@ def _drawn_once(
     return mean, noise
 
 
-def _sampling_probability(trainer: PrivateTrainer) -> float:
-    """Returns the sampling probability of a trainer with independent noise."""
-    sampler = trainer.sampler
-    assert isinstance(sampler, PoissonSampler), "other samplers need correlated noise"
-    return sampler.sampling_probability
-
-
 def _check_independent(trainer: PrivateTrainer) -> None:
     """Raises ValueError for correlated noise, whose steps have no events of their own."""
     if trainer.privatizer.noise is not None:
@@ -227,7 +220,9 @@ def audit_sampling(
       ValueError: An argument is out of range.
     """
     _check_independent(trainer)
-    delta = _sampling_probability(trainer)
+    sampler = trainer.sampler
+    assert isinstance(sampler, PoissonSampler), "other samplers need correlated noise"
+    delta = sampler.sampling_probability
     if delta == 1:
         raise ValueError(
             "trainer must have a sampling probability below 1, got 1. Such a trainer does not "
@@ -239,8 +234,8 @@ def audit_sampling(
     if seed is None:
         seed = new_seed()
     key = stream(seed, "batches")
-    everybody = np.arange(trainer.sampler.num_examples)
-    per_step = max(1, int(trainer.sampler.expected_batch_size))
+    everybody = np.arange(sampler.num_examples)
+    per_step = max(1, int(sampler.expected_batch_size))
     before = everybody[:0]
     scores = np.zeros(0)
     for step in itertools.count():

@@ -16,33 +16,30 @@ import numpy as np
 from scipy import special
 
 from jaxdp.audit import bounds
+from jaxdp.audit.trials import DeltaTerms, Trials
 from jaxdp.data import BallsInBinsSampler, BMinSepSampler
-from jaxdp.files import check_count, shows_keywords
+from jaxdp.files import shows_keywords
 from jaxdp.privacy import GaussianDpEvent
-from jaxdp.release import claim as claimed
-from jaxdp.release import derive, generator, new_seed
+from jaxdp.release import derive, generator
 
 # Histories that stand for the law of the pattern in the score.
 _HISTORIES = 512
 
 
-@shows_keywords(bounds.ConfidenceTerms, vars(bounds.Terms))
+@shows_keywords(DeltaTerms, vars(Trials))
 def audit_participation(
     sampler: BallsInBinsSampler | BMinSepSampler,
     *,
     noise_multiplier: float,
-    trials: int,
-    seed: bytes | None = None,
-    **terms: Unpack[bounds.ConfidenceTerms],
+    **terms: Unpack[DeltaTerms],
 ) -> bounds.Audit:
     """Audits sampling and account of a pattern by many runs with and without a canary.
 
     Args:
       sampler: The sampler. Its `num_examples` has an effect with truncated batches only.
       noise_multiplier: The noise of a step over the clip norm.
-      trials: The number of runs of either kind, at least 2.
-      seed: 16 secret bytes, of the noise and of who takes part. The default is OS entropy.
-      terms: delta and confidence, as in `jaxdp.audit.multi_run`.
+      terms: trials, delta, confidence and seed, as in `jaxdp.audit.trials.Trials`. The seed is
+        that of the noise and of who takes part.
 
     Returns:
       The `Audit` of 2 `trials` runs, with the epsilon of `sampler.run_event`, add/remove.
@@ -55,27 +52,20 @@ def audit_participation(
     Raises:
       ValueError: An argument is out of range.
     """
-    check_count("trials", trials, 2)
-    bound = bounds.Terms(**terms)
     event = sampler.run_event(GaussianDpEvent(noise_multiplier), sampler.steps)
-    upper = claimed(event, adjacency="add_remove", delta=bound.delta)
-    bound.check(upper)
-    root = new_seed() if seed is None else seed
-    rng = generator(root)
-    drawn = _shifts(sampler, _HISTORIES, derive(root, "law")) / noise_multiplier
+    runs = Trials(charge=event, claim="approximate", **terms)
+    rng = generator(runs.seed)
+    drawn = _shifts(sampler, _HISTORIES, derive(runs.seed, "law")) / noise_multiplier
     # Most histories of a few steps are alike.
     shifts, counts = np.unique(drawn, axis=0, return_counts=True)
-    present = _shifts(sampler, trials, derive(root, "canaries")) / noise_multiplier
+    present = _shifts(sampler, runs.trials, derive(runs.seed, "canaries")) / noise_multiplier
 
-    def scores(shift: Any) -> np.ndarray:
-        values = shift + rng.standard_normal((trials, sampler.steps))
+    def scores(shift: Any, purpose: str) -> np.ndarray:
+        values = shift + rng.standard_normal((runs.trials, sampler.steps))
         exponents = values @ shifts.T - np.square(shifts).sum(axis=1) / 2
-        ratio: np.ndarray = special.logsumexp(exponents, axis=1, b=counts)
-        return ratio
+        return special.logsumexp(exponents, axis=1, b=counts)
 
-    with_canary = scores(present)
-    without = scores(0.0)
-    return bounds.multi_run(with_canary, without, upper=upper, **dataclasses.asdict(bound))
+    return runs.judge(scores, present, 0.0)
 
 
 def _shifts(sampler: BallsInBinsSampler | BMinSepSampler, count: int, seed: bytes) -> np.ndarray:

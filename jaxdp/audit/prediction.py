@@ -28,8 +28,9 @@ from jaxdp.audit import bounds
 from jaxdp.audit.trials import NeighbourTerms, Trials
 from jaxdp.files import shows_keywords
 from jaxdp.prediction.checks import count_rows
-from jaxdp.privacy import DpEvent, Ledger
+from jaxdp.privacy import DpEvent
 from jaxdp.privacy.accounting import Adjacency
+from jaxdp.release.claims import audited
 
 # Numeric answers are cut into this many ranges of equal frequency.
 _RANGES = 32
@@ -135,13 +136,11 @@ def _answers(
 
     queries = jax.tree.map(repeated, query)
     answers = []
-    with Ledger.in_memory() as ledger:
-        ledger.register("audited", adjacency=runs.adjacency, unit="record")
-        account = ledger.account("audited", label="audit")
-        for i, data in enumerate(sets):
-            # Each model has a seed of its own. With one seed, equal models are one release.
-            seed = release.derive(runs.seed, f"model {i}")
-            answers.append(ask(data, queries, account=account, seed=seed))
+    account = audited(runs.adjacency)
+    for i, data in enumerate(sets):
+        # Each model has a seed of its own. With one seed, equal models are one release.
+        seed = release.derive(runs.seed, f"model {i}")
+        answers.append(ask(data, queries, account=account, seed=seed))
     return answers
 
 

@@ -142,10 +142,7 @@ def audit_source(
             party = Party(with_logits, np.insert(labels, place, label))
 
         def talk(key: jax.Array) -> jax.Array:
-            answers: jax.Array = converse(
-                calibrator, [party], key, epsilon=epsilon, adjacency=runs.adjacency
-            )
-            return answers
+            return converse(calibrator, [party], key, epsilon=epsilon, adjacency=runs.adjacency)
 
         keys = runs.keys(purpose, count)
         return np.asarray(jax.vmap(talk)(keys), np.float64)

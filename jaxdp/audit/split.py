@@ -10,20 +10,20 @@ upload get independent noise, so one upload with many rows gives as many trials.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Unpack, get_args
+from typing import Any, Literal, NamedTuple, Unpack
 
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.files import shows_keywords
-from jaxdp.release import claim, new_seed, stream
-from jaxdp.split.checks import at_least, one_of
+from jaxdp.audit.trials import DeltaTerms, Trials
+from jaxdp.files import check_choice, shows_keywords
+from jaxdp.release import stream
 from jaxdp.split.noisy_upload import PrivateRelease, Projection
 
 Part = Literal["features", "labels"]
 
 
-@shows_keywords(bounds.ConfidenceTerms, vars(bounds.Terms))
+@shows_keywords(DeltaTerms, vars(Trials))
 def audit_upload(
     release: PrivateRelease,
     representations: Any,
@@ -31,9 +31,7 @@ def audit_upload(
     *,
     projection: Projection,
     part: Part,
-    trials: int,
-    seed: bytes | None = None,
-    **terms: Unpack[bounds.ConfidenceTerms],
+    **terms: Unpack[DeltaTerms],
 ) -> bounds.Audit:
     """Audits features or labels of uploads, by 2 `trials` scores.
 
@@ -49,11 +47,9 @@ def audit_upload(
         >= 2. They are public or synthetic, since the audit charges nothing.
       labels: Integers [N] in [0, num_classes), with at least two classes for part="labels".
       part: The part of the upload that is attacked.
-      trials: The number of judged canaries of either kind, at least 2. As many before them train
-          the attacker.
-      seed: 16 secret bytes of the noise, for tests. The default is OS entropy.
-      terms: delta and confidence of the bound, as in `jaxdp.audit.multi_run`. delta is in (0, 1)
-        for Gaussian features and 0 for pure mechanisms.
+      terms: trials, delta, confidence and seed, as in `jaxdp.audit.trials.Trials`. `trials`
+        canaries of either kind are judged, and as many before them train the attacker. delta is in
+        (0, 1) for Gaussian features and 0 for pure mechanisms.
 
     Formal guarantees:
       As `bounds.multi_run`, with the Gaussian claim for Gaussian features. Under the claim rows are
@@ -65,22 +61,18 @@ def audit_upload(
     Raises:
       ValueError: An argument is out of range, or as in `PrivateRelease.check`.
     """
-    one_of(get_args(Part), part=part)
-    at_least(2, trials=trials)
+    check_choice("part", part, Part)
     release.check(representations, labels=labels, projection=projection)
     x = np.asarray(representations)
     y = np.asarray(labels)
-    seed = new_seed() if seed is None else seed
     gaussian = part == "features" and release.mechanism == "gaussian"
     law: bounds.Claim = "gaussian" if gaussian else "approximate"
     feature_event, label_event = release.event.events
     charge = feature_event if part == "features" else label_event
-    bound = bounds.Terms(claim=law, **terms)
-    upper = claim(charge, adjacency="replace_one", delta=bound.delta)
-    bound.check(upper)
+    runs = Trials(charge=charge, adjacency="replace_one", claim=law, **terms)
     # The attacker knows projection and clip norm, and so the coordinates of any image.
     noiseless = dataclasses.replace(release, noise_multiplier=0.0)
-    key = stream(seed, "no noise")
+    key = stream(runs.seed, "no noise")
     released = noiseless.release(key, x, labels=y, projection=projection)
     exact = np.asarray(released.features)
 
@@ -100,8 +92,8 @@ def audit_upload(
     def upload(image: int, purpose: str) -> Seen:
         """Returns what `trials` uploads show of `image`, and of the known image before it."""
         # A known image before each attacked one shows whether noise or answers repeat.
-        rows = np.tile([other, image], trials)
-        key = stream(seed, purpose)
+        rows = np.tile([other, image], runs.trials)
+        key = stream(runs.seed, purpose)
         released = release.release(key, x[rows], labels=y[rows], projection=projection)
         if part == "labels":
             return Seen(released.labels[::2], released.labels[1::2])
@@ -114,9 +106,11 @@ def audit_upload(
         score = label_score(with_canary, with_other, release.num_classes)
     else:
         score = _feature_score(with_other, exact[canary], exact[other], gaussian=gaussian)
-    present = score(upload(canary, f"judged, {canary}"))
-    absent = score(upload(other, f"judged, {other}"))
-    return bounds.multi_run(present, absent, upper=upper, **dataclasses.asdict(bound))
+
+    def scores(image: int, purpose: str) -> np.ndarray:
+        return score(upload(image, f"judged, {image}"))
+
+    return runs.judge(scores, canary, other)
 
 
 class Seen(NamedTuple):

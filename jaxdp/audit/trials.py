@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxdp.audit import bounds
+from jaxdp.files import check_count
 from jaxdp.privacy import Account, DpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim, new_seed, stream
@@ -34,6 +35,12 @@ class RunTerms(TypedDict, total=False):
     seed: bytes
 
 
+class DeltaTerms(RunTerms, total=False):
+    """The terms of an audit whose caller chooses delta. `Trials` documents them."""
+
+    delta: Required[float]
+
+
 class NeighbourTerms(RunTerms, total=False):
     """The terms of an audit whose caller chooses the neighbour. `Trials` documents them."""
 
@@ -46,10 +53,9 @@ class NoiseTerms(NeighbourTerms, total=False):
     delta: Required[float]
 
 
-class StreamTerms(RunTerms, total=False):
+class StreamTerms(DeltaTerms, total=False):
     """The terms of an audit of a stream. `Trials` documents them."""
 
-    delta: Required[float]
     claim: bounds.Claim
 
 
@@ -87,11 +93,10 @@ class Trials:
             raise ValueError(
                 f"adjacency must be {', '.join(others)} or {last}, got {self.adjacency!r}."
             )
-        if self.trials < 2:
-            raise ValueError(f"trials must be at least 2, got {self.trials}.")
+        check_count("trials", self.trials, 2)
         upper = claim(self.charge, adjacency=self.adjacency, delta=self.delta)
         object.__setattr__(self, "upper", upper)
-        self.terms.check(self.upper)
+        self.terms.check(upper)
         object.__setattr__(self, "seed", self.seed or new_seed())
 
     @property

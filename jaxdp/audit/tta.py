@@ -147,8 +147,7 @@ def _weighed(direction: np.ndarray, draws: np.ndarray) -> np.ndarray:
     # A twin with one key has no variance at all.
     scale = np.trace(covariance) / values + np.square(direction).max()
     covariance += _LEAST_VARIANCE * scale * np.eye(values)
-    weighed: np.ndarray = np.linalg.solve(covariance, direction)
-    return weighed
+    return np.linalg.solve(covariance, direction)
 
 
 def _first(batch: np.ndarray, image: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -25,11 +25,6 @@ from jaxdp.release import derive, generator
 _CANDIDATES = ("a", "b")  # of equal noise, so that the candidate tells nothing
 
 
-def _sum_of(params: Any) -> float:
-    """Returns the score of a run, its noisy sum."""
-    return float(params)
-
-
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class NoisySums(Search):
     """A search whose runs add noise to a sum. `audit_search` documents the attributes."""
@@ -73,7 +68,7 @@ def audit_search(
     event = runs.event(GaussianDpEvent(noise_multiplier))
     allowed: tuple[Adjacency, ...] = ("add_remove", "zero_out")
     judged = Trials(charge=event, claim="approximate", allowed=allowed, **terms)
-    score = PublicScore(_sum_of)
+    score = PublicScore(float)  # the noisy sum of a run
 
     def sums(total: float, purpose: str) -> np.ndarray:
         """Returns the released sums [trials] of as many searches."""

@@ -113,8 +113,7 @@ def audit_whole_run(
         squares = (shifts.T * solved).sum(axis=0)
         moved = direction @ direction
         exponents = values @ solved - moved * squares / 2
-        ratio: np.ndarray = special.logsumexp(exponents, axis=1, b=counts)
-        return ratio
+        return special.logsumexp(exponents, axis=1, b=counts)
 
     def scores(share: float, purpose: str) -> np.ndarray:
         # The product with the contribution of the canary has all that the values tell.
@@ -172,5 +171,4 @@ def _covariance(draws: np.ndarray) -> np.ndarray:
     rows = np.moveaxis(draws, 1, 0).reshape(steps, -1)
     covariance = rows @ rows.T / rows.shape[1]
     least = _LEAST_VARIANCE * np.trace(covariance) / steps
-    regular: np.ndarray = covariance + least * np.eye(steps)
-    return regular
+    return covariance + least * np.eye(steps)

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jax.extend.core import jaxpr_as_fun
 
-from jaxdp.compilers import schedules, targets
+from jaxdp.compilers import hlo, schedules, targets
 
 PROGRAM = "program.bin"
 QUESTION = "question.json"
@@ -69,6 +69,7 @@ def estimate(
     function: Callable[..., Any],
     *args: Any,
     seconds: float | None = None,
+    assumed: hlo.Assumed = hlo.ASSUMED,
 ) -> Estimate:
     """Returns what the compiler of a target says about `function(*args)` on one chip.
 
@@ -79,6 +80,7 @@ def estimate(
       args: Arrays or `jax.ShapeDtypeStruct`s of any shape and type, typed keys included. They are
           not computed with.
       seconds: How long the compiler may take.
+      assumed: What the program does not tell of its run: turns of loops, and branches.
 
     Raises:
       ValueError: There is no such target, or an argument is divided among devices.
@@ -88,7 +90,7 @@ def estimate(
     """
     machine = targets.require(target)
     program, donated = exported(target, function, args)
-    answer = _answer(target, program, donated, seconds)
+    answer = _answer(target, program, donated, seconds, assumed)
     if "error" in answer:
         needed = needed_memory(answer["error"])
         if needed is None:
@@ -149,7 +151,8 @@ def compiled(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error)}
     bundles = schedules.of_kernels(target, executable.as_text())
-    return {**targets.estimate(target, executable, bundles), "compile_s": seconds}
+    assumed = hlo.Assumed(*question["assumed"])
+    return {**targets.estimate(target, executable, bundles, assumed), "compile_s": seconds}
 
 
 def needed_memory(message: str) -> int | None:
@@ -170,10 +173,11 @@ def _answer(
     program: bytes,
     donated: tuple[int, ...],
     seconds: float | None,
+    assumed: hlo.Assumed,
 ) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = targets.environment(target)
-        question = json.dumps({"target": target, "donated": donated})
+        question = json.dumps({"target": target, "donated": donated, "assumed": assumed})
         pathlib.Path(folder, PROGRAM).write_bytes(program)
         pathlib.Path(folder, QUESTION).write_text(question)
         return _run_compiler(folder, environment, seconds)

@@ -311,9 +311,9 @@ class ExampleReader:
         """Returns the records at `rows` as arrays, and their texts."""
         if hasattr(self.records, "__getitems__"):
             records = self.records.__getitems__(rows)
-        else:
-            records = [self.records[row] for row in rows]
-        return [self._arrays(row, record) for row, record in zip(rows, records, strict=True)]
+            return [self._arrays(row, record) for row, record in zip(rows, records, strict=True)]
+        # One by one, because an object may fill the same arrays for every record.
+        return [self._arrays(row, self.records[row]) for row in rows]
 
     def _arrays(self, row: int, record: Any) -> tuple[Any, dict[str, Any]]:
         """Returns a record as arrays, and its texts."""
@@ -352,12 +352,12 @@ class ExampleReader:
 
 
 def _array(leaf: Any) -> np.ndarray:
-    """Returns an array of NumPy in the byte order of the machine."""
+    """Returns a copy as an array of NumPy in the byte order of the machine."""
     if hasattr(leaf, "detach"):
         # PyTorch makes NumPy arrays only of tensors on the host without a gradient.
         leaf = leaf.detach().cpu()
     check_mask(leaf, "a record")
-    array = np.asarray(leaf)
+    array = np.array(leaf)
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 

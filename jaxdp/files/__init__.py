@@ -3,7 +3,14 @@
 All packages may import this one.
 """
 
-from jaxdp.files.arguments import check_count, check_folder, check_function, check_numbers
+from jaxdp.files.arguments import (
+    check_choice,
+    check_count,
+    check_delta,
+    check_folder,
+    check_function,
+    check_numbers,
+)
 from jaxdp.files.durable import sync_folder, sync_tree, to_disk, write_durably, write_json
 from jaxdp.files.extras import optional
 from jaxdp.files.full import DiskFull, explained_if_full, free_bytes
@@ -26,7 +33,9 @@ __all__ = [
     "DiskFull",
     "Limits",
     "Package",
+    "check_choice",
     "check_count",
+    "check_delta",
     "check_finite",
     "check_folder",
     "check_function",

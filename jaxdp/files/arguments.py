@@ -3,7 +3,7 @@
 import numbers
 import os
 import pathlib
-from typing import Any
+from typing import Any, get_args
 
 from jaxdp.files.text import shown
 
@@ -15,6 +15,13 @@ def check_numbers(**values: Any) -> None:
         shape: Any = getattr(value, "shape", ())
         if shape or not is_number:
             raise TypeError(f"{name} must be a number, got {value!r}.")
+
+
+def check_delta(value: float, *, name: str = "delta") -> None:
+    """Raises TypeError or ValueError unless a value is a number in [0, 1)."""
+    check_numbers(**{name: value})
+    if not 0 <= value < 1:
+        raise ValueError(f"{name} must be in [0, 1), got {value!r}.")
 
 
 def check_count(name: str, value: int, minimum: int) -> None:
@@ -29,6 +36,21 @@ def check_function(name: str, value: Any, call: str) -> None:
     """Raises TypeError unless the value can be called. `call` shows how, for the error."""
     if not callable(value):
         raise TypeError(f"{name} must be a function, {call}, got {type(value).__name__} {value!r}.")
+
+
+def check_choice(name: str, value: Any, choices: Any, alternative: str = "") -> None:
+    """Raises ValueError unless the value is one of several choices.
+
+    Args:
+      name: The argument.
+      value: Its value.
+      choices: A `Literal`, or a sequence.
+      alternative: What else is allowed, for the error.
+    """
+    *others, last = get_args(choices) or choices
+    if value not in (*others, last):
+        listed = ", ".join(map(repr, others))
+        raise ValueError(f"{name} must be {listed} or {last!r}{alternative}, got {value!r}.")
 
 
 def check_folder(name: str, path: str | os.PathLike[str]) -> None:

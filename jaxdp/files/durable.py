@@ -47,9 +47,20 @@ def _write(path: pathlib.Path, data: bytes | Callable[[BinaryIO], Any], mode: in
 
 
 def write_json(path: pathlib.Path, value: Any) -> None:
-    """Writes `value` durably as indented JSON. It makes the folder if needed."""
+    """Writes `value` durably as indented JSON. It makes the folder if needed.
+
+    Numbers of NumPy and JAX are written as those of Python.
+    """
+    text = json.dumps(value, indent=2, default=_plain)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_durably(path, (json.dumps(value, indent=2) + "\n").encode())
+    write_durably(path, f"{text}\n".encode())
+
+
+def _plain(number: Any) -> Any:
+    """Returns a number of NumPy or JAX as one of Python, and raises TypeError for all else."""
+    if getattr(number, "shape", None) == ():
+        return number.item()
+    raise TypeError(f"JSON has no {type(number).__name__}, such as {number!r}.")
 
 
 def to_disk(file: Any) -> None:

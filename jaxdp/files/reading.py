@@ -186,17 +186,12 @@ def _archive(path: str | os.PathLike[str], remedy: str) -> Iterator[zipfile.ZipF
         yield archive
 
 
-def _header(file: Any) -> tuple[tuple[int, ...], np.dtype]:
+def _declared_bytes(file: Any, size: int) -> int:
+    """Returns the bytes of an .npy file's array, after a comparison with the size of the file."""
     version = np.lib.format.read_magic(file)
     if version not in _HEADERS:
         raise ValueError(f"its .npy version {version} is unknown.")
     shape, _, dtype = _HEADERS[version](file)
-    return shape, dtype
-
-
-def _declared_bytes(file: Any, size: int) -> int:
-    """Returns the bytes of an .npy file's array, after a comparison with the size of the file."""
-    shape, dtype = _header(file)
     if dtype.hasobject:
         raise ValueError("it holds Python objects.")
     if dtype.itemsize == 0:

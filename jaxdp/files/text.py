@@ -1,4 +1,7 @@
-"""Texts of other writers: strict JSON, and messages without control characters. Lines of tables."""
+"""Texts of other writers: strict JSON, and messages without control characters. Lines of tables.
+
+Numbers for JSON.
+"""
 
 import json
 import math
@@ -37,6 +40,23 @@ def aligned(table: Sequence[Sequence[str]]) -> Iterable[str]:
     for row in table:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         yield "  ".join(cells).rstrip()
+
+
+def indented(table: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table, each behind two blanks."""
+    return [f"  {line}" for line in aligned(table)]
+
+
+def finite(value: Any) -> Any:
+    """Returns a value for JSON, with None for every number in it that is not finite."""
+    match value:
+        case dict():
+            return {key: finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(map(finite, value))
+        case float() if not math.isfinite(value):
+            return None
+    return value
 
 
 def parse_json(text: str | bytes, *, finite: bool = True) -> Any:

@@ -31,8 +31,8 @@ from jaxdp.privacy import (
     GaussianDpEvent,
     NonPrivateDpEvent,
     SelfComposedDpEvent,
+    accounting,
     calibrate_noise,
-    epsilon,
 )
 from jaxdp.privacy.accounting import Adjacency, Method
 from jaxdp.report import counting
@@ -146,8 +146,9 @@ def calibrate_schedule(
         return beside(schedule_event(schedule, sigma_0, sampler, steps), besides)
 
     # The search raises sigma_0 until the cost meets the target. No sigma_0 can if epochs without
-    # noise to speak of, or `besides`, cost more already.
-    floor = _epsilon(event(_LARGEST), delta, adjacency, method)
+    # noise to speak of cost more already. What `besides` costs is said by the search.
+    fixed = schedule_event(schedule, _LARGEST, sampler, steps)
+    floor = accounting.epsilon(fixed, delta=delta, adjacency=adjacency, method=method)
     if floor > epsilon:
         epochs = range(math.ceil(steps / _epoch_steps(sampler)))
         worst = min(schedule(_LARGEST, epoch) for epoch in epochs)
@@ -251,15 +252,6 @@ def _epoch_steps(sampler: PoissonSampler) -> int:
     """Returns the number of steps in which each example is expected to take part about once."""
     # In floating point 1 / (1 / 49) is a little more than 49.
     return math.ceil((1 - 1e-12) / sampler.sampling_probability)
-
-
-def _epsilon(
-    event: DpEvent,
-    delta: float,
-    adjacency: Adjacency,
-    method: Method,
-) -> float:
-    return epsilon(event, delta=delta, adjacency=adjacency, method=method)
 
 
 def _check(

@@ -99,8 +99,7 @@ class QuantileClipping(Query):
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
         moving = moving_params(self.gradient, params)
-        zeros: _Contribution = self.as_sums(_Contribution(moving, self.init(params)))
-        return zeros
+        return self.as_sums(_Contribution(moving, self.init(params)))
 
     def sums(
         self,
@@ -246,7 +245,7 @@ def adp_clip(
     return make_trainer(
         lambda gradient: QuantileClipping(
             gradient=gradient,
-            noise_multiplier=noise_multiplier,
+            noise_multiplier=float(noise_multiplier),  # an array of JAX would be traced
             count_noise=sigma_b,
             quantile=quantile,
             clip_learning_rate=clip_learning_rate,

@@ -45,13 +45,27 @@ def put(
 ) -> PhysicalBatch:
     """Reads the examples at `rows` that the devices of this process need, and puts them there."""
     if layout is None:
-        examples = check_batch(source.gather(rows))
+        examples = _read(source, rows)
         return PhysicalBatch(*jax.device_put((examples, mask, np.uint32(number))))
     own = layout.own_rows(len(rows))
-    examples = check_batch(source.gather(rows[own]))
+    examples = _read(source, rows[own])
     examples, own_mask = layout.batch((examples, mask[own]), len(rows))
     replicated = jax.make_array_from_process_local_data(layout.everywhere, np.uint32(number), ())
     return PhysicalBatch(examples, own_mask, replicated)
+
+
+def _read(source: Source, rows: np.ndarray) -> Any:
+    """Returns the examples at `rows` in memory that the source does not write again.
+
+    A source may fill the same arrays in every call, and JAX shares an array of NumPy on a CPU. All
+    physical batches would then hold the examples of the last one, and one example could count
+    several times in a sum.
+    """
+
+    def own(x: Any) -> Any:
+        return np.array(x) if isinstance(x, np.ndarray) else x
+
+    return jax.tree.map(own, check_batch(source.gather(rows)))
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ directions.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Unpack
@@ -68,24 +69,29 @@ class _Layout:
       shapes: The shape of each leaf.
       owner: The group of each leaf.
       widths: k_g of each group.
-      names: The name of each group, for messages.
+      paths: The path of each leaf, for messages.
     """
 
     structure: Any
     shapes: tuple[tuple[int, ...], ...]
     owner: tuple[int, ...]
     widths: tuple[int, ...]
-    names: tuple[str, ...]
+    paths: tuple[str, ...]
 
-    def together(self, leaves: list[jax.Array], group: int) -> list[jax.Array]:
+    def together(self, leaves: Sequence[Any], group: int) -> list[Any]:
         """Returns the values of one group, from one value per leaf."""
         return [leaf for leaf, g in zip(leaves, self.owner, strict=True) if g == group]
+
+    def name(self, group: int) -> str:
+        """Returns the name of a group in messages."""
+        first, *others = self.together(self.paths, group)
+        return f"the leaves {first!r} to {others[-1]!r}" if others else repr(first)
 
     def embed(self, rows: list[jax.Array], basis: list[jax.Array]) -> list[jax.Array]:
         """Returns B^T g, [B, k_g] per group, for rows of g [B, p_leaf] per leaf."""
         products = [_dot(x, b) for x, b in zip(rows, basis, strict=True)]
         groups = range(len(self.widths))
-        return [sum(self.together(products, group)) for group in groups]  # type: ignore[misc]
+        return [sum(self.together(products, group)) for group in groups]
 
     def lift(self, embeddings: list[jax.Array], basis: list[jax.Array]) -> list[jax.Array]:
         """Returns B w, [..., p_leaf] per leaf, for w [..., k_g] per group."""
@@ -135,11 +141,12 @@ class GradientEmbedding(Query):
         zeros = _zeros(random)
         # The program of the first step, of which only the products count here.
         images = [self._add_power(params, random, zeros, anchors)[1] for anchors in self.public]
-        for group, (width, name) in enumerate(zip(layout.widths, layout.names, strict=True)):
+        for group, width in enumerate(layout.widths):
             image = np.concatenate([of_groups[group] for of_groups in images])
             # Random columns keep the rank of A, and A L is much smaller than A.
             rank = _rank(image)
             if rank < width:
+                name = layout.name(group)
                 raise ValueError(
                     f"basis_size={self.basis_size} gives {width} directions to {name}, but the "
                     f"anchors' gradients there span only {rank} at these parameters. Choose a "
@@ -191,10 +198,8 @@ class GradientEmbedding(Query):
         moving = jax.tree.map(jnp.zeros_like, moving_params(self.gradient, params))
         dtype = jnp.result_type(*jax.tree.leaves(moving))
         embeddings = [jnp.zeros(width, dtype) for width in self._layout(params).widths]
-        zeros: _Contribution = self.as_sums(
-            _Contribution(embeddings, moving if self.residual_share else None)
-        )
-        return zeros
+        residual = moving if self.residual_share else None
+        return self.as_sums(_Contribution(embeddings, residual))
 
     def sums(
         self,
@@ -227,11 +232,9 @@ class GradientEmbedding(Query):
 
     def _total(self, rows: _Contribution, factors: _Contribution) -> _Contribution:
         """Sums rows times their factors, on the grid if there is one."""
-        if self.grid is None:
-            summed = jax.tree.map(_weighted, factors, rows)
-        else:
-            summed = self.rounded(rows, factors)
-        total: _Contribution = summed
+        if self.grid is not None:
+            return self.rounded(rows, factors)
+        total: _Contribution = jax.tree.map(_weighted, factors, rows)
         return total
 
     def read(
@@ -273,17 +276,10 @@ class GradientEmbedding(Query):
             keys = [self.groups(path) for path in paths]
         else:
             keys = _module_groups(paths, sizes, self.groups)
-        numbers: dict[Hashable, int] = {}  # groups in the order of their first leaves
-        entries: list[int] = []
-        paths_of_groups: list[list[str]] = []
-        for key, path, size in zip(keys, paths, sizes, strict=True):
-            if key not in numbers:
-                numbers[key] = len(numbers)
-                entries.append(0)
-                paths_of_groups.append([])
-            group = numbers[key]
-            entries[group] += size
-            paths_of_groups[group].append(path)
+        # Groups in the order of their first leaves.
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        owner = [numbers[key] for key in keys]
+        entries = np.bincount(owner, sizes).astype(int).tolist()
         roots = np.sqrt(entries)
         # k_g = floor(k sqrt(p_g) / sum_h sqrt(p_h)). 1e-9 keeps rounding errors from lowering a
         # whole number.
@@ -291,9 +287,9 @@ class GradientEmbedding(Query):
         layout = _Layout(
             structure=structure,
             shapes=tuple(leaf.shape for leaf in leaves),
-            owner=tuple(numbers[key] for key in keys),
+            owner=tuple(owner),
             widths=tuple(widths.astype(int).tolist()),
-            names=tuple(map(_group_name, paths_of_groups)),
+            paths=tuple(paths),
         )
         self._check_widths(layout, entries)
         return layout
@@ -304,12 +300,12 @@ class GradientEmbedding(Query):
         for batch in self.public:
             first, *_ = jax.tree.leaves(batch)
             anchors += len(first)
-        for width, total, name in zip(layout.widths, entries, layout.names, strict=True):
+        for group, (width, total) in enumerate(zip(layout.widths, entries, strict=True)):
             most = min(anchors, total)
             if not 1 <= width <= most:
                 raise ValueError(
                     f"basis_size={self.basis_size} over {len(layout.widths)} groups gives {width} "
-                    f"directions to {name}, which needs 1 to {most}. A gradient "
+                    f"directions to {layout.name(group)}, which needs 1 to {most}. A gradient "
                     f"there has {total} entries, and there are {anchors} anchors. Change "
                     "basis_size, the number of anchors, or groups."
                 )
@@ -363,13 +359,6 @@ def _module_groups(paths: list[str], sizes: list[int], count: int) -> list[int]:
     return [groups[module] for module in modules]
 
 
-def _group_name(paths: list[str]) -> str:
-    """Returns the name of a group of leaves in messages."""
-    if len(paths) == 1:
-        return repr(paths[0])
-    return f"the leaves {paths[0]!r} to {paths[-1]!r}"
-
-
 def _rank(matrix: np.ndarray) -> int:
     """Returns the number of singular values that float32 tells from zero."""
     values = np.linalg.svd(matrix, compute_uv=False)
@@ -386,14 +375,11 @@ class _Part:
 
     def __init__(self, function: Callable[..., Any]):
         self._function = function
-        self._jitted: dict[str, Any] = {}  # by platform
+        self._jitted = functools.cache(functools.partial(repeatable, function))
 
     @property
     def _program(self) -> Any:
-        platform = forms.platform()
-        if platform not in self._jitted:
-            self._jitted[platform] = repeatable(self._function, platform=platform)
-        return self._jitted[platform]
+        return self._jitted(platform=forms.platform())
 
     def __call__(self, *args: Any) -> Any:
         traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args))
@@ -432,7 +418,7 @@ def _orthonormal(image: list[jax.Array], layout: _Layout) -> list[jax.Array]:
     """Makes the columns of every group orthonormal."""
     basis = list(image)
     for group in range(len(layout.widths)):
-        members = [leaf for leaf, owner in enumerate(layout.owner) if owner == group]
+        members = layout.together(range(len(image)), group)
         columns = layout.together(image, group)
         q = _gram_schmidt(jnp.concatenate(columns))
         *cuts, _ = np.cumsum([len(rows) for rows in columns])  # the last sum is the end of all

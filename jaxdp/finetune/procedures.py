@@ -1,7 +1,8 @@
 """Candidates of a search that `fit` does not train: a recalibration, an adaptation to a stream."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jaxdp.files import check_function
@@ -49,11 +50,8 @@ class Procedure:
         Raises:
           RuntimeError: The run spent something else than `event`.
         """
-        with Ledger.in_memory() as ledger:
-            ledger.register("run", adjacency=account.adjacency, unit=account.unit)
-            params = self.run(ledger.account("run"), seed)
-            check_spent(ledger, self.event)
-        return params
+        with spending(self.event, account) as own:
+            return self.run(own, seed)
 
 
 def check_facts(facts: Any) -> None:
@@ -66,13 +64,20 @@ def check_facts(facts: Any) -> None:
         )
 
 
-def check_spent(ledger: Ledger, event: DpEvent) -> None:
-    """Raises RuntimeError if a run spent something else than an event.
+@contextlib.contextmanager
+def spending(event: DpEvent, account: Account) -> Iterator[Account]:
+    """Yields the account of a run that is paid: of a ledger in memory, in the terms of `account`.
 
-    A run may spend the event once on each of several disjoint parts of the records.
+    Raises:
+      RuntimeError: The run spent something else than `event`. It may spend the event once on each
+        of several disjoint parts of the records.
     """
+    with Ledger.in_memory() as ledger:
+        ledger.register("run", adjacency=account.adjacency, unit=account.unit)
+        yield ledger.account("run")
+        events = ledger.events("run")
     paid = compose(composition(event))
-    spent = {part: each for part, each in ledger.events("run").items() if composition(each)}
+    spent = {part: each for part, each in events.items() if composition(each)}
     # The budget of a data set is for all its records, or for each of its parts (`None` is no part).
     is_once = spent == {None: paid}
     is_by_parts = bool(spent) and None not in spent and set(spent.values()) == {paid}

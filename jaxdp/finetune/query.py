@@ -8,13 +8,15 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from jaxdp.transforms.clipping import ClippedGrad, ClippedSum
 from jaxdp.transforms.grids import Grid, GridAt, GridSchedule
+
+Tree = TypeVar("Tree")
 
 
 class QuerySums(NamedTuple):
@@ -70,7 +72,7 @@ class Query(abc.ABC):
             return self
         return dataclasses.replace(self, grid=self.grids.at(step))
 
-    def rounded(self, rows: Any, factors: Any) -> Any:
+    def rounded(self, rows: Tree, factors: Any) -> Tree:
         """Sums contributions of examples in steps of the grid.
 
         Args:
@@ -83,12 +85,13 @@ class Query(abc.ABC):
         """
         assert self.grid is not None
         leaves, structure = jax.tree.flatten(rows)
-        return jax.tree.unflatten(structure, self.grid.total(leaves, jax.tree.leaves(factors)))
+        sums = self.grid.total(leaves, jax.tree.leaves(factors))
+        return cast(Tree, jax.tree.unflatten(structure, sums))
 
-    def as_sums(self, tree: Any) -> Any:
+    def as_sums(self, tree: Tree) -> Tree:
         """Returns zeros like a tree, integers on a grid."""
         dtype = None if self.grids is None else jnp.int32
-        return jax.tree.map(lambda x: jnp.zeros_like(x, dtype), tree)
+        return cast(Tree, jax.tree.map(lambda x: jnp.zeros_like(x, dtype), tree))
 
     @abc.abstractmethod
     def sensitivity(self, adjacency: Literal["add_remove"], /) -> float:

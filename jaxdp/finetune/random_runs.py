@@ -14,6 +14,7 @@ this module calls eta = inf.
 import dataclasses
 import decimal
 import math
+from collections.abc import Callable
 from decimal import Decimal
 
 from jaxdp.files import check_numbers
@@ -107,36 +108,27 @@ class RandomRuns:
     def _inverse(self, uniform: Decimal) -> int:
         """Returns the least k whose cumulative probability exceeds `uniform`."""
         with decimal.localcontext(prec=_DIGITS):
-            gamma = self._gamma()
-            k, probability = self._first(gamma)
+            k, probability, ratio = self._distribution()
             cumulative = probability
             # Inversion in decimal: float64 would stop to move when 1 - cumulative is below its
             # rounding, and the tail of K would be lost.
             while cumulative <= uniform:
-                probability *= self._ratio(k, gamma)
+                probability *= ratio(k)
                 cumulative += probability
                 k += 1
         return k
 
-    def _gamma(self) -> Decimal:
-        """Returns the stopping probability, which a Poisson number has not."""
+    def _distribution(self) -> tuple[int, Decimal, Callable[[int], Decimal]]:
+        """Returns the least number of runs, its probability, and P[K = k + 1] / P[K = k] of k."""
+        mean = Decimal(float(self.mean))  # a number of NumPy has no conversion
         if self.eta == math.inf:
-            return Decimal(1)
-        return Decimal(stopping_probability(self.mean, self.eta))
-
-    def _first(self, gamma: Decimal) -> tuple[int, Decimal]:
-        """Returns the least number of runs and its probability."""
-        if self.eta == math.inf:
-            return 0, (-Decimal(self.mean)).exp()
-        eta = Decimal(self.eta)
+            return 0, (-mean).exp(), lambda k: mean / (k + 1)
+        gamma = Decimal(stopping_probability(float(self.mean), float(self.eta)))
+        eta = Decimal(float(self.eta))
         log_gamma = gamma.ln()
         if eta == 0:
             # Definition 1 as eta -> 0: gamma^-eta - 1 -> -eta ln(gamma).
-            return 1, (1 - gamma) / -log_gamma
-        return 1, eta * (1 - gamma) / ((-eta * log_gamma).exp() - 1)  # P[K = 1]
-
-    def _ratio(self, k: int, gamma: Decimal) -> Decimal:
-        """Returns P[K = k + 1] / P[K = k]."""
-        if self.eta == math.inf:
-            return Decimal(self.mean) / (k + 1)
-        return (1 - gamma) * (k + Decimal(self.eta)) / (k + 1)
+            first = (1 - gamma) / -log_gamma
+        else:
+            first = eta * (1 - gamma) / ((-eta * log_gamma).exp() - 1)  # P[K = 1]
+        return 1, first, lambda k: (1 - gamma) * (k + eta) / (k + 1)

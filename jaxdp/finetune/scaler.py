@@ -46,6 +46,7 @@ from jaxdp.data import Examples, Groups, Owners, Source, check_source
 from jaxdp.data.groups import Records
 from jaxdp.data.tabular import indicator_of, is_range
 from jaxdp.files import read_json, write_json
+from jaxdp.finetune.query import is_floating
 from jaxdp.finetune.units import check_unit
 from jaxdp.privacy import Account, GaussianDpEvent
 from jaxdp.release import Release, Till, digest, stream
@@ -83,8 +84,13 @@ class Scaler:
             object.__setattr__(self, field.name, tuple(getattr(self, field.name)))
 
     def normalise(self, features: jax.Array) -> jax.Array:
-        """Returns features [..., d] with the columns scaled. A missing cell and NaN become 0."""
+        """Returns features [..., d] with the columns scaled. A missing cell and NaN become 0.
+
+        Features that are integers become float32.
+        """
         features = jnp.asarray(features)
+        if not is_floating(features):  # Integers would cut the means to integers.
+            features = features.astype(jnp.float32)
         cells = features[..., list(self.columns)]
 
         def of_columns(numbers: Sequence[float]) -> jax.Array:
@@ -322,6 +328,11 @@ def columns_of(source: Examples | Groups, ranges: Mapping[str, tuple[float, floa
             )
         if not is_range(limits):
             raise ValueError(f"ranges must have low < high for {name!r}, got {limits!r}.")
+        if not _has_width(limits):
+            raise ValueError(
+                f"ranges must have a middle and a width that float64 holds for {name!r}, got "
+                f"{limits!r}."
+            )
     low, high = np.array(list(ranges.values()), np.float64).T
     columns, missing = [], []
     for name in ranges:
@@ -329,6 +340,13 @@ def columns_of(source: Examples | Groups, ranges: Mapping[str, tuple[float, floa
         indicator = indicator_of(name)
         missing.append(names.index(indicator) if indicator in names else -1)
     return Columns(columns, missing, low, high)
+
+
+def _has_width(limits: tuple[float, float]) -> bool:
+    """Returns whether float64 holds the middle of a range and half of its width, a divisor."""
+    low, high = map(float, limits)  # two large integers may be one float
+    half = (high - low) / 2
+    return half > 0 and math.isfinite(half) and math.isfinite(low + high)
 
 
 def _fitted(sums: np.ndarray, measured: Columns, total: int, std: float) -> Scaler:

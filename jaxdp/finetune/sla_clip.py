@@ -22,6 +22,7 @@ whole part of K u and f the rest. Then
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Unpack
 
@@ -77,8 +78,7 @@ class SlackClipping(Query):
     def zeros(self, params: Any) -> _Contribution:
         """Returns the sum over no examples."""
         moving = moving_params(self.gradient, params)
-        zeros: _Contribution = self.as_sums(_Contribution(moving, jnp.zeros(self.slots)))
-        return zeros
+        return self.as_sums(_Contribution(moving, jnp.zeros(self.slots)))
 
     def filled(self, norms: jax.Array, clip_norm: jax.Array) -> jax.Array:
         """Returns s_i / C_t, float32 [B, K], of gradients with these norms [B].
@@ -199,7 +199,7 @@ def sla_clip(
     """
     noise_multiplier, others = noise_and_options(noise_multiplier, options, sampler)
     check_one_noise(noise_multiplier)
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
+    if isinstance(clip_norm, bool) or not isinstance(clip_norm, numbers.Real):
         raise TypeError(
             f"clip_norm must be one number, got {type(clip_norm).__name__}. The slack is that of "
             "the whole gradient. adp_clip takes a norm for each part."

@@ -110,7 +110,7 @@ class StepFunctions:
     def __post_init__(self) -> None:
         check_count("augmult", self.augmult, 1)
         check_numbers(ema_decay=self.ema_decay or 0, ascent_radius=self.ascent_radius)
-        if self.augmult < 1 or (self.augment is None and self.augmult != 1):
+        if self.augment is None and self.augmult != 1:
             raise ValueError(
                 f"augmult must be at least 1, and 1 without augment, got {self.augmult}."
             )

@@ -78,18 +78,13 @@ def optimal_noise(
 def _banded(pattern: Mapping[str, Any], bands: int | None) -> CorrelatedNoise:
     """Returns the noise of banded Toeplitz matrices."""
     steps = pattern["steps"]
-
-    def of(count: int) -> CorrelatedNoise:
-        return correlated(_bands(steps, count), **pattern)
-
-    if bands is not None:
-        return of(min(bands, steps))
-    # More bands than the separation would let the participations of a unit overlap.
     most = min(steps, _MOST_BANDS)
+    # More bands than the separation would let the participations of a unit overlap.
     if pattern["participations"] > 1:
         most = min(most, pattern["min_separation"])
-    counts = {*_powers_of_two(most), most}
-    return min(map(of, sorted(counts)), key=_mean_error)
+    counts = sorted({*_powers_of_two(most), most}) if bands is None else [min(bands, steps)]
+    noises = [correlated(_bands(steps, count), **pattern) for count in counts]
+    return min(noises, key=_mean_error)
 
 
 @functools.lru_cache(maxsize=64)  # a plan compares patterns with equal bands
@@ -107,17 +102,12 @@ def _bands(steps: int, count: int) -> tuple[float, ...]:
 def _inverse_root(pattern: Mapping[str, Any], bands: int | None) -> CorrelatedNoise:
     """Returns the noise of the banded inverse square root of the sum over steps."""
     steps = pattern["steps"]
-
-    def of(count: int) -> CorrelatedNoise:
-        # Those of sqrt(1 - x), as `toeplitz.optimal_max_error_noising_coefs` of jax_privacy.
-        powers = np.arange(1, count)
-        coefficients = np.cumprod([1.0, *((powers - 1.5) / powers)])
-        return correlated(np.round(coefficients, _DIGITS), **pattern, inverse=True)
-
-    if bands is not None:
-        return of(min(bands, steps))
-    most = min(steps, _MOST_BANDS)
-    return min(map(of, _powers_of_two(most)), key=_mean_error)
+    counts = _powers_of_two(min(steps, _MOST_BANDS)) if bands is None else [min(bands, steps)]
+    # The coefficients of sqrt(1 - x), as `toeplitz.optimal_max_error_noising_coefs` of jax_privacy.
+    powers = np.arange(1, max(counts))
+    coefficients = np.round(np.cumprod([1.0, *((powers - 1.5) / powers)]), _DIGITS)
+    noises = [correlated(coefficients[:count], **pattern, inverse=True) for count in counts]
+    return min(noises, key=_mean_error)
 
 
 def _buffered(pattern: Mapping[str, Any], buffers: int | None) -> CorrelatedNoise:

@@ -73,7 +73,8 @@ class PrivateTrainer(StepFunctions):
     data_axes: Sequence[str] = ("data",)
     param_sharding: ParamSharding | None = None
     simulated_event: DpEvent | None = None
-    _sizes: dict[Any, PhysicalSizes] = dataclasses.field(
+    # The sizes by what they depend on, beside the source that they are for.
+    _sizes: dict[Any, tuple[Source, PhysicalSizes]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
     _plans: dict[int, "PrivateTrainer"] = dataclasses.field(
@@ -342,7 +343,9 @@ class PrivateTrainer(StepFunctions):
             return PhysicalSizes(meshes.rounded_up(size, self.mesh, self.data_axes))
         shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(state.params))
         known = (memory, shapes)
-        if known not in self._sizes:  # `load` asks in every step.
+        planned_for, sizes = self._sizes.get(known, (None, None))
+        # `load` asks in every step. Examples of another source may be longer.
+        if sizes is None or planned_for is not source:
             there = memory is not None or meshes.platform_of(self.mesh) != "cpu"
             stats = jax.local_devices()[0].memory_stats() or {}
             sizes = PhysicalSizes.for_memory(
@@ -356,8 +359,9 @@ class PrivateTrainer(StepFunctions):
                 # The size may decide the last bits of a gradient, and the batch decides the size.
                 sizes = dataclasses.replace(sizes, sizes=sizes.sizes[:1])
             rounded = meshes.rounded_up(sizes.sizes, self.mesh, self.data_axes)
-            self._sizes[known] = dataclasses.replace(sizes, sizes=rounded)
-        return self._sizes[known]
+            sizes = dataclasses.replace(sizes, sizes=rounded)
+            self._sizes[known] = source, sizes
+        return sizes
 
     def load(
         self,

@@ -32,12 +32,12 @@ from jaxdp.data import Groups, Owners, Source, check_source
 from jaxdp.files import check_count, shown, shows_keywords, unwatched
 from jaxdp.finetune.dropped import check_dropped
 from jaxdp.finetune.loop import Diverged, check_account, check_chunks, facts_of_steps, fit
-from jaxdp.finetune.procedures import Procedure, check_spent
+from jaxdp.finetune.procedures import Procedure, spending
 from jaxdp.finetune.programs import lowered, settings_text, step_programs
 from jaxdp.finetune.random_runs import RandomRuns
 from jaxdp.finetune.scores import ChargedScore, Score, check_score
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.privacy import Account, ComposedDpEvent, DpEvent, Ledger, OneOfDpEvent
+from jaxdp.privacy import Account, ComposedDpEvent, DpEvent, OneOfDpEvent
 from jaxdp.privacy.events import composition, describe, to_json
 from jaxdp.privacy.rules import is_boundless
 from jaxdp.release import Release, Till, derive
@@ -539,28 +539,24 @@ class Search:
 
     def _fit(self, name: str, workdir: pathlib.Path | None, secret: bytes) -> Any:
         """Returns the parameters of a training, or None if they are not finite."""
-        account = self.account
         assert self.source is not None
-        with Ledger.in_memory() as ledger:
-            # The search is paid. This ledger proves that the run spends what was paid for.
-            ledger.register("run", adjacency=account.adjacency, unit=account.unit)
-            try:
+        try:
+            with spending(self._event(name), self.account) as account:
                 state = fit(
                     self._fitted[name],
                     self.params,
                     self.source,
                     steps=self._steps(name),
-                    account=ledger.account("run"),
+                    account=account,
                     workdir=workdir,
                     checkpoint_every=self.checkpoint_every,
-                    delta=account.delta,
+                    delta=self.account.delta,
                     seed=secret,
                     progress=False,
                     allow_nonfinite=True,  # `check_examples` has looked
                 )
-            except Diverged:
-                return None
-            check_spent(ledger, self._event(name))
+        except Diverged:
+            return None
         return state.params if state.ema is None else state.ema
 
     # --- The result -----------------------------------------------------------------------------

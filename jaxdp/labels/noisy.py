@@ -158,9 +158,7 @@ def release_labels(
       the same labels and pays once (`jaxdp.release`).
     """
     public = public_columns(source, num_classes, columns)
-    response = with_prior(prior, num_classes=public.num_classes, epsilon=epsilon)
-    event = LabelDpEvent(float(epsilon))
-    return released(public, response, account, event, workdir=workdir, seed=seed)
+    return released(public, prior, account, epsilon, workdir=workdir, seed=seed)
 
 
 def public_columns(source: Source, num_classes: int, columns: Sequence[str]) -> PublicColumns:
@@ -190,15 +188,16 @@ def public_columns(source: Source, num_classes: int, columns: Sequence[str]) -> 
 
 def released(
     public: PublicColumns,
-    response: Response,
+    prior: Any,
     account: Account,
-    event: LabelDpEvent,
+    epsilon: float,
     *,
     partition: str | None = None,
     workdir: str | os.PathLike[str] | None,
     seed: bytes | None,
 ) -> NoisyLabels:
     """Pays for labels and draws them. `partition` is the part of the records that pays."""
+    response = with_prior(prior, num_classes=public.num_classes, epsilon=epsilon)
     check_account(account)
     rows = len(response.order)
     if rows not in (1, len(public)):
@@ -217,7 +216,7 @@ def released(
 
     what = Release(
         label="labels",
-        charges=[(account, event)],
+        charges=[(account, LabelDpEvent(float(epsilon)))],
         facts=facts,
         compute=compute,
         partition=partition,

@@ -21,8 +21,8 @@ from jaxdp.labels.noisy import (
     public_columns,
     released,
 )
-from jaxdp.privacy import Account, LabelDpEvent
-from jaxdp.transforms.responses import Response, with_prior
+from jaxdp.privacy import Account
+from jaxdp.transforms.responses import Response
 
 Prior = Callable[[NoisyLabels, PublicColumns], Any]
 
@@ -89,12 +89,10 @@ def release_labels_in_stages(
             beliefs = prior_from(so_far, part)
         else:
             beliefs = prior(part) if callable(prior) else prior
-        response = with_prior(beliefs, num_classes=public.num_classes, epsilon=epsilon)
-        event = LabelDpEvent(float(epsilon))
         partition = f"{division}part {stage + 1}"
         folder = None if workdir is None else pathlib.Path(workdir) / f"part_{stage + 1}"
         noisy = released(
-            part, response, account, event, partition=partition, workdir=folder, seed=seed
+            part, beliefs, account, epsilon, partition=partition, workdir=folder, seed=seed
         )
         so_far = noisy if so_far is None else _joined(so_far, noisy, public, order)
     assert so_far is not None

@@ -152,10 +152,7 @@ def train_with_bounds(
         arrays = jax.device_put(arrays, on_every_device)
     nominal, low, high = _train(loss_fn, plan, arrays)
     layout = plan.layout
-    rows = []
-    for leaf in arrays.frozen:
-        shape = len(plan.ks), *np.shape(leaf)
-        rows.append(np.broadcast_to(np.asarray(leaf), shape))
+    rows = [_in_rows(leaf, len(plan.ks)) for leaf in arrays.frozen]
     return Bounds(
         params=layout.join(nominal, arrays.frozen),
         lower=layout.join(low, rows),
@@ -315,14 +312,15 @@ def _start(plan: Plan, arrays: Arrays) -> tuple[_State, np.ndarray | None]:
     lines = first = None
     if _shares_program(plan):
         count = len(plan.ks) if used is None else len(used)
-
-        def in_lines(x: jax.Array) -> np.ndarray:
-            return np.broadcast_to(np.asarray(x), (count, *x.shape))
-
         point = arrays.moving, arrays.moving, velocity, velocity
-        lines = jax.tree.map(in_lines, point)
+        lines = jax.tree.map(lambda x: _in_rows(x, count), point)
         first = np.asarray(True)
     return _State(arrays.moving, velocity, lines, first), used
+
+
+def _in_rows(x: Any, count: int) -> np.ndarray:
+    """Returns an array that is `count` times x, without copies."""
+    return np.broadcast_to(np.asarray(x), (count, *np.shape(x)))
 
 
 def _shares_program(plan: Plan) -> bool:
@@ -635,21 +633,15 @@ def _hull_at(
 ) -> Line:
     """Widens the line at a place so that it contains another one, if a condition holds."""
 
-    def lowered(part: int) -> Leaves:
+    def widened(part: int, sign: int) -> Leaves:
         ends = []
         for x, y in zip(lines[part], line[part], strict=True):
-            new = jnp.where(condition, y, jnp.inf)
-            ends.append(x.at[place].min(new))
+            new = jnp.where(condition, y, -sign * jnp.inf)
+            end = x.at[place]
+            ends.append(end.min(new) if sign < 0 else end.max(new))
         return ends
 
-    def raised(part: int) -> Leaves:
-        ends = []
-        for x, y in zip(lines[part], line[part], strict=True):
-            new = jnp.where(condition, y, -jnp.inf)
-            ends.append(x.at[place].max(new))
-        return ends
-
-    return lowered(0), raised(1), lowered(2), raised(3)
+    return widened(0, -1), widened(1, +1), widened(2, -1), widened(3, +1)
 
 
 def _shift_of_mean(plan: Plan) -> float:

@@ -24,8 +24,8 @@ def check_binary(mechanism: str, num_classes: int) -> None:
     """Raises ValueError, with the name of the mechanism, unless there are two classes."""
     if num_classes != 2:
         raise ValueError(
-            f"{mechanism} answers two classes, got num_classes={num_classes}. Use "
-            "randomised_response."
+            f"{mechanism} answers two classes, not {num_classes}. Use randomised_response, or "
+            "global_response without certificates."
         )
 
 

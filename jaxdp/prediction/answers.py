@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxdp.files import check_delta
 from jaxdp.models.training import fit_public
 from jaxdp.prediction import ensembles
 from jaxdp.prediction.agt import certify
-from jaxdp.prediction.answer_checks import check_range
+from jaxdp.prediction.answer_checks import check_binary, check_range
 from jaxdp.prediction.checks import check_queries, count_rows, positive, whole
 from jaxdp.prediction.mechanisms import METHODS, Mechanism
 from jaxdp.privacy import Account, DpEvent, PureDpEvent, SelfComposedDpEvent, calibrate_noise
@@ -71,8 +72,7 @@ def query_epsilon(
     """
     queries = whole("queries", queries)
     even_share = positive("epsilon", epsilon) / queries
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
+    check_delta(delta)
     if queries == 1 or delta == 0:
         return even_share
     # By advanced composition about sqrt(queries) even shares, so the search starts near its end.
@@ -209,7 +209,7 @@ def private_predict(
     if len(members) > 1:
         noisy_vote = row.vote
     if row.binary and noisy_vote is None:
-        _check_two_classes(mechanism, classes)
+        check_binary(mechanism, classes)
     if count == 0:
         return np.zeros(0, np.int32)  # nothing is read or charged
     epsilon_each = _epsilon_each(epsilon, total, count)
@@ -234,19 +234,16 @@ def private_predict(
         neighbours = distance // steps
         return {"answers": row.answer(key, label, neighbours, **options)}
 
-    def facts() -> list[Any]:
-        models = [_facts(member) for member in members]
-        return [models, queries, epsilon_each, mechanism, steps, classes, *(informed or ())]
-
-    def programs() -> list[str]:
-        return _programs(apply_fn, members, queries, certified=row.certified)
-
+    models = [_facts(member) for member in members]
+    settings: list[Any] = [epsilon_each, mechanism, steps, classes]
+    if informed is not None:
+        settings += informed
     charge = SelfComposedDpEvent(row.event(epsilon_each), count)
     what = Release(
         label="private prediction",
         charges=[(account, charge)],
-        facts=facts,
-        programs=programs,
+        facts=lambda: [models, queries, *settings],
+        programs=lambda: _programs(apply_fn, members, queries, certified=row.certified),
         compute=compute,
     )
     return _release_once(what, workdir, seed)
@@ -276,17 +273,6 @@ def _with_prior(
             f"prior must be [C] or [Q, C] for the {count} queries, got shape {np.shape(prior)}."
         )
     return informed
-
-
-def _check_two_classes(mechanism: str, classes: int) -> None:
-    if classes == 2:
-        return
-    fitting = sorted(
-        name for name, row in METHODS.items() if row.kind == "labels" and not row.binary
-    )
-    raise ValueError(
-        f"mechanism={mechanism!r} answers two classes, not {classes}. Use one of {fitting}."
-    )
 
 
 def _votes(
@@ -379,18 +365,12 @@ def private_values(
         answers = row.answer(key, values, lower[rows], upper[rows], **options)
         return {"answers": answers}
 
-    def facts() -> list[Any]:
-        return [_facts(bounds), queries, epsilon_each, mechanism, steps, list(ends)]
-
-    def programs() -> list[str]:
-        return _programs(apply_fn, [bounds], queries, certified=row.certified)
-
     charge = SelfComposedDpEvent(row.event(epsilon_each), count)
     what = Release(
         label="private regression",
         charges=[(account, charge)],
-        facts=facts,
-        programs=programs,
+        facts=lambda: [_facts(bounds), queries, epsilon_each, mechanism, steps, list(ends)],
+        programs=lambda: _programs(apply_fn, [bounds], queries, certified=row.certified),
         compute=compute,
     )
     return _release_once(what, workdir, seed)
@@ -450,19 +430,13 @@ def pate_predict(
         answers = mechanism.answer(key, votes, num_classes=classes, max_answers=max_answers)
         return {"answers": answers}
 
-    def facts() -> list[Any]:
-        return [list(members), queries, repr(mechanism), max_answers, classes]
-
-    def programs() -> list[str]:
-        kinds = _kinds(members)
-        return [program(_logits, apply_fn, params, queries) for params in kinds]
-
+    kinds = _kinds(members)
     charge = mechanism.event(count, max_answers=max_answers, adjacency=account.adjacency)
     what = Release(
         label="PATE",
         charges=[(account, charge)],
-        facts=facts,
-        programs=programs,
+        facts=lambda: [list(members), queries, repr(mechanism), max_answers, classes],
+        programs=lambda: [program(_logits, apply_fn, params, queries) for params in kinds],
         compute=compute,
     )
     return _release_once(what, workdir, seed)

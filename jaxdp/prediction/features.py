@@ -48,8 +48,8 @@ class FeatureMap:
           weights: [m], non-negative. None for equal weights.
 
         Raises:
-          ValueError: There are fewer than two vectors, or `dimensions` exceeds the number of axes
-              with any variance.
+          ValueError: There are fewer than two vectors, or all are equal. Or `dimensions` is
+              negative, or exceeds the number of axes with any variance.
         """
         public = np.asarray(public, np.float64)
         if public.ndim != 2 or len(public) < 2:
@@ -63,6 +63,11 @@ class FeatureMap:
         mean = shares @ public
         deviations, axes = _principal_axes(public - mean, shares)
         available = int(np.sum(deviations > 1e-6 * deviations[0]))
+        if dimensions < 0 or not available:
+            raise ValueError(
+                f"public must hold vectors that differ, and dimensions be at least 0, got "
+                f"{available} axes with any variance and dimensions={dimensions}."
+            )
         if dimensions > available:
             raise ValueError(
                 f"dimensions={dimensions} exceeds the {available} that the public vectors span."

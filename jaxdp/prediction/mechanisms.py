@@ -72,6 +72,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import optimize
 
+from jaxdp.files import check_choice
 from jaxdp.prediction.answer_checks import (
     check_binary,
     check_classes,
@@ -82,12 +83,10 @@ from jaxdp.prediction.answer_checks import (
 from jaxdp.prediction.checks import positive
 from jaxdp.prediction.ensembles import laplace_vote
 from jaxdp.privacy.events import DpEvent, PureDpEvent
-from jaxdp.transforms import noise
+from jaxdp.transforms import noise, responses
 
 CauchyCalibration = Literal["stable", "smooth", "paper"]
 LaplaceCalibration = Literal["stable", "paper"]
-
-_BITS = 64  # of the draw for each label
 
 
 # --- Flip probabilities -------------------------------------------------------------------------
@@ -176,8 +175,7 @@ def flip_probability_cauchy(
     """
     epsilon = positive("epsilon", epsilon)
     k = check_distances(distance)
-    if calibration not in ("stable", "smooth", "paper"):
-        raise ValueError(f"calibration must be 'stable', 'smooth' or 'paper', got {calibration!r}.")
+    check_choice("calibration", calibration, CauchyCalibration)
     if beta is not None and (calibration != "smooth" or not 0 < beta < epsilon):
         raise ValueError(
             f"beta={beta!r} needs calibration='smooth' and must lie in (0, epsilon={epsilon:g})."
@@ -212,8 +210,7 @@ def flip_probability_smooth_laplace(
     k = check_distances(distance)
     rate = dilation_rate(epsilon, delta)
     inverse_scale = epsilon
-    if calibration not in ("stable", "paper"):
-        raise ValueError(f"calibration must be 'stable' or 'paper', got {calibration!r}.")
+    check_choice("calibration", calibration, LaplaceCalibration)
     if calibration == "paper":
         rate = epsilon / (2 * math.log(2 / delta))
         inverse_scale = epsilon / 2
@@ -237,12 +234,12 @@ def dilation_rate(epsilon: float, delta: float) -> float:
     epsilon = positive("epsilon", epsilon)
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta!r}.")
-    if _log_dilation_delta(epsilon, epsilon) <= math.log(delta):
+    log_delta = math.log(delta)
+    if _log_dilation_delta(epsilon, epsilon) <= log_delta:
         return epsilon
     # The exponent at the start is below -3 log(2 / delta).
     bound = 4 * math.log(2 / delta) + 4
     start = min(epsilon, 1.0) / bound
-    log_delta = math.log(delta)
 
     def excess(b: float) -> float:
         return _log_dilation_delta(b, epsilon) - log_delta
@@ -372,7 +369,9 @@ def _answer(
     table = exact_thresholds(floor, last, epsilon=epsilon, num_classes=classes)
     rows = np.minimum(k, len(table) - 1)
     thresholds = np.array(table, np.uint64)[rows]
-    return _sample(key, labels, thresholds, classes)
+    noise.check_key(key)
+    drawn = responses.numbers(key, len(labels))
+    return responses.flipped(drawn, labels, thresholds, classes)
 
 
 def exact_thresholds(
@@ -392,78 +391,32 @@ def exact_thresholds(
 
     The list ends at distance `last`, or earlier if all later r are 1.
     """
-    unit = 1 << _BITS
+    unit = 2**responses.BITS
     others = num_classes - 1
-    # exp has an error of at most one ulp (2**-52). A factor above 2**80 changes no threshold.
-    computed = fractions.Fraction(math.exp(min(epsilon, 55.0)))
-    factor = computed * (1 - fractions.Fraction(1, 1 << 50))
-    numerator = factor.numerator
-    denominator = factor.denominator
+    factor = responses.below_exp(epsilon)
 
     def at_least(k: int) -> int:
         if floor is None:
             return 0
-        draws = math.ceil(math.ldexp(floor[k], _BITS))
-        return _divided_up(draws, others)
+        return math.ceil(unit * fractions.Fraction(floor[k]) / others)
 
-    # own(0) <= E r(0)
-    by_response = _divided_up(unit * denominator, numerator + others * denominator)
+    by_response = math.ceil(unit / (factor + others))  # own(0) <= E r(0)
     rare = max(at_least(0), by_response)
     own = unit - others * rare
-    if factor <= 1 or rare * denominator > own * numerator:
+    if factor <= 1 or rare > factor * own:
         raise ValueError(
             f"epsilon={epsilon:g} is too small for {num_classes} classes and 64 random bits."
         )
     table = [rare]
     while len(table) <= last and not (rare == 1 and floor is None):
-        by_others = _divided_up(rare * denominator, numerator)  # r(k) <= E r(k + 1)
-        # own(k + 1) <= E own(k)
-        by_own = _divided_up(unit * denominator - numerator * own, others * denominator)
+        by_others = math.ceil(rare / factor)  # r(k) <= E r(k + 1)
+        by_own = math.ceil((unit - factor * own) / others)  # own(k + 1) <= E own(k)
         least = max(by_others, by_own, at_least(len(table)))
         # Rounding may make `floor` rise by an ulp.
         rare = min(rare, least)
         own = unit - others * rare
         table.append(rare)
     return table
-
-
-def _divided_up(a: int, b: int) -> int:
-    """Returns a / b, rounded up."""
-    return -(-a // b)
-
-
-def _sample(
-    key: jax.Array,
-    labels: np.ndarray,
-    thresholds: np.ndarray,
-    num_classes: int,
-) -> np.ndarray:
-    """Answers each of the other labels with probability threshold / 2**64."""
-    noise.check_key(key)
-    random_bits = jax.random.bits(key, (2, *labels.shape), jnp.uint32)
-    high, low = np.asarray(random_bits).astype(np.uint64)
-    draws = high << np.uint64(32) | low
-    return flip_labels(draws, labels, thresholds, num_classes)
-
-
-def flip_labels(
-    draws: np.ndarray,
-    labels: np.ndarray,
-    thresholds: np.ndarray,
-    num_classes: int,
-) -> np.ndarray:
-    """Maps uniform 64-bit numbers to labels.
-
-    Each other label gets `threshold` numbers. The rest keep the label.
-    """
-    # The numbers below (C - 1) r form C - 1 runs of r, one for each other label.
-    # A threshold of 0 would divide by 0. `is_flipped` leaves it out.
-    run_length = np.maximum(thresholds, np.uint64(1))
-    runs = draws // run_length
-    is_flipped = (runs < num_classes - 1) & (thresholds > 0)
-    shift = np.where(is_flipped, runs + np.uint64(1), np.uint64(0))
-    answers = (labels + shift.astype(np.int64)) % num_classes
-    return answers.astype(np.int32)
 
 
 # --- Values -------------------------------------------------------------------------------------

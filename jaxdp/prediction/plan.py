@@ -9,16 +9,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxdp.data.storage import on_device
+from jaxdp.files import check_choice
 from jaxdp.prediction.batches import cut_batch, rows_of_batches, runs_without_repeats
 from jaxdp.prediction.checks import check_data, one_of, positive, whole
 from jaxdp.prediction.poisoning import Poisoning
 from jaxdp.prediction.sums import BLOCK, Grid, public_rows
+from jaxdp.transforms.jaxprs import every_equation
 
 Threat = Literal["add_remove", "replace_one", "replace_per_batch", "remove", "poison"]
 # Threats under which a change moves a sum by an amount that depends on the record.
@@ -151,8 +152,7 @@ class Training:
         if self.threat not in threats:
             names = ", ".join(map(repr, threats))
             raise ValueError(f"threat must be one of {names}, got {self.threat!r}.")
-        if self.product not in ("tight", "rump"):
-            raise ValueError(f"product must be 'tight' or 'rump', got {self.product!r}.")
+        check_choice("product", self.product, ("tight", "rump"))
         if (self.threat == "poison") != isinstance(self.poisoning, Poisoning):
             raise ValueError(
                 f"poisoning={self.poisoning!r} does not fit threat={self.threat!r}. Give "
@@ -503,18 +503,10 @@ def _check_loss(
             "It gets a row of the data without the leading axis. Add that axis with x[None] if a "
             "model needs it."
         )
-    random = _primitives(closed.jaxpr) & _RANDOM
+    primitives = {eqn.primitive.name for eqn in every_equation(closed.jaxpr)}
+    random = primitives & _RANDOM
     if random:
         raise ValueError(
             f"loss_fn is stochastic (it uses {', '.join(sorted(random))}). Two runs would differ "
             "without any change of the data. Turn off dropout and augmentation."
         )
-
-
-def _primitives(jaxpr: Any) -> set[str]:
-    names = set()
-    for eqn in jaxpr.eqns:
-        names.add(eqn.primitive.name)
-        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            names |= _primitives(inner)
-    return names

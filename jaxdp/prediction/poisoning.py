@@ -50,6 +50,11 @@ class Poisoning:
             raise ValueError(
                 "radius=0, label_radius=0 and labels=() change no record. Set one of them."
             )
+        if self.features == self.label:
+            raise ValueError(
+                f"features={self.features!r} and label={self.label!r} are one leaf, which cannot "
+                "move as both. Name another leaf for the one that stays."
+            )
 
     def check(self, record: Any) -> None:
         """Raises ValueError unless a record, of arrays or shapes, has the leaves that change."""

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from jaxdp.data import FixedBatchSampler
+from jaxdp.files import check_count
 from jaxdp.pretrain.dpadapter import SharpnessTrainer
 from jaxdp.release import derive
 
@@ -42,15 +43,13 @@ class Batches:
                 f"{self.perturbation_batch_size} and {self.update_batch_size}. shared_batch=False "
                 "draws two batches."
             )
-        if self.steps < 0:
-            raise ValueError(f"steps must be at least 0, got {self.steps}.")
+        check_count("steps", self.steps, 0)
         if not 0 <= self.warmup_steps <= self.steps:
             raise ValueError(
                 f"warmup_steps must be in 0..{self.steps}, the number of steps, got "
                 f"{self.warmup_steps}."
             )
-        if self.ascent_every < 1:
-            raise ValueError(f"ascent_every must be at least 1, got {self.ascent_every}.")
+        check_count("ascent_every", self.ascent_every, 1)
         if not isinstance(self.seed, bytes) or len(self.seed) != 16:
             raise ValueError(
                 f"seed must be 16 bytes such as (0).to_bytes(16, 'little'), got {self.seed!r}."

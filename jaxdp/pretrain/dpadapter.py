@@ -36,9 +36,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdp.data.storage import on_device
-from jaxdp.files import check_count, shows_keywords
+from jaxdp.files import check_choice, check_count, shows_keywords
 from jaxdp.transforms.exact_scaling import times_power, tree_in_units
-from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, data_devices
+from jaxdp.transforms.meshes import Layout, ParamSharding, automatic, check_mesh, data_devices
 
 Ball = Literal["global", "per_tensor"]
 Rule = Literal["project", "normalise"]
@@ -125,13 +125,13 @@ class SharpnessTrainer:
                 f"ascent_steps must be at least 1, got {self.ascent_steps}. gamma=0 turns ascent "
                 "off."
             )
-        if self.ball not in ("global", "per_tensor"):
-            raise ValueError(f"ball must be 'global' or 'per_tensor', got {self.ball!r}.")
-        if self.rule not in ("project", "normalise"):
-            raise ValueError(f"rule must be 'project' or 'normalise', got {self.rule!r}.")
+        check_choice("ball", self.ball, Ball)
+        check_choice("rule", self.rule, Rule)
         if self.microbatch_size is not None:
             check_count("microbatch_size", self.microbatch_size, 1)
         check_mesh(self.mesh, self.data_axes, self.param_sharding)
+        if self.mesh is not None:  # Batches must lie on the mesh of the layout.
+            object.__setattr__(self, "mesh", automatic(self.mesh))
         object.__setattr__(self, "zeros", jax.jit(_zeros))
         object.__setattr__(self, "gradient", jax.jit(self._gradient, static_argnames="parts"))
         # Trainers with equal balls and shapes share its program.
@@ -251,16 +251,13 @@ class SharpnessTrainer:
         replicated = None if self.mesh is None else NamedSharding(self.mesh, PartitionSpec())
         return jax.device_put(tree, replicated)
 
-    def layout(self, state: SharpnessState) -> Layout | None:
+    def layout(self, state: SharpnessState | _Point) -> Layout | None:
         """Returns where the arrays of a state lie on the mesh, None without a mesh."""
-        return self._layout(state.params)
-
-    def _layout(self, params: Any) -> Layout | None:
         if self.mesh is None:
             return None
-        return Layout.of(params, self.mesh, self.data_axes, None)
+        return Layout.of(state.params, self.mesh, self.data_axes, None)
 
-    def _mean(self, name: str, point: "_Point", batch: Any) -> tuple[jax.Array, Any, Any]:
+    def _mean(self, name: str, point: _Point, batch: Any) -> tuple[jax.Array, Any, Any]:
         """Returns mean loss, gradient and statistics over a batch, one microbatch at a time."""
         lengths = {len(x) for x in jax.tree.leaves(batch)}
         if len(lengths) != 1 or 0 in lengths:
@@ -271,7 +268,7 @@ class SharpnessTrainer:
         count = self.microbatches(name, *lengths)
         if name == "perturbation_batch":
             self.check_devices(name, *lengths)
-        layout = self._layout(point.params)
+        layout = self.layout(point)
         # Once, not with every microbatch. A caller may fill the arrays with the next batch.
         batch = self.placed(jax.tree.map(on_device, batch))
 

@@ -170,82 +170,76 @@ def fit(
         return _Run(trainer, source, progress, options, files).train(state, first)
 
 
+@dataclasses.dataclass(eq=False)
 class _Run:
     """A run of `fit` once its files are open."""
 
-    def __init__(
-        self,
-        trainer: SharpnessTrainer,
-        source: Source,
-        progress: Progress,
-        options: RunOptions,
-        files: "_Files",
-    ):
-        self._trainer = trainer
-        self._source = source
-        self._progress = progress
-        plan = progress.plan
-        self._options = options
-        self._files = files
-        key = stream(plan.seed, "augmentation", impl="threefry2x32")
-        self._key = trainer.everywhere(key)
+    trainer: SharpnessTrainer
+    source: Source
+    progress: Progress
+    options: RunOptions
+    files: "_Files"
+
+    def __post_init__(self) -> None:
+        key = stream(self.progress.plan.seed, "augmentation", impl="threefry2x32")
+        self._key = self.trainer.everywhere(key)
         self._views = jax.jit(self._augmented)
         # The metrics of steps that the device may not have finished: (step, metrics).
         self._waiting = collections.deque[tuple[int, dict[str, Any]]]()
 
     def train(self, state: SharpnessState, first: int) -> SharpnessState:
         """Takes the steps from `first` on, and returns the state after the last."""
-        progress, steps = self._progress, self._progress.plan.steps
+        progress, steps = self.progress, self.progress.plan.steps
         bar = progress_bar(
             total=steps,
             initial=first,
-            label=self._options.label,
+            label=self.options.label,
             unit="step",
-            show=self._options.progress,
+            show=self.options.progress,
         )
-        periods = self._options.periods()
+        periods = self.options.periods()
         with bar as self._bar:
             for step in range(first, steps):
                 if progress.stopped:
                     break
-                state, metrics = self._trainer.step(state, *self._batches(step))
+                state, metrics = self.trainer.step(state, *self._batches(step))
                 done = step + 1
                 self._waiting.append((done, metrics))
                 save = done % periods["checkpoint_every"] == 0 or done == steps
                 evaluate = done % periods["evaluate_every"] == 0 or done == steps
                 read_all = save or evaluate or progress.decides(done)
-                read_all = read_all or bool(self._options.callbacks)
+                read_all = read_all or bool(self.options.callbacks)
                 while len(self._waiting) > (0 if read_all else _MOST_WAITING):
                     number, waiting = self._waiting.popleft()
                     self._finish(number, waiting, state, evaluate=evaluate and number == done)
                 if save or progress.stopped:
-                    self._files.save(done, state)
+                    self.files.save(done, state)
                 self._bar.update()
         return state
 
     def _batches(self, step: int) -> tuple[Any, Any]:
         """Returns B1, or None without an ascent, and B2 on the devices."""
-        perturbing, updating = self._progress.plan.batches(step)
+        perturbing, updating = self.progress.plan.batches(step)
         update_batch = self._batch(updating, step, 1)
         if perturbing is None:
             return None, update_batch
-        if self._progress.plan.shared_batch:
+        if self.progress.plan.shared_batch:
             return update_batch, update_batch
         return self._batch(perturbing, step, 0), update_batch
 
     def _batch(self, indices: np.ndarray, step: int, number: int) -> Any:
         """Reads a batch. B1 has number 0 and B2 number 1, so that their views differ."""
-        examples = self._trainer.placed(check_batch(self._source.gather(indices)))
-        if self._options.augment is None:
+        examples = self.trainer.placed(check_batch(self.source.gather(indices)))
+        if self.options.augment is None:
             return examples
-        step_and_number = self._trainer.everywhere((np.uint32(step), np.uint32(number)))
+        step_and_number = self.trainer.everywhere((np.uint32(step), np.uint32(number)))
         return self._views(self._key, *step_and_number, examples)
 
     def _augmented(self, key: jax.Array, step: jax.Array, number: jax.Array, examples: Any) -> Any:
-        assert self._options.augment is not None
+        assert self.options.augment is not None
         key = jax.random.fold_in(jax.random.fold_in(key, step), number)
         keys = jax.random.split(key, len(jax.tree.leaves(examples)[0]))
-        return jax.vmap(self._options.augment)(keys, examples)
+        return jax.vmap(self.options.augment)(keys, examples)
 
     def _finish(
         self, number: int, metrics: dict[str, Any], state: SharpnessState, *, evaluate: bool
@@ -253,13 +247,13 @@ class _Run:
         """Writes and shows the metrics of a step, with those of `evaluate` if it is due."""
         row = {name: float(value) for name, value in jax.device_get(metrics).items()}
         ended = time.time()
-        self._progress.trained(number, row["loss"])
-        if (evaluate or self._progress.stopped) and self._options.evaluate is not None:
-            numbers = self._options.evaluate(state)
-            self._progress.evaluated(number, numbers)
+        self.progress.trained(number, row["loss"])
+        if (evaluate or self.progress.stopped) and self.options.evaluate is not None:
+            numbers = self.options.evaluate(state)
+            self.progress.evaluated(number, numbers)
             row |= numbers
-        self._files.write(number, ended, row)
-        for callback in self._options.callbacks:
+        self.files.write(number, ended, row)
+        for callback in self.options.callbacks:
             callback(number, row, state.params)
         texts = {name: f"{value:.3f}" for name, value in row.items()}
         self._bar.set_postfix(texts, refresh=False)
@@ -269,18 +263,8 @@ def _identity(
     trainer: SharpnessTrainer, plan: Batches, progress: Progress, source: Source
 ) -> dict[str, Any]:
     """Returns what a resumed run must share with the run in the workdir."""
-    identity: dict[str, Any] = {}
-    for name in (
-        "gamma",
-        "ascent_rate",
-        "ascent_steps",
-        "ball",
-        "rule",
-        "microbatch_size",
-        "stateful",
-    ):
-        identity[name] = getattr(trainer, name)
-    identity |= vars(plan)
+    names = ("gamma", "ascent_rate", "ascent_steps", "ball", "rule", "microbatch_size", "stateful")
+    identity = {name: getattr(trainer, name) for name in names} | vars(plan)
     del identity["steps"]  # A longer run continues a shorter one.
     identity["seed"] = plan.seed.hex()
     identity["data"] = source.fingerprint

@@ -3,7 +3,8 @@
 The modules:
 
 * Events: `events`, `relations`.
-* Events of patterns of participation: `participation`, by `simulation` and `curve_pairs`.
+* Events of patterns of participation: `participation`, by `mixtures`, `simulation` and
+  `curve_pairs`.
 * Epsilon of events: `loss_distribution`, `loss_densities`, `losses`, `convolution` and `gaussian`
   for PLD, `renyi`, `renyi_conversions` and `selection` for RDP, `renyi_pairs` for both, `rules`,
   `tally`, `accounting`. `calibration` and `planning` invert it.

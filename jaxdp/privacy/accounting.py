@@ -54,7 +54,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxdp.files import check_numbers
+from jaxdp.files import check_delta
 from jaxdp.privacy.convolution import (
     epsilon_bound,
     log_delta_bound,
@@ -119,6 +119,7 @@ __all__ = [
     "deltas_of_counts",
     "epsilon",
     "epsilon_of_counts",
+    "epsilon_of_leaves",
     "merge_gaussians",
     "rdp_epsilon_of_counts",
     "rdp_of_counts",
@@ -127,6 +128,8 @@ __all__ = [
     "renyi_epsilon",
 ]
 
+# A result is kept for a composition of at most so many distinct releases.
+_LARGEST_CACHED = 256
 # The rules by which a composition has a pair of distributions.
 _BY_LOSSES = frozenset({"pld", "mixed"})
 # A pure epsilon from which the loss of a release is certain.
@@ -187,12 +190,10 @@ def delta(
         raise ValueError(f"epsilon must be >= 0, got {epsilon!r}.")
     counts: Mapping[DpEvent, int] = composition(event)
     rules = check_rules(counts, adjacency=adjacency, method=method)
-    if not counts or epsilon == math.inf:
-        return 1.0 if is_boundless(counts) else 0.0
     if is_boundless(counts):
         return 1.0
     # A pure release has delta 0 from its epsilon on.
-    if pure_epsilon(counts, adjacency) <= epsilon:
+    if not counts or epsilon == math.inf or pure_epsilon(counts, adjacency) <= epsilon:
         return 0.0
     bound = 1.0
     # RDP is above PLD up to the rounding of PLD, so it counts where there is no PLD.
@@ -209,18 +210,21 @@ def epsilon_of_counts(
     counts: Mapping[DpEvent, int], *, delta: float, adjacency: Adjacency, method: Method
 ) -> float:
     """Returns `epsilon` of a composition that `jaxdp.privacy.events.composition` has flattened."""
-    check_numbers(delta=delta)
-    return _epsilon_of_leaves(tuple(counts.items()), delta, adjacency, method)
+    check_delta(delta)
+    # In their order: sums in another one differ in the last digits, and a report would too.
+    leaves = tuple(counts.items())
+    is_small = len(leaves) <= _LARGEST_CACHED
+    compute = epsilon_of_leaves if is_small else epsilon_of_leaves.__wrapped__
+    return compute(leaves, float(delta), adjacency, method)
 
 
 # Plans, holds and reports ask for the same epsilon several times.
-@functools.lru_cache(maxsize=128)
-def _epsilon_of_leaves(
+@functools.lru_cache(maxsize=4096)
+def epsilon_of_leaves(
     leaves: tuple[tuple[DpEvent, int], ...], delta: float, adjacency: Adjacency, method: Method
 ) -> float:
+    """Returns `epsilon_of_counts` of hashable counts, from its cache if possible."""
     counts: Mapping[DpEvent, int] = dict(leaves)
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
     rules = check_rules(counts, adjacency=adjacency, method=method)
     counts = merge_gaussians(counts)
     if not counts:
@@ -257,8 +261,25 @@ def deltas_of_counts(
         method: As in `delta`.
 
     Returns:
-        Upper bounds on delta in [0, 1], float64 [N].
+        Upper bounds on delta in [0, 1], float64 [N], which cannot be written.
     """
+    leaves = tuple(counts.items())
+    is_small = len(leaves) <= _LARGEST_CACHED
+    compute = _deltas_of_leaves if is_small else _deltas_of_leaves.__wrapped__
+    return compute(leaves, tuple(epsilons.tolist()), least, adjacency, method)
+
+
+# A report draws the curves of all data sets again after each stage, which spends from a few.
+@functools.lru_cache(maxsize=256)
+def _deltas_of_leaves(
+    leaves: tuple[tuple[DpEvent, int], ...],
+    at: tuple[float, ...],
+    least: float,
+    adjacency: Adjacency,
+    method: Method,
+) -> np.ndarray:
+    counts: Mapping[DpEvent, int] = dict(leaves)
+    epsilons = np.array(at)
     rules = check_rules(counts, adjacency=adjacency, method=method)
     if not counts:
         return np.zeros(len(epsilons))
@@ -274,6 +295,7 @@ def deltas_of_counts(
         deltas = np.minimum(deltas, by_rdp)
     deltas = np.asarray(np.clip(deltas, _LEAST_DELTA, 1.0))
     deltas[epsilons >= pure_epsilon(counts, adjacency)] = 0.0
+    deltas.flags.writeable = False
     return deltas
 
 
@@ -354,13 +376,11 @@ def _epsilon_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, delt
     mu = _only_gaussian(rest, adjacency)
     if mu is not None:
         return certain + gaussian_epsilon(mu, delta)
-    losses = losses_of(rest, adjacency, delta, reverse=False)
-    bound = epsilon_bound(losses, delta)
-    # A symmetric pair has the same losses in both directions.
-    if not all(is_symmetric(leaf, adjacency) for leaf in rest):
-        reversed_losses = losses_of(rest, adjacency, delta, reverse=True)
+    bound = 0.0
+    for reverse in _directions(rest, adjacency):
+        losses = losses_of(rest, adjacency, delta, reverse)
         # A second direction matters only if it is the larger one.
-        bound = max(bound, epsilon_bound(reversed_losses, delta, enough=bound))
+        bound = max(bound, epsilon_bound(losses, delta, enough=bound))
     # Where sampling probabilities are near 1, the closed form of whole Gaussians is tighter.
     unsampled_mu = _only_gaussian(_unsampled(rest), adjacency)
     if unsampled_mu is not None:
@@ -381,14 +401,12 @@ def _delta_by_losses(counts: Mapping[DpEvent, int], adjacency: Adjacency, epsilo
     unsampled_mu = _only_gaussian(_unsampled(rest), adjacency)
     if unsampled_mu is not None:
         most = min(most, gaussian_delta(unsampled_mu, epsilon))
-    symmetric = all(is_symmetric(leaf, adjacency) for leaf in rest)
-    directions = (False,) if symmetric else (False, True)
     bound = -1.0
     for least in _DEPTHS:
         # Far tails take longer, and are looked at only if delta is small.
         if bound < 100 * least:
             log_deltas = []
-            for reverse in directions:
+            for reverse in _directions(rest, adjacency):
                 losses = losses_of(rest, adjacency, least, reverse)
                 log_deltas.append(log_delta_bound(losses, epsilon))
             bound = math.exp(max(log_deltas))
@@ -416,14 +434,20 @@ def _deltas_by_losses(
     if largest <= least:
         return most
     targets = [delta for delta in _TARGETS if least < delta < largest]
-    symmetric = all(is_symmetric(leaf, adjacency) for leaf in rest)
     bounds = []
-    for reverse in (False,) if symmetric else (False, True):
+    for reverse in _directions(rest, adjacency):
         losses = losses_of(rest, adjacency, least, reverse)
         curve = log_delta_curve(losses, epsilons[inside], [*targets, least])
         bounds.append(np.exp(curve))
     most[inside] = np.minimum(most[inside], np.max(bounds, axis=0))
     return most
+
+
+def _directions(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> tuple[bool, ...]:
+    """Returns whether to reverse the pairs: not, and also yes unless that changes no loss."""
+    if all(is_symmetric(leaf, adjacency) for leaf in counts):
+        return (False,)
+    return False, True
 
 
 def _largest_delta(counts: Mapping[DpEvent, int], adjacency: Adjacency) -> float:

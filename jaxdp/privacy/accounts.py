@@ -197,9 +197,10 @@ class Hold:
             label: The new account's label. "" keeps the label of `account`.
 
         Raises:
-            ValueError: The hold has no room on that dataset.
+            ValueError: The hold has no room on that dataset, or the account is of another ledger.
         """
         if isinstance(account, Account):
+            check_ledger(account, self.ledger)
             name = account.name
             label = label or account.label
         else:
@@ -235,6 +236,15 @@ class Hold:
         # A hold that cannot be closed lapses. The error of the body hides that failure.
         with contextlib.nullcontext() if kind is None else contextlib.suppress(OSError):
             self.close()
+
+
+def check_ledger(account: Account, ledger: "Ledger") -> None:
+    """Raises ValueError if an account is of another ledger."""
+    if account.ledger is not ledger:
+        raise ValueError(
+            f"account {account.name!r} belongs to the ledger {account.ledger.path!r}, not to "
+            f"{ledger.path!r}. Take it from this ledger: ledger.account({account.name!r})."
+        )
 
 
 def check_label(label: object) -> None:

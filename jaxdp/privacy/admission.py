@@ -11,7 +11,6 @@ from jaxdp.privacy.datasets import dataset_of
 from jaxdp.privacy.events import Counts, DpEvent
 from jaxdp.privacy.spends import Spends
 from jaxdp.privacy.store import Store
-from jaxdp.privacy.terms import Dataset
 
 Result = TypeVar("Result")
 
@@ -92,7 +91,7 @@ class Admission:
             held_by_others, with_own_holds = _beside(holds.held(db, dataset), own)
             # It is an exception, because a PLD must not run while the transaction holds the lock.
             question = Undecided(
-                self._check_of(dataset),
+                self._checks.setdefault(dataset.id, BudgetCheck(dataset)),
                 self._spends.tallies(db, dataset, partition),
                 held_by_others=held_by_others,
                 with_own_holds=with_own_holds,
@@ -101,9 +100,6 @@ class Admission:
             )
             if not question.is_allowed():
                 raise question
-
-    def _check_of(self, dataset: Dataset) -> BudgetCheck:
-        return self._checks.setdefault(dataset.id, BudgetCheck(dataset))
 
     def prepare(self, requests: Sequence[Request]) -> None:
         """Computes the losses of events that are new, which is slow.

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
-from jaxdp.files import check_numbers
+from jaxdp.files import check_delta, check_numbers
 from jaxdp.privacy.accounting import (
     ROUGH_ORDERS,
     Adjacency,
@@ -54,26 +54,22 @@ def calibrate_noise(
         ValueError: An argument is impossible. An event has no accounting rule. No noise up to 2^40
             meets the target, or 2^-20 meets it. Epsilon rises with the noise.
     """
-    check_numbers(epsilon=epsilon, tol=tol, delta=delta)
+    check_numbers(epsilon=epsilon, tol=tol)
     if not 0 < epsilon < math.inf:
         raise ValueError(f"epsilon must be finite and > 0, got {epsilon!r}.")
     if not 0 < tol <= 0.1:
         raise ValueError(f"tol must be in (0, 0.1], got {tol!r}.")
-    if not 0 <= delta < 1:
-        raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
+    check_delta(delta)
     # An event without a rule fails before the search begins.
     check_rules(composition(make_event(1.0)), adjacency=adjacency, method=method)
     costs: dict[float, float] = {}
 
-    # Several multipliers may give one event, such as a whole number of steps.
-    @functools.cache
-    def epsilon_of_event(counts: frozenset[tuple[DpEvent, int]]) -> float:
-        return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
-
     @functools.cache
     def cost(multiplier: float) -> float:
         counts = composition(make_event(multiplier))
-        costs[multiplier] = epsilon_of_event(frozenset(counts.items()))
+        costs[multiplier] = epsilon_of_counts(
+            counts, delta=delta, adjacency=adjacency, method=method
+        )
         # Estimates of a simulation vary by their draws. The bracket is right for any costs.
         is_simulated = any(isinstance(leaf, MonteCarloDpEvent) for leaf in counts)
         if not is_simulated:
@@ -162,6 +158,8 @@ def _refine(
             beyond_root = root * (1 + tol / 3) if is_near_low else root / (1 + tol / 3)
             if low < beyond_root < high:
                 guess = beyond_root
+        if not low < guess < high:
+            break  # no float lies between the ends
         cost_of_guess = cost(guess)
         if cost_of_guess <= target:
             high, cost_high = guess, cost_of_guess

@@ -21,7 +21,7 @@ _KEY = "contact "
 _LONGEST = 500
 
 
-def checked(fields: Mapping[str, Any]) -> dict[str, str]:
+def checked(**fields: Any) -> dict[str, str]:
     """Returns the fields that are not None. Raises TypeError or ValueError for an impossible one.
 
     "" is a field that is not known, or no longer.

@@ -27,7 +27,7 @@ from scipy import fft, signal
 
 from jaxdp.privacy.events import DpEvent
 from jaxdp.privacy.loss_distribution import MASS_ERROR, LossDistribution
-from jaxdp.privacy.losses import DEPTHS, distribution
+from jaxdp.privacy.losses import DEPTHS, distribution, is_symmetric
 from jaxdp.privacy.relations import Adjacency
 
 _UNIT = 2.0**-53
@@ -59,43 +59,30 @@ _MOST_EXPONENT = 2.0**24
 _MOMENT_MARGIN = 1e-3
 
 
-@dataclasses.dataclass(frozen=True)
 class Losses:
     """The losses of a composition in one direction.
 
     Attributes:
         parts: The distribution and the count of each kind of release.
         uncovered: A bound on the probability of a loss that no grid covers.
+        largest: The largest absolute value of a loss.
+        rounding: A bound on the rounding of the sum of all losses.
+        deviation: The standard deviation of the sum.
     """
 
-    parts: tuple[tuple[LossDistribution, int], ...]
-
-    @functools.cached_property
-    def uncovered(self) -> float:
-        """A bound on the probability of a loss that no grid covers."""
-        return math.fsum(count * part.uncovered for part, count in self.parts)
-
-    @functools.cached_property
-    def largest(self) -> float:
-        """The largest absolute value of a loss."""
-        return max(part.largest for part, _ in self.parts)
-
-    @functools.cached_property
-    def rounding(self) -> float:
-        """A bound on the rounding of the sum of all losses."""
-        return 16 * _UNIT * math.fsum(count * part.largest for part, count in self.parts)
-
-    @functools.cached_property
-    def deviation(self) -> float:
-        """The standard deviation of the sum."""
+    def __init__(self, parts: Sequence[tuple[LossDistribution, int]]):
+        self.parts = parts
+        self.uncovered = math.fsum(count * part.uncovered for part, count in parts)
+        self.largest = max(part.largest for part, _ in parts)
+        self.rounding = 16 * _UNIT * math.fsum(count * part.largest for part, count in parts)
         deviations = []
-        for part, count in self.parts:
+        for part, count in parts:
             masses = np.exp(part.log_masses)
             # Scaled, so that squares of small and large losses stay within float64.
             losses = part.losses / part.largest
             variance = float(masses @ (losses - masses @ losses) ** 2)
             deviations.append(part.largest * math.sqrt(count * max(variance, 1e-30)))
-        return math.hypot(*deviations)
+        self.deviation = math.hypot(*deviations)
 
     def log_moment(self, order: float) -> float:
         """Returns the logarithm of the mean of exp(order * sum)."""
@@ -116,9 +103,11 @@ def losses_of(
     # A delta near 1 needs digits of 1 - delta.
     infinite = _SPARE * delta * (1 - delta)
     for depth in DEPTHS:
-        leaves = [
-            (distribution(leaf, adjacency, reverse, depth), count) for leaf, count in counts.items()
-        ]
+        leaves = []
+        for leaf, count in counts.items():
+            # One entry of the cache serves both directions of a symmetric leaf.
+            is_reversed = reverse and not is_symmetric(leaf, adjacency)
+            leaves.append((distribution(leaf, adjacency, is_reversed, depth), count))
         if math.fsum(count * part.uncovered for part, count in leaves) <= infinite:
             break
     trimmed = []
@@ -129,7 +118,7 @@ def losses_of(
         if exponent > -1000:
             part = part.trimmed(2.0**exponent)
         trimmed.append((part, count))
-    return Losses(tuple(trimmed))
+    return Losses(trimmed)
 
 
 # --- Bounds by moments --------------------------------------------------------------------------

@@ -9,7 +9,6 @@ therefore dominated by this pair, and pairs of mechanisms compose (Zhu, Dong, Wa
 2106.08567, theorem 10).
 """
 
-import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -30,22 +29,14 @@ class CurvePair(NamedTuple):
     only_second: float
 
 
-@functools.lru_cache(maxsize=64)
-def curve_pair(
-    epsilons: tuple[float, ...], forward: tuple[float, ...], backward: tuple[float, ...]
-) -> CurvePair:
+def hull_pair(epsilons: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> CurvePair:
     """Returns the pair whose deltas are the hull of two curves.
 
     Args:
-        epsilons: 0 and further numbers, ascending.
-        forward: Bounds on delta at `epsilons`.
-        backward: Bounds on delta of the reversed pair at `epsilons`.
+        epsilons: 0 and further numbers, ascending [N].
+        forward: Bounds on delta at `epsilons` [N].
+        backward: Bounds on delta of the reversed pair at the first of `epsilons`, or at all.
     """
-    return hull_pair(np.array(epsilons), np.array(forward), np.array(backward))
-
-
-def hull_pair(epsilons: np.ndarray, forward: np.ndarray, backward: np.ndarray) -> CurvePair:
-    """Returns the pair of `curve_pair`. `backward` may lack the bounds at the last epsilons."""
     # a = exp(-epsilon), ascending, without a = 1.
     below = np.exp(-epsilons[len(backward) - 1 : 0 : -1])
     # Delta is 1 at a = 0.

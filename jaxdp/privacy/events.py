@@ -234,12 +234,16 @@ def _integer(low: int) -> Callable[[Any], int]:
     return check
 
 
+def _sequence(value: Any) -> Iterable[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise TypeError(f"must be a sequence, got {type(value).__name__}.")
+    return value
+
+
 def _step_counts(value: Any) -> int | tuple[int, ...]:
     if isinstance(value, numbers.Integral):
         return _integer(1)(value)
-    if isinstance(value, str) or not isinstance(value, Iterable):
-        raise TypeError(f"must be a sequence, got {type(value).__name__}.")
-    counts = tuple(map(_integer(1), value))
+    counts = tuple(map(_integer(1), _sequence(value)))
     if not counts:
         raise ValueError("must not be empty.")
     return counts
@@ -249,9 +253,7 @@ def _reals(low: float, high: float, sign: int) -> Callable[[Any], tuple[float, .
     """Returns a check of a sequence of numbers that rises, or falls with sign -1."""
 
     def check(value: Any) -> tuple[float, ...]:
-        if isinstance(value, str) or not isinstance(value, Iterable):
-            raise TypeError(f"must be a sequence, got {type(value).__name__}.")
-        numbers = tuple(map(_real(low, high), value))
+        numbers = tuple(map(_real(low, high), _sequence(value)))
         signed = [sign * number for number in numbers]
         if not numbers or signed != sorted(signed):
             raise ValueError("must be a sequence in order, and not empty.")
@@ -427,18 +429,17 @@ def _normal_form(leaf: DpEvent) -> DpEvent:
     PoissonSampled(1.0, Gaussian(2.0)) becomes Gaussian(2.0), and Gaussian(0.0) NonPrivate.
     """
     match leaf:
+        case OwnedGaussianDpEvent(sampling_probability=0.0):
+            return NoOpDpEvent()
         case (
             GaussianDpEvent(noise_multiplier=scale)
             | LaplaceDpEvent(noise_multiplier=scale)
             | SingleEpochTreeAggregationDpEvent(noise_multiplier=scale)
+            | OwnedGaussianDpEvent(noise_multiplier=scale)
         ):
             return NonPrivateDpEvent() if scale < _NO_NOISE else leaf
         case DiscreteLaplaceDpEvent(noise_parameter=0.0):
             return NonPrivateDpEvent()  # There is no such distribution.
-        case OwnedGaussianDpEvent(sampling_probability=0.0):
-            return NoOpDpEvent()
-        case OwnedGaussianDpEvent(noise_multiplier=scale):
-            return NonPrivateDpEvent() if scale < _NO_NOISE else leaf
         case RandomizedResponseDpEvent():
             if leaf.num_buckets == 1 or leaf.noise_parameter == 1:
                 return NoOpDpEvent()  # no answer depends on the record

@@ -7,18 +7,17 @@ import math
 import sqlite3
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jaxdp.files import shown
-from jaxdp.files.text import aligned
-from jaxdp.privacy.compositions import maximal, proven
+from jaxdp.files.text import finite, indented
+from jaxdp.privacy.compositions import maximal
 from jaxdp.privacy.events import Counts, composition, describe, from_json, kind
-from jaxdp.privacy.relations import Method
-from jaxdp.privacy.spent_epsilon import cached_epsilon, epsilon_of, used_epsilon
+from jaxdp.privacy.spent_epsilon import epsilon_of, remaining_epsilon, used_epsilon
 from jaxdp.privacy.terms import Dataset
 
 By = Literal["event", "type", "label", "run"]
-GROUPINGS = ("event", "type", "label", "run")
+GROUPINGS = get_args(By)
 # Each group needs two compositions, of about 0.1 s each.
 MOST_GROUPS = 50
 _SPENDS = (
@@ -83,8 +82,7 @@ class Explanation:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the explanation as plain data for JSON, with None for infinity."""
-        rows = [_finite(dataclasses.asdict(cost)) for cost in self.costs]
-        return _finite(dataclasses.asdict(self)) | {"costs": rows}
+        return dict(finite(dataclasses.asdict(self)))
 
     def text(self) -> str:
         """Returns the explanation as a table for people."""
@@ -100,14 +98,10 @@ class Explanation:
             numbers = [cost.alone, cost.marginal, cost.without, cost.remaining_without]
             texts = [f"{number:.6g}" for number in numbers]
             table.append([str(cost.releases), shown(cost.group) or "-", *texts])
-        lines += [f"  {line}" for line in aligned(table)]
+        lines += indented(table)
         if self.omitted:
             lines.append(f"  ... {self.omitted} more groups, the smallest ones alone")
         return "\n".join(lines)
-
-
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if value == math.inf else value for key, value in row.items()}
 
 
 def check_grouping(by: str) -> None:
@@ -241,12 +235,7 @@ def explained(
             return used_epsilon(dataset, counts)
         return epsilon_of(dataset, counts, delta)
 
-    def remaining(compositions: Sequence[Counts]) -> float:
-        if dataset.epsilon is None or dataset.delta is None:
-            return math.inf
-        used = max(used_epsilon(dataset, proven(counts)) for counts in compositions)
-        return max(0.0, dataset.epsilon - used)
-
+    remaining = functools.partial(remaining_epsilon, dataset)
     costs, omitted = costs_of(units, sizes, cost, remaining)
     everything = maximal(_sum(groups) for groups in units)
     return Explanation(
@@ -268,14 +257,14 @@ def marginals_of(account: Mapping[str, Any]) -> dict[int, float]:
     the report leaves out rows or if a filter's budget is its epsilon, and the smallest ones of more
     than 50.
     """
-    if not _is_whole(account) or account.get("accounting") == "renyi_filter":
+    dataset = terms_of(account)
+    if not _is_whole(account) or dataset.accounting == "renyi_filter":
         return {}
-    method: Method = "rdp" if account.get("accounting") == "rdp" else "auto"
     units = _units_of(account)
     sizes = {str(place): row["spends"] for place, row in enumerate(account["spends"])}
 
     def cost(counts: Counts) -> float:
-        return cached_epsilon(counts, account["delta"], account["adjacency"], method)
+        return epsilon_of(dataset, counts, account["delta"])
 
     costs, _ = costs_of(units, sizes, cost, lambda compositions: math.inf)
     return {int(row.group): row.marginal for row in costs}

@@ -28,7 +28,8 @@ from typing import Any
 import numpy as np
 
 from jaxdp.files import shown
-from jaxdp.files.text import aligned
+from jaxdp.files.text import finite, indented
+from jaxdp.privacy.accounting import epsilon_of_counts
 from jaxdp.privacy.events import (
     Counts,
     DiscreteLaplaceDpEvent,
@@ -46,7 +47,7 @@ from jaxdp.privacy.events import (
 from jaxdp.privacy.explanations import compositions_of, terms_of
 from jaxdp.privacy.relations import LABELS, Adjacency
 from jaxdp.privacy.rules import is_boundless, leaf_pure_epsilon, leaf_rules, pure_epsilon
-from jaxdp.privacy.spent_epsilon import cached_epsilon, deltas_of, epsilon_of
+from jaxdp.privacy.spent_epsilon import deltas_of, epsilon_of
 from jaxdp.privacy.terms import Dataset
 from jaxdp.privacy.units import unit_words
 
@@ -97,10 +98,7 @@ class GroupPrivacy:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the table as plain data for JSON, with None for infinity."""
-        fields = dataclasses.asdict(self)
-        for row in fields["groups"]:
-            row["epsilon"] = None if row["epsilon"] == math.inf else row["epsilon"]
-        return fields
+        return dict(finite(dataclasses.asdict(self)))
 
     def text(self) -> str:
         """Returns the table for people."""
@@ -110,7 +108,7 @@ class GroupPrivacy:
         for row in self.groups:
             way = "losses" if row.is_composed else "conversion"
             table.append([str(row.size), f"{row.epsilon:.6g}", way])
-        return "\n".join([*lines, *(f"  {line}" for line in aligned(table))])
+        return "\n".join([*lines, *indented(table)])
 
 
 def check_sizes(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -140,15 +138,14 @@ def _epsilons(
 ) -> list[GroupRow]:
     """Returns the rows of one composition."""
     rows = []
-    converted = _Conversion(dataset, counts, delta)
     for size in sizes:
         of_group = _counts_of_group(counts, size, dataset)
         if of_group is None:
-            rows.append(GroupRow(size, converted.epsilon(size), False))
+            rows.append(GroupRow(size, _converted(dataset, counts, delta, size), False))
             continue
         adjacency = _adjacency_of_group(of_group, dataset.adjacency)
         # Of a dataset by RDP too: the losses of several records of a sample have no rule there.
-        bound = cached_epsilon(of_group, delta, adjacency, "auto")
+        bound = epsilon_of_counts(of_group, delta=delta, adjacency=adjacency, method="auto")
         rows.append(GroupRow(size, bound, True))
     return rows
 
@@ -206,43 +203,35 @@ def _leaf_of_group(leaf: DpEvent, size: int, adjacency: Adjacency) -> DpEvent | 
 # --- Conversion ---------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class _Conversion:
-    """The conversion of a composition, whose curve of deltas serves all sizes."""
+def _converted(dataset: Dataset, counts: Counts, delta: float, size: int) -> float:
+    """Returns epsilon for `size` units, from the curve of deltas of one unit."""
+    epsilons, deltas = _curve(dataset, counts, delta)
+    powers = np.arange(size)[:, None] * epsilons
+    with np.errstate(divide="ignore", over="ignore"):
+        # 1 + e^epsilon + ... + e^((m-1) epsilon), in logarithms.
+        log_deltas = np.log(deltas) + np.logaddexp.reduce(powers, axis=0)
+        is_enough = log_deltas <= np.log(delta)
+    if not is_enough.any():
+        return math.inf
+    return float(size * epsilons[np.argmax(is_enough)])  # the first that is enough
 
-    dataset: Dataset
-    counts: Counts
-    delta: float
 
-    def epsilon(self, size: int) -> float:
-        """Returns epsilon for `size` units."""
-        epsilons, deltas = self._curve()
-        powers = np.arange(size)[:, None] * epsilons
-        with np.errstate(divide="ignore", over="ignore"):
-            # 1 + e^epsilon + ... + e^((m-1) epsilon), in logarithms.
-            log_deltas = np.log(deltas) + np.logaddexp.reduce(powers, axis=0)
-            is_enough = log_deltas <= np.log(self.delta)
-        if not is_enough.any():
-            return math.inf
-        return float(size * epsilons[np.argmax(is_enough)])  # the first that is enough
-
-    def _curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns ascending epsilons and their deltas for one unit."""
-        dataset = self.dataset
-        last = math.inf
-        if dataset.accounting != "renyi_filter":
-            last = pure_epsilon(self.counts, dataset.adjacency)
-        if self.delta > 0:
-            least = min(self.delta, _LEAST)
-            last = min(last, epsilon_of(dataset, self.counts, least))
-        if last == math.inf:
-            return np.zeros(1), np.ones(1)
-        # Small epsilons are the likely ones.
-        epsilons = last * np.linspace(0, 1, _POINTS) ** 2
-        # Among the epsilons only the last one, which is pure, has delta 0.
-        if self.delta == 0:
-            return epsilons[-1:], np.zeros(1)
-        return epsilons, deltas_of(dataset, self.counts, epsilons, least)
+def _curve(dataset: Dataset, counts: Counts, delta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ascending epsilons and their deltas for one unit."""
+    last = math.inf
+    if dataset.accounting != "renyi_filter":
+        last = pure_epsilon(counts, dataset.adjacency)
+    if delta > 0:
+        least = min(delta, _LEAST)
+        last = min(last, epsilon_of(dataset, counts, least))
+    if last == math.inf:
+        return np.zeros(1), np.ones(1)
+    # Small epsilons are the likely ones.
+    epsilons = last * np.linspace(0, 1, _POINTS) ** 2
+    # Among the epsilons only the last one, which is pure, has delta 0.
+    if delta == 0:
+        return epsilons[-1:], np.zeros(1)
+    return epsilons, deltas_of(dataset, counts, epsilons, least)
 
 
 # --- Reports ------------------------------------------------------------------------------------

@@ -55,6 +55,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from jaxdp.files import happened
+from jaxdp.files.text import finite
 from jaxdp.privacy import contacts, holds
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.privacy.accounts import (
@@ -65,6 +66,7 @@ from jaxdp.privacy.accounts import (
     Reservation,
     Spend,
     check_label,
+    check_ledger,
 )
 from jaxdp.privacy.admission import Admission, Request, names_of, sum_of_steps
 from jaxdp.privacy.budget import BudgetExceeded
@@ -72,7 +74,6 @@ from jaxdp.privacy.datasets import dataset_of, find_dataset, insert_dataset, pai
 from jaxdp.privacy.events import Counts, DpEvent, compose, composition, describe, from_json, to_json
 from jaxdp.privacy.ledger_reader import LedgerReader, check_text
 from jaxdp.privacy.privacy_warnings import warn_if_weak, warn_of_another_contact
-from jaxdp.privacy.reports import finite
 from jaxdp.privacy.store import Head, LedgerDamaged
 from jaxdp.privacy.terms import Accounting, Terms
 from jaxdp.privacy.times import now
@@ -188,9 +189,7 @@ class Ledger(LedgerReader):
             allow_unproven=allow_unproven,
             records=records,
         ).checked()
-        people = contacts.checked(
-            {"owner": owner, "purpose": purpose, "contact": contact, "approver": approver}
-        )
+        people = contacts.checked(owner=owner, purpose=purpose, contact=contact, approver=approver)
         warn_if_weak(epsilon=epsilon, delta=delta, records=records, unit=unit)
         with self._transaction() as db:
             dataset = find_dataset(db, name)
@@ -234,9 +233,7 @@ class Ledger(LedgerReader):
             TypeError, ValueError: A field is no text, or is longer than a line of 500 characters.
                 The dataset is not registered.
         """
-        people = contacts.checked(
-            {"owner": owner, "purpose": purpose, "contact": contact, "approver": approver}
-        )
+        people = contacts.checked(owner=owner, purpose=purpose, contact=contact, approver=approver)
         with self._transaction() as db:
             dataset_of(db, name)
             if not replace:
@@ -402,11 +399,7 @@ class Ledger(LedgerReader):
         step = composition(event)
         if not isinstance(account, Account):
             return Request(account, None, label, step)
-        if account.ledger is not self:
-            raise ValueError(
-                f"account {account.name!r} belongs to the ledger {account.ledger._path!r}, not to "
-                f"{self._path!r}. Take it from this ledger: ledger.account({account.name!r})."
-            )
+        check_ledger(account, self)
         hold = None if account.held is None else account.held._id
         return Request(account.name, hold, account.labelled(label), step)
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import datetime
-import math
 import os
+import sqlite3
 from collections.abc import Sequence
 from typing import Any, Self
 
-from jaxdp.files import check_numbers
+from jaxdp.files import check_delta
+from jaxdp.files.text import finite
 from jaxdp.privacy import contacts, explanations, group_privacy, report_text, reports, trade_offs
 from jaxdp.privacy.accounting import Adjacency, check_rules
 from jaxdp.privacy.compositions import proven
@@ -16,7 +17,7 @@ from jaxdp.privacy.events import Counts, DpEvent, compose, composition
 from jaxdp.privacy.explanations import By, Explanation
 from jaxdp.privacy.group_privacy import GroupPrivacy
 from jaxdp.privacy.spends import Spends
-from jaxdp.privacy.spent_epsilon import epsilon_of, total_epsilon, used_epsilon
+from jaxdp.privacy.spent_epsilon import largest_epsilon, remaining_epsilon, total_epsilon
 from jaxdp.privacy.statements import RenyiStatement, renyi_statement
 from jaxdp.privacy.store import SCHEMA_VERSION, Head, LedgerDamaged, Store, damaged
 from jaxdp.privacy.terms import Dataset
@@ -182,9 +183,7 @@ class LedgerReader:
         """
         if isinstance(names, str) or not names:
             raise ValueError(f"names must be a sequence of one or more datasets, got {names!r}.")
-        check_numbers(delta=delta)
-        if not 0 <= delta < 1:
-            raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
+        check_delta(delta)
         # All are read in one transaction, and so at one instant.
         accounts = []
         with self._transaction("DEFERRED") as db:
@@ -200,10 +199,17 @@ class LedgerReader:
         that is held counts as free, and unproven releases do not count. For a "renyi_filter"
         dataset it is the share of the Renyi bound that is left, times the budget's epsilon.
         """
+        dataset, compositions = self._borne(name, partition)
+        return remaining_epsilon(dataset, compositions)
+
+    def _borne(self, name: str, partition: str | None) -> tuple[Dataset, list[Counts]]:
+        """Returns a dataset, and what its units bear.
+
+        Callers compute epsilon of it after the transaction, because a PLD is slow.
+        """
         with self._transaction("DEFERRED") as db:
             dataset = dataset_of(db, name)
-            compositions = self._spends.compositions(db, dataset, partition)
-        return _remaining(dataset, compositions)
+            return dataset, self._spends.compositions(db, dataset, partition)
 
     def _epsilon(
         self,
@@ -215,10 +221,7 @@ class LedgerReader:
         step: Counts | None = None,
     ) -> float:
         """Returns epsilon of all releases, of the proven ones, or of all with a next `step`."""
-        # Epsilon is computed after the transaction, because a PLD is slow.
-        with self._transaction("DEFERRED") as db:
-            dataset = dataset_of(db, name)
-            compositions = self._spends.compositions(db, dataset, partition)
+        dataset, compositions = self._borne(name, partition)
         delta = _delta_for(dataset, delta)
         if proven_only:
             compositions = [proven(counts) for counts in compositions]
@@ -226,7 +229,7 @@ class LedgerReader:
             compositions = [counts + step for counts in compositions]
             for counts in compositions:
                 check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
-        return _largest_epsilon(dataset, compositions, delta)
+        return largest_epsilon(dataset, compositions, delta)
 
     def explain(self, name: str, *, delta: float | None = None, by: By = "event") -> Explanation:
         """Returns what each group of releases adds to epsilon, alone and beside the others.
@@ -256,7 +259,6 @@ class LedgerReader:
             dataset = dataset_of(db, name)
             units, sizes = explanations.spent_groups(db, dataset, by)
         delta = _delta_for(dataset, delta)
-        check_numbers(delta=delta)
         return explanations.explained(dataset, units, sizes, by=by, delta=delta)
 
     def trade_off(
@@ -281,15 +283,11 @@ class LedgerReader:
         Raises:
             ValueError: As in `epsilon`. `slack` is not in [0, 1).
         """
-        with self._transaction("DEFERRED") as db:
-            dataset = dataset_of(db, name)
-            compositions = self._spends.compositions(db, dataset, partition)
+        dataset, compositions = self._borne(name, partition)
         slack = dataset.delta if slack is None else slack
         if slack is None:
             raise ValueError(f"slack is needed: dataset {name!r} has no delta. Give 1e-5.")
-        check_numbers(slack=slack)
-        if not 0 <= slack < 1:
-            raise ValueError(f"slack must be in [0, 1), got {slack!r}.")
+        check_delta(slack, name="slack")
         return trade_offs.trade_off_of(dataset, compositions, slack)
 
     def renyi(self, name: str, *, partition: str | None = None) -> RenyiStatement:
@@ -306,9 +304,7 @@ class LedgerReader:
             A `RenyiStatement` of upper bounds. A "renyi_filter" dataset has its one order, and its
             bound once anything was spent.
         """
-        with self._transaction("DEFERRED") as db:
-            dataset = dataset_of(db, name)
-            compositions = self._spends.compositions(db, dataset, partition)
+        dataset, compositions = self._borne(name, partition)
         return renyi_statement(dataset, compositions)
 
     def group_privacy(
@@ -340,11 +336,8 @@ class LedgerReader:
         Raises:
             ValueError: As in `epsilon`, or a size is out of range.
         """
-        with self._transaction("DEFERRED") as db:
-            dataset = dataset_of(db, name)
-            compositions = self._spends.compositions(db, dataset, partition)
+        dataset, compositions = self._borne(name, partition)
         delta = _delta_for(dataset, delta)
-        check_numbers(delta=delta)
         sizes = group_privacy.check_sizes(sizes)
         return group_privacy.group_privacy_of(dataset, compositions, delta, sizes)
 
@@ -395,12 +388,12 @@ class LedgerReader:
             if entry.pop("unproven"):
                 entry["headline"] = "inf (empirical only)"
             else:
-                epsilon = _largest_epsilon(dataset, compositions, at_delta)
+                epsilon = largest_epsilon(dataset, compositions, at_delta)
                 entry["headline"] = f"{epsilon:.6g}"
             proven_parts = [proven(counts) for counts in compositions]
-            proven_epsilon = _largest_epsilon(dataset, proven_parts, at_delta)
-            entry["proven_epsilon"] = reports.finite(proven_epsilon)
-            entry["remaining"] = reports.finite(_remaining(dataset, compositions))
+            proven_epsilon = largest_epsilon(dataset, proven_parts, at_delta)
+            entry["proven_epsilon"] = finite(proven_epsilon)
+            entry["remaining"] = finite(remaining_epsilon(dataset, compositions))
             entries.append(entry)
         return {
             "path": self._path,
@@ -439,9 +432,8 @@ class LedgerReader:
             Rows with "day" (ISO), "dataset", "spends" (of that day), "epsilon" (of everything until
             its end) and "delta". By default it is the registered one.
         """
-        with self._transaction("DEFERRED") as db:
-            dataset = dataset_of(db, name)
-            return reports.by_day(db, dataset, _delta_for(dataset, delta), timezone)
+        dataset, rows = self._spent(name)
+        return reports.by_day(rows, dataset, _delta_for(dataset, delta), timezone)
 
     def growth(
         self, name: str, *, delta: float | None = None, points: int = 40
@@ -461,9 +453,14 @@ class LedgerReader:
             raise ValueError(
                 f"points must be at least 1, got {points}. Give the number of rows to return."
             )
+        dataset, rows = self._spent(name)
+        return reports.growth(rows, dataset, _delta_for(dataset, delta), points)
+
+    def _spent(self, name: str) -> tuple[Dataset, list[sqlite3.Row]]:
+        """Returns a dataset and its spends. Epsilon of them is computed after the transaction."""
         with self._transaction("DEFERRED") as db:
             dataset = dataset_of(db, name)
-            return reports.growth(db, dataset, _delta_for(dataset, delta), points)
+            return dataset, reports.spent(db, dataset)
 
     # --- The file --------------------------------------------------------------------------------
 
@@ -519,17 +516,5 @@ def _delta_for(dataset: Dataset, delta: float | None) -> float:
         raise ValueError(
             f"delta is needed: dataset {dataset.name!r} has none registered. Give one."
         )
+    check_delta(delta)
     return delta
-
-
-def _largest_epsilon(dataset: Dataset, compositions: Sequence[Counts], delta: float) -> float:
-    """Returns epsilon of the units that bear most."""
-    return max(epsilon_of(dataset, counts, delta) for counts in compositions)
-
-
-def _remaining(dataset: Dataset, compositions: Sequence[Counts]) -> float:
-    """Returns the budget's epsilon less the spent one, or infinity without a budget."""
-    if dataset.epsilon is None or dataset.delta is None:
-        return math.inf
-    used = max(used_epsilon(dataset, proven(counts)) for counts in compositions)
-    return max(0.0, dataset.epsilon - used)

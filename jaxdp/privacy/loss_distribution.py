@@ -124,6 +124,7 @@ class LossDistribution:
         uncovered: The probability of an infinite loss.
         losses, log_masses: Nodes of the losses, for moments.
         lowest, highest: The ends of the finite losses.
+        largest: The largest absolute value of a loss.
     """
 
     def __init__(
@@ -145,16 +146,12 @@ class LossDistribution:
             ends += [sign * loss for loss in piece.ends()]
         self.lowest = min([float(self.losses.min()), *ends])
         self.highest = max([float(self.losses.max()), *ends])
+        self.largest = max(abs(self.lowest), abs(self.highest))
         # The probability of the largest losses that are taken for infinite.
         self._trimmed_mass = 0.0
         self._trimmed: dict[float, LossDistribution] = {}
         self._moments: dict[float, float] = {}
         self._lattices: dict[float, tuple[int, np.ndarray]] = {}
-
-    @property
-    def largest(self) -> float:
-        """The largest absolute value of a loss."""
-        return max(abs(self.lowest), abs(self.highest))
 
     def trimmed(self, spare: float) -> "LossDistribution":
         """Returns the distribution whose largest losses are infinite.

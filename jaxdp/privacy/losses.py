@@ -5,11 +5,12 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from scipy import special
 
-from jaxdp.privacy.curve_pairs import curve_pair
+from jaxdp.privacy.curve_pairs import hull_pair
 from jaxdp.privacy.events import (
     MOST_NOISE,
     DiscreteLaplaceDpEvent,
@@ -33,7 +34,7 @@ from jaxdp.privacy.loss_densities import (
     truncated_batches,
     two_sided,
 )
-from jaxdp.privacy.loss_distribution import LossDistribution
+from jaxdp.privacy.loss_distribution import LossDistribution, Piece
 from jaxdp.privacy.relations import Adjacency, distance_factor
 from jaxdp.privacy.renyi_pairs import RenyiCurve, renyi_pair
 
@@ -57,14 +58,12 @@ def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
     match leaf:
         case PureDpEvent() | GaussianDpEvent() | LaplaceDpEvent() | DiscreteLaplaceDpEvent():
             return True
-        case TruncatedSubsampledGaussianDpEvent():
+        case TruncatedSubsampledGaussianDpEvent() | PoissonSampledDpEvent(event=GaussianDpEvent()):
             return True
         case MonteCarloDpEvent():
             return adjacency in ("add_remove", "zero_out")
         case RandomizedResponseDpEvent():
             return adjacency != "add_remove"
-        case PoissonSampledDpEvent(event=GaussianDpEvent()):
-            return True
         case PoissonSampledDpEvent(event=LaplaceDpEvent()):
             return adjacency != "replace_one"
         case OwnedGaussianDpEvent():
@@ -75,16 +74,12 @@ def has_distribution(leaf: DpEvent, adjacency: Adjacency) -> bool:
 def is_symmetric(leaf: DpEvent, adjacency: Adjacency) -> bool:
     """Returns whether both directions of a leaf have the same losses."""
     match leaf:
-        case MonteCarloDpEvent():
+        case MonteCarloDpEvent() | OwnedGaussianDpEvent():
             return False
-        case RandomizedResponseDpEvent():
-            return adjacency == "replace_one"
-        case PoissonSampledDpEvent():
+        case RandomizedResponseDpEvent() | PoissonSampledDpEvent():
             return adjacency == "replace_one"
         case TruncatedSubsampledGaussianDpEvent():
             return adjacency == "replace_one"
-        case OwnedGaussianDpEvent():
-            return False
     return True
 
 
@@ -120,11 +115,10 @@ def tamed(leaf: DpEvent) -> DpEvent:
             )
         case PoissonSampledDpEvent(sampling_probability=q, event=event):
             return PoissonSampledDpEvent(max(q, _LEAST), tamed(event))
-        case SampledWithoutReplacementDpEvent(source_dataset_size=records, sample_size=size):
-            event = tamed(leaf.event)
-            if isinstance(event, GaussianDpEvent | LaplaceDpEvent):
-                event = type(event)(min(event.noise_multiplier, _MOST_NOISE_OF_SAMPLES))
-            return SampledWithoutReplacementDpEvent(records, size, event)
+        case SampledWithoutReplacementDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
+            event = GaussianDpEvent(min(sigma, _MOST_NOISE_OF_SAMPLES))
+            size = leaf.sample_size
+            return SampledWithoutReplacementDpEvent(leaf.source_dataset_size, size, event)
         case PureDpEvent(epsilon=loss):
             return type(leaf)(max(loss, _LEAST))
         case DiscreteLaplaceDpEvent(noise_parameter=rate, sensitivity=sensitivity):
@@ -159,47 +153,48 @@ def distribution(
 ) -> LossDistribution:
     """Returns the losses of a leaf. `depth` is one of `DEPTHS`."""
     factor = float(distance_factor(adjacency))
-    # One entry of the cache then serves both directions.
-    reverse = reverse and not is_symmetric(leaf, adjacency)
     # What no interval covers: at most two tails of two Gaussians and two gaps between them. Masses
     # may underflow too.
-    uncovered = 8 * float(special.ndtr(-reach_of(depth))) + 1e-300
+    tails = 8 * float(special.ndtr(-reach_of(depth))) + 1e-300
+    atoms: tuple[np.ndarray, np.ndarray] | None = None
+    pieces: Sequence[Piece] = ()
+    uncovered = 0.0
     match leaf:
         case PureDpEvent(epsilon=loss):
-            return LossDistribution(pure_pair(loss), (), 0.0, reverse)
+            atoms = pure_pair(loss)
         case RandomizedResponseDpEvent():
-            return LossDistribution(randomized_response(leaf, adjacency), (), 0.0, reverse)
+            atoms = randomized_response(leaf, adjacency)
         case MonteCarloDpEvent():
-            curves = curve_pair(leaf.epsilons, leaf.forward, leaf.backward)
-            lost = curves.only_second if reverse else curves.only_first
+            epsilons = np.array(leaf.epsilons)
+            curves = hull_pair(epsilons, np.array(leaf.forward), np.array(leaf.backward))
+            atoms = curves.atoms
+            uncovered = curves.only_second if reverse else curves.only_first
             # Wrong bounds bound nothing, as an infinite loss does.
-            lost += leaf.failure_probability
-            return LossDistribution(curves.atoms, (), lost, reverse)
+            uncovered += leaf.failure_probability
         case RenyiCurve():
-            bounded = renyi_pair(leaf, depth)
-            return LossDistribution(bounded.atoms, (), bounded.only_first, reverse)
+            atoms, uncovered, _ = renyi_pair(leaf, depth)
         case DiscreteLaplaceDpEvent():
             atoms = _discrete_laplace(leaf.noise_parameter, int(factor) * leaf.sensitivity)
-            return LossDistribution(atoms, (), 0.0, reverse)
         case LaplaceDpEvent(noise_multiplier=scale):
             atoms, pieces = laplace_losses(factor / scale, 1.0)
-            return LossDistribution(atoms, pieces, 0.0, reverse)
         case PoissonSampledDpEvent(event=LaplaceDpEvent(noise_multiplier=scale)):
             atoms, pieces = laplace_losses(1 / scale, leaf.sampling_probability)
-            return LossDistribution(atoms, pieces, 0.0, reverse)
         case GaussianDpEvent(noise_multiplier=sigma):
             pieces = [one_sided(1.0, sigma / factor, 1.0, depth)]
-            return LossDistribution(None, pieces, uncovered, reverse)
+            uncovered = tails
         case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
             pair = two_sided if adjacency == "replace_one" else one_sided
             pieces = [pair(1.0, sigma, leaf.sampling_probability, depth)]
-            return LossDistribution(None, pieces, uncovered, reverse)
+            uncovered = tails
         case OwnedGaussianDpEvent():
-            return LossDistribution(None, [owned_records(leaf, depth)], uncovered, reverse)
+            pieces = [owned_records(leaf, depth)]
+            uncovered = tails
         case TruncatedSubsampledGaussianDpEvent():
             pieces = truncated_batches(leaf, adjacency, depth)
-            return LossDistribution(None, pieces, uncovered, reverse)
-    raise AssertionError(f"no loss distribution for {leaf!r}")
+            uncovered = tails
+        case _:
+            raise AssertionError(f"no loss distribution for {leaf!r}")
+    return LossDistribution(atoms, pieces, uncovered, reverse)
 
 
 def pure_pair(epsilon: float) -> tuple[np.ndarray, np.ndarray]:

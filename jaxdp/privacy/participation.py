@@ -22,11 +22,9 @@ and composes as any pair does.
 """
 
 import dataclasses
-import functools
-import math
 
 import numpy as np
-from scipy import linalg, special
+from scipy import linalg
 
 from jaxdp.files import check_count, check_numbers
 from jaxdp.privacy.events import (
@@ -38,12 +36,11 @@ from jaxdp.privacy.events import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
+from jaxdp.privacy.mixtures import Bins, Renewals
 from jaxdp.privacy.simulation import falling, rounded_up, simulated
 
 DRAWS = 2**18
 FAILURE_PROBABILITY = 1e-8
-# Shifts so long that participation hides nothing. The run is charged as one without randomness.
-_LONGEST = 400.0
 
 
 def cyclic_poisson_event(
@@ -110,6 +107,7 @@ def balls_in_bins_event(
     """
     check_count("bins", bins, 1)
     matrix = checked_strategy(strategy, steps, no_negative=True)
+    _check_noise(noise_multiplier)
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
     taking_part = (np.arange(steps)[:, None] % bins == np.arange(bins)).astype(float)
@@ -117,7 +115,9 @@ def balls_in_bins_event(
     # The products of the shifts are all that the losses depend on, [b, b] for any T.
     mixture = Bins(shifts.T @ shifts / noise_multiplier**2)
     name = f"BallsInBins({bins}, {steps}, {_text(noise_multiplier, strategy)})"
-    return _event(mixture, name, draws, failure_probability, seed)
+    return simulated(
+        mixture, mechanism=name, draws=draws, failure_probability=failure_probability, seed=seed
+    )
 
 
 def b_min_sep_event(
@@ -152,13 +152,16 @@ def b_min_sep_event(
     if not 0 < sampling_probability <= 1:
         raise ValueError(f"sampling_probability must be in (0, 1], got {sampling_probability}.")
     matrix = checked_strategy(strategy, steps, no_negative=True, separation=separation)
+    _check_noise(noise_multiplier)
     if noise_multiplier == 0:
         return NonPrivateDpEvent()
     matrix = np.eye(steps) if matrix is None else _whole(matrix)
     mixture = Renewals(matrix / noise_multiplier, separation, sampling_probability)
     pattern = f"{separation}, {sampling_probability:.9g}, {steps}"
     name = f"BMinSep({pattern}, {_text(noise_multiplier, strategy)})"
-    return _event(mixture, name, draws, failure_probability, seed)
+    return simulated(
+        mixture, mechanism=name, draws=draws, failure_probability=failure_probability, seed=seed
+    )
 
 
 def truncated_event(event: DpEvent, probability: float) -> DpEvent:
@@ -213,33 +216,15 @@ def truncated_event(event: DpEvent, probability: float) -> DpEvent:
     )
 
 
-def _event(
-    mixture: "Bins | Renewals",
-    mechanism: str,
-    draws: int,
-    failure_probability: float,
-    seed: bytes | None,
-) -> DpEvent:
-    check_count("draws", draws, 1)
-    if not 0 < failure_probability < 1:
-        raise ValueError(f"failure_probability must be in (0, 1), got {failure_probability}.")
-    if mixture.largest > _LONGEST:
-        # A Gaussian of as long a shift, for all who take part in any way.
-        return GaussianDpEvent(mixture.largest**-0.5)
-    if mixture.largest == 0:
-        return NoOpDpEvent()
-    return simulated(
-        mixture,
-        mechanism=mechanism,
-        draws=draws,
-        failure_probability=failure_probability,
-        seed=seed,
-    )
-
-
 def _text(noise_multiplier: float, strategy: np.ndarray | None) -> str:
     noise = f"Gaussian({noise_multiplier:.9g})"
     return noise if strategy is None else f"{noise}, correlated"
+
+
+def _check_noise(noise_multiplier: float) -> None:
+    check_numbers(noise_multiplier=noise_multiplier)
+    if not noise_multiplier >= 0:
+        raise ValueError(f"noise_multiplier must be at least 0, got {noise_multiplier}.")
 
 
 def checked_strategy(
@@ -302,175 +287,3 @@ def _check_bands(matrix: np.ndarray, most: int, name: str) -> None:
             f"strategy must have at most {name}={most} bands, got {bands}. Use more separation, or "
             "a banded strategy of fewer bands."
         )
-
-
-class Bins:
-    """The shifts of balls in bins, seen through the products <m_j, y> of a draw with all of them.
-
-    Args:
-        products: The products of the shifts with each other, float64 [b, b].
-    """
-
-    def __init__(self, products: np.ndarray):
-        self._products = products
-        self._squares = np.diag(products)
-        self.width = len(products)
-        self.largest = float(self._squares.max())
-        self.mean_square = float(self._squares.mean())
-        self._with_mean = products.mean(axis=0)
-        self.square_of_mean = float(self._with_mean.mean())
-
-    @functools.cached_property
-    def _root(self) -> np.ndarray | None:
-        """The square root of the products, or None where they are diagonal."""
-        if not (self._products - np.diag(self._squares)).any():
-            return None
-        values, vectors = np.linalg.eigh(self._products)
-        # Rounding may leave an eigenvalue just below 0.
-        root: np.ndarray = vectors * np.sqrt(np.maximum(values, 0.0)) @ vectors.T
-        return root
-
-    def _noise(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        noise = rng.standard_normal((count, self.width))
-        noise = noise * np.sqrt(self._squares) if self._root is None else noise @ self._root
-        values: np.ndarray = noise
-        return values
-
-    def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
-        """Returns values of N(scale m_j, I) with a uniform j, float64 [count, b]."""
-        own = rng.integers(self.width, size=count)
-        values: np.ndarray = scale * self._products[own] + self._noise(rng, count)
-        return values
-
-    def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
-        """Returns values of N(scale E_j m_j, I), float64 [count, b]."""
-        values: np.ndarray = scale * self._with_mean + self._noise(rng, count)
-        return values
-
-    def log_ratio(self, values: np.ndarray, scale: float) -> np.ndarray:
-        """Returns the logarithm of the density ratio of scaled shifts, float64 [count]."""
-        # log E_j exp(<s m_j, y> - |s m_j|^2 / 2), for the scale s.
-        exponents = scale * values - scale * scale * self._squares / 2
-        largest = exponents.max(axis=1)  # against overflow
-        exponents -= largest[:, None]
-        np.exp(exponents, out=exponents)
-        ratio: np.ndarray = largest + np.log(exponents.mean(axis=1))
-        return ratio
-
-    def along_mean(self, values: np.ndarray) -> np.ndarray:
-        """Returns the products of values with the mean shift, float64 [count]."""
-        product: np.ndarray = values.mean(axis=1)
-        return product
-
-
-@dataclasses.dataclass(frozen=True)
-class Renewals:
-    """The shifts of b-min-sep sampling.
-
-    Steps of a record move disjoint rows, so |m_x|^2 is the sum over its steps.
-
-    Args:
-        matrix: C / sigma, float64 [T, T], with at most b bands.
-        separation: b.
-        probability: p.
-    """
-
-    matrix: np.ndarray
-    separation: int
-    probability: float
-
-    @property
-    def width(self) -> int:
-        """T, the numbers of a draw."""
-        return len(self.matrix)
-
-    @property
-    def rate(self) -> float:
-        """The probability that a record is in a step: p / (1 + (b - 1) p)."""
-        return self.probability * self._may_begin
-
-    @property
-    def _may_begin(self) -> float:
-        """The probability that a record may take part in the first step."""
-        return 1 / (1 + (self.separation - 1) * self.probability)
-
-    @functools.cached_property
-    def _squares(self) -> np.ndarray:
-        squares: np.ndarray = np.square(self.matrix).sum(axis=0)
-        return squares
-
-    @functools.cached_property
-    def _mean(self) -> np.ndarray:
-        mean: np.ndarray = self.rate * self.matrix.sum(axis=1)
-        return mean
-
-    @functools.cached_property
-    def largest(self) -> float:
-        """The largest squared length of a shift, over all x with steps b or more apart."""
-        # best[t] is the largest sum of squares over steps from t on.
-        best = np.zeros(self.width + self.separation)
-        for step in reversed(range(self.width)):
-            taken = self._squares[step] + best[step + self.separation]
-            best[step] = max(best[step + 1], taken)
-        return float(best[0])
-
-    @property
-    def mean_square(self) -> float:
-        """The mean squared length of a shift."""
-        return float(self.rate * self._squares.sum())
-
-    @property
-    def square_of_mean(self) -> float:
-        """The squared length of the mean shift."""
-        return float(self._mean @ self._mean)
-
-    def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
-        """Returns values of N(scale m_x, I) with random x, float64 [count, T]."""
-        taking_part = np.zeros((count, self.width))
-        free_from = self.first_free(rng, count)
-        for step in range(self.width):
-            is_in = (free_from <= step) & (rng.random(count) < self.probability)
-            taking_part[is_in, step] = 1.0
-            free_from[is_in] = step + self.separation
-        noise = rng.standard_normal((count, self.width))
-        values: np.ndarray = scale * (taking_part @ self.matrix.T) + noise
-        return values
-
-    def first_free(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        """Returns the steps from which records may take part, in 0, ..., b - 1, int64 [count]."""
-        # In the stationary process a record waits w > 0 steps if it took part b - w steps before
-        # the first one.
-        waits = np.full(self.separation, self.rate)
-        waits[0] = self._may_begin
-        return rng.choice(self.separation, size=count, p=waits / waits.sum())
-
-    def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
-        """Returns values of N(scale E_x m_x, I), float64 [count, T]."""
-        values: np.ndarray = scale * self._mean + rng.standard_normal((count, self.width))
-        return values
-
-    def log_ratio(self, values: np.ndarray, scale: float) -> np.ndarray:
-        """Returns the logarithm of the density ratio of scaled shifts, float64 [count].
-
-        By dynamic programming over the steps, the last one first (arXiv 2602.09338, equation 2):
-        the ratio of the steps from t on is (1 - p) times that from t + 1 on, plus p times the
-        ratio of a participation in t times that from t + b on.
-        """
-        own = scale * (values @ self.matrix) - scale * scale * self._squares / 2
-        later = np.zeros((self.width + self.separation, len(values)))
-        # `math.log1p` raises for -1.
-        stays_out = math.log1p(-self.probability) if self.probability < 1 else -math.inf
-        takes_part = math.log(self.probability)
-        for step in reversed(range(self.width)):
-            without = stays_out + later[step + 1]
-            with_own = takes_part + own[:, step] + later[step + self.separation]
-            later[step] = np.logaddexp(without, with_own)  # equation 2
-        weights = np.full((self.separation, 1), self.rate)
-        weights[0] = self._may_begin
-        ratio: np.ndarray = special.logsumexp(later[: self.separation], axis=0, b=weights)
-        return ratio
-
-    def along_mean(self, values: np.ndarray) -> np.ndarray:
-        """Returns the products of values with the mean shift, float64 [count]."""
-        product: np.ndarray = values @ self._mean
-        return product

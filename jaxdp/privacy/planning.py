@@ -88,7 +88,14 @@ def plan_training(
         ValueError: Not exactly one of the four is None, a value is out of range, or no value meets
             the target.
     """
-    _check_plan(records, delta, batch_size, noise_multiplier, steps, epsilon)
+    _check_plan(
+        records,
+        delta,
+        batch_size=batch_size,
+        noise_multiplier=noise_multiplier,
+        steps=steps,
+        epsilon=epsilon,
+    )
     terms: Any = {"delta": delta, "adjacency": adjacency, "method": method}
 
     def event(size: float, noise: float, count: int) -> DpEvent:
@@ -134,21 +141,8 @@ def plan_training(
     )
 
 
-def _check_plan(
-    records: int,
-    delta: float,
-    batch_size: float | None,
-    noise_multiplier: float | None,
-    steps: int | None,
-    epsilon: float | None,
-) -> None:
+def _check_plan(records: int, delta: float, **arguments: float | None) -> None:
     """Raises ValueError unless one of four arguments is None, and the others are in range."""
-    arguments = {
-        "batch_size": batch_size,
-        "noise_multiplier": noise_multiplier,
-        "steps": steps,
-        "epsilon": epsilon,
-    }
     left_out = [name for name, value in arguments.items() if value is None]
     if len(left_out) != 1:
         raise ValueError(
@@ -159,16 +153,18 @@ def _check_plan(
         raise ValueError(f"records must be at least 1, got {records}.")
     if not 0 < delta < 1:
         raise ValueError(f"delta must be in (0, 1), got {delta}.")
+    batch_size = arguments["batch_size"]
     if batch_size is not None and not 0 < batch_size <= records:
         raise ValueError(
             f"batch_size must be in (0, {records}], up to the number of records, got {batch_size}."
         )
-    if noise_multiplier is not None and not 0 < noise_multiplier < math.inf:
-        raise ValueError(f"noise_multiplier must be > 0 and finite, got {noise_multiplier}.")
+    for name in ("noise_multiplier", "epsilon"):
+        value = arguments[name]
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be > 0 and finite, got {value}.")
+    steps = arguments["steps"]
     if steps is not None and not (0 < steps < math.inf and steps % 1 == 0):
         raise ValueError(f"steps must be an integer > 0, got {steps}.")
-    if epsilon is not None and not 0 < epsilon < math.inf:
-        raise ValueError(f"epsilon must be > 0 and finite, got {epsilon}.")
 
 
 def facts(

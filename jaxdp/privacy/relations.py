@@ -1,7 +1,7 @@
 """The neighbouring relations and the methods of accounting."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from dp_accounting import NeighboringRelation
 
@@ -23,7 +23,7 @@ PROTECTED: Mapping[str, str] = {
     "zero_out": "whole examples",
     "replace_label": "labels only",
 }
-METHODS = ("auto", "pld", "rdp")
+METHODS = get_args(Method)
 
 
 def distance_factor(adjacency: Adjacency) -> int:

@@ -1,15 +1,12 @@
 """Renyi DP of events."""
 
-import contextlib
 import functools
-import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from dp_accounting.rdp import RdpAccountant
 
 from jaxdp.privacy.events import (
-    ComposedDpEvent,
     DpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
@@ -18,7 +15,6 @@ from jaxdp.privacy.events import (
     PureDpEvent,
     RepeatAndSelectDpEvent,
     SampledWithoutReplacementDpEvent,
-    SelfComposedDpEvent,
     composition,
 )
 from jaxdp.privacy.losses import tamed
@@ -65,33 +61,15 @@ def _computed_rdp(leaf: DpEvent, adjacency: Adjacency, orders: Sequence[float]) 
         run = total_rdp(composition(leaf.event), adjacency, orders)
         return selection_rdp(orders, run, mean=leaf.mean, shape=leaf.shape) + SLACK
     event = rdp_event(tamed(leaf), adjacency)
-    match event:
-        case PoissonSampledDpEvent(
-            sampling_probability=q, event=GaussianDpEvent(noise_multiplier=sigma)
-        ) if 0 < q < 1 and sigma > 0 and adjacency in ("add_remove", "zero_out"):
-            return sampled_gaussian_rdp(q, sigma, orders).clip(0.0) + SLACK
+    # Of samples, only those of Gaussians have a rule.
+    if isinstance(event, PoissonSampledDpEvent):
+        sigma = event.event.noise_multiplier
+        rdp = sampled_gaussian_rdp(event.sampling_probability, sigma, orders)
+        return rdp.clip(0.0) + SLACK
     accountant = RdpAccountant(orders, RELATIONS[adjacency])
-    with _without_unused_orders(), np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):
         accountant.compose(event)
     return np.asarray(accountant.rdp).clip(0.0) + SLACK
-
-
-@contextlib.contextmanager
-def _without_unused_orders() -> Iterator[None]:
-    """Drops the log lines about orders at which an RDP series diverges.
-
-    These are infinite and never used.
-    """
-    logger = logging.getLogger("absl")
-
-    def keep(record: logging.LogRecord) -> bool:
-        return "failed to converge" not in record.getMessage()
-
-    logger.addFilter(keep)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keep)
 
 
 def rdp_event(event: DpEvent, adjacency: Adjacency) -> DpEvent:
@@ -102,16 +80,9 @@ def rdp_event(event: DpEvent, adjacency: Adjacency) -> DpEvent:
     match event:
         case GaussianDpEvent() | LaplaceDpEvent():
             return type(event)(event.noise_multiplier / distance_factor(adjacency))
-        case PoissonSampledDpEvent():
-            sampled = rdp_event(event.event, adjacency)
-            return PoissonSampledDpEvent(event.sampling_probability, sampled)
         case SampledWithoutReplacementDpEvent():
             sampled = rdp_event(event.event, adjacency)
             return SampledWithoutReplacementDpEvent(
                 event.source_dataset_size, event.sample_size, sampled
             )
-        case ComposedDpEvent():
-            return ComposedDpEvent([rdp_event(child, adjacency) for child in event.events])
-        case SelfComposedDpEvent():
-            return SelfComposedDpEvent(rdp_event(event.event, adjacency), event.count)
     return event

@@ -25,7 +25,6 @@ accountant takes the smaller one.
 """
 
 import dataclasses
-import functools
 import math
 
 import numpy as np
@@ -57,7 +56,6 @@ class RenyiCurve(DpEvent):
     pure: float
 
 
-@functools.lru_cache(maxsize=64)
 def renyi_pair(curve: RenyiCurve, depth: float) -> CurvePair:
     """Returns the pair of a curve.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import shown
-from jaxdp.files.text import aligned
+from jaxdp.files.text import indented
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.relations import LABELS, PROTECTED
 from jaxdp.privacy.times import local
@@ -128,7 +128,7 @@ def _spends(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> li
                 _time(last_at, timezone),
             ]
         )
-    lines = [f"  {line}" for line in aligned(table)]
+    lines = indented(table)
     if first["rows"] > len(first["spends"]):
         lines.append(f"  ... {first['rows'] - len(first['spends'])} more rows")
     return lines
@@ -143,7 +143,7 @@ def _runs(entry: Mapping[str, Any], timezone: datetime.tzinfo) -> list[str]:
         origin = [shown(row[key]) or "-" for key in ("who", "host", "run", "version")]
         times = [_time(row[key], timezone) for key in ("first_at", "last_at")]
         table.append([*origin, str(row["spends"]), str(row["open"]), *times])
-    lines = [f"  {line}" for line in aligned(table)]
+    lines = indented(table)
     if len(entry["runs"]) > _MOST_LINES:
         lines.append(f"  ... {len(entry['runs']) - _MOST_LINES} or more earlier runs")
     return lines

@@ -2,17 +2,16 @@
 
 import datetime
 import itertools
-import math
 import sqlite3
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp.files import parse_json
 from jaxdp.privacy import holds
 from jaxdp.privacy.compositions import maximal
 from jaxdp.privacy.events import Counts, composition, describe, from_json
-from jaxdp.privacy.spent_epsilon import epsilon_of
+from jaxdp.privacy.spent_epsilon import largest_epsilon
 from jaxdp.privacy.terms import Dataset
 from jaxdp.privacy.times import local, utc
 
@@ -101,11 +100,6 @@ def _event_fields(json: str) -> dict[str, Any]:
     return {"event": parse_json(json), "description": describe(from_json(json))}
 
 
-def finite(value: float) -> float | None:
-    """Returns a number for JSON, with None for infinity."""
-    return value if math.isfinite(value) else None
-
-
 def history(db: sqlite3.Connection, dataset: Dataset | None) -> list[dict[str, Any]]:
     """Returns the rows of `Ledger.history`."""
     rows = db.execute(_HISTORY, {"dataset": dataset and dataset.id}).fetchall()
@@ -119,14 +113,14 @@ def history(db: sqlite3.Connection, dataset: Dataset | None) -> list[dict[str, A
 
 
 def by_day(
-    db: sqlite3.Connection, dataset: Dataset, delta: float, timezone: datetime.tzinfo
+    rows: Sequence[sqlite3.Row], dataset: Dataset, delta: float, timezone: datetime.tzinfo
 ) -> list[dict[str, Any]]:
-    """Returns the rows of `Ledger.by_day`."""
+    """Returns the rows of `Ledger.by_day` from those of `spent`."""
 
     def day_of(row: sqlite3.Row) -> str:
         return local(row["reserved_at"], timezone).date().isoformat()
 
-    days = itertools.groupby(_spent(db, dataset), day_of)
+    days = itertools.groupby(rows, day_of)
     return [
         {
             "day": stretch.key,
@@ -140,10 +134,9 @@ def by_day(
 
 
 def growth(
-    db: sqlite3.Connection, dataset: Dataset, delta: float, points: int
+    rows: Sequence[sqlite3.Row], dataset: Dataset, delta: float, points: int
 ) -> list[dict[str, Any]]:
-    """Returns the rows of `Ledger.growth`."""
-    rows = _spent(db, dataset)
+    """Returns the rows of `Ledger.growth` from those of `spent`."""
     count = min(points, len(rows))
     # Row i of n belongs to chunk floor(i count / n), so chunks differ by at most one row.
     chunks = itertools.groupby(range(len(rows)), lambda i: i * count // len(rows))
@@ -160,7 +153,8 @@ def growth(
     ]
 
 
-def _spent(db: sqlite3.Connection, dataset: Dataset) -> list[sqlite3.Row]:
+def spent(db: sqlite3.Connection, dataset: Dataset) -> list[sqlite3.Row]:
+    """Returns the spends on a dataset, the oldest first."""
     return db.execute(
         "SELECT partition, json, reserved_at FROM spends JOIN events ON events.id = event WHERE "
         "dataset = ? ORDER BY spends.id",
@@ -190,5 +184,4 @@ def _grown(
             spent.setdefault(row["partition"], Counter()).update(events[row["json"]])
         spent_on_parts = [spent[""] + counts for part, counts in spent.items() if part]
         compositions = maximal(spent_on_parts) or [spent[""]]
-        epsilon = max(epsilon_of(dataset, counts, delta) for counts in compositions)
-        yield _Stretch(key, rows, epsilon)
+        yield _Stretch(key, rows, largest_epsilon(dataset, compositions, delta))

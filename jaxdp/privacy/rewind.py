@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-import sqlite3
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -68,13 +67,9 @@ def report_at(
             db.execute(_LATER_CONTACTS, (contacts,))
             db.execute(_LATER_DATASETS, (json.dumps(list(names)),))
             db.execute("COMMIT")
-            head = _head(db, history)
+            ledger_id, _, branch = history.partition(".")
+            head = chain.last_head(db, ledger_id, branch)
         # A ledger whose head is of a later spend would be refused.
         write_durably(pathlib.Path(f"{copy}.head"), chain.head_text(head))
         with Ledger(copy, read_only=True) as earlier:
             return earlier.report()
-
-
-def _head(db: sqlite3.Connection, history: str) -> chain.Head:
-    ledger, _, branch = history.partition(".")
-    return chain.last_head(db, ledger, branch)

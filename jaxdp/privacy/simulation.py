@@ -5,7 +5,8 @@ A run whose participations are random is dominated by the pair
     P = E_x N(m_x, I),   Q = N(0, I),
 
 where m_x is what participation x of a record adds to the noisy values, in standard deviations
-(`jaxdp.privacy.participation` has the proofs). With the loss L = log(P / Q),
+(`jaxdp.privacy.mixtures`). `jaxdp.privacy.participation` has the proofs. With the loss
+L = log(P / Q),
 
     delta(epsilon)  = E_P max(0, 1 - exp(epsilon - L)),
     delta'(epsilon) = E_Q max(0, 1 - exp(epsilon + L))      of the reversed pair.
@@ -28,15 +29,18 @@ mixture is at most that of its longest shift (joint convexity), which needs no s
 
 import math
 import secrets
-from typing import Protocol
 
 import numpy as np
 from scipy import special
 
-from jaxdp.privacy.events import MonteCarloDpEvent
+from jaxdp.files import check_count
+from jaxdp.privacy.events import DpEvent, GaussianDpEvent, MonteCarloDpEvent, NoOpDpEvent
 from jaxdp.privacy.gaussian import gaussian_delta, gaussian_epsilon
+from jaxdp.privacy.mixtures import Mixture
 
 _POINTS = 96
+# Shifts so long that participation hides nothing. The run is charged as one without randomness.
+_LONGEST = 400.0
 # The largest epsilon has this delta without randomness in participation.
 _LEAST_DELTA = 1e-16
 # The parts of the largest epsilon on which the draws are aimed.
@@ -47,41 +51,6 @@ _ROUNDED_UP = 1 + 1e-8
 _BLOCK = 2**20
 
 
-class Mixture(Protocol):
-    """A mixture of Gaussians of one standard deviation, by its shifts m_x.
-
-    Attributes:
-        width: The numbers of a draw.
-        largest: M, the largest squared length of a shift.
-        mean_square: E_x |m_x|^2.
-        square_of_mean: |E_x m_x|^2.
-    """
-
-    @property
-    def width(self) -> int: ...  # noqa: D102
-
-    @property
-    def largest(self) -> float: ...  # noqa: D102
-
-    @property
-    def mean_square(self) -> float: ...  # noqa: D102
-
-    @property
-    def square_of_mean(self) -> float: ...  # noqa: D102
-
-    def draw(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
-        """Returns values of N(scale m_x, I) with random x, float64 [count, width]."""
-
-    def draw_mean(self, rng: np.random.Generator, count: int, scale: float) -> np.ndarray:
-        """Returns values of N(scale E_x m_x, I), float64 [count, width]."""
-
-    def log_ratio(self, values: np.ndarray, scale: float) -> np.ndarray:
-        """Returns log E_x N(scale m_x, I) / N(0, I) at values, float64 [count]."""
-
-    def along_mean(self, values: np.ndarray) -> np.ndarray:
-        """Returns the products of values with E_x m_x, float64 [count]."""
-
-
 def simulated(
     mixture: Mixture,
     *,
@@ -89,8 +58,11 @@ def simulated(
     draws: int,
     failure_probability: float,
     seed: bytes | None,
-) -> MonteCarloDpEvent:
+) -> DpEvent:
     """Returns the event of a mixture against the Gaussian at 0.
+
+    It is a `MonteCarloDpEvent`, unless the shifts are 0 or so long that participation hides
+    nothing.
 
     Args:
         mixture: The mixture.
@@ -98,7 +70,18 @@ def simulated(
         draws: The draws of each of eight estimates, half of them of each direction.
         failure_probability: The probability that a delta of the event is too small.
         seed: 16 bytes for tests. None takes OS entropy.
+
+    Raises:
+        TypeError, ValueError: `draws` or `failure_probability` is out of range.
     """
+    check_count("draws", draws, 1)
+    if not 0 < failure_probability < 1:
+        raise ValueError(f"failure_probability must be in (0, 1), got {failure_probability}.")
+    if mixture.largest > _LONGEST:
+        # A Gaussian of as long a shift, for all who take part in any way.
+        return GaussianDpEvent(mixture.largest**-0.5)
+    if mixture.largest == 0:
+        return NoOpDpEvent()
     key = secrets.token_bytes(16) if seed is None else seed
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
     mu = math.sqrt(mixture.largest)

@@ -1,13 +1,11 @@
 """Epsilon of compositions by the accounting of their datasets, for one dataset and for several."""
 
-import functools
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxdp.privacy.accounting import (
-    Adjacency,
     Method,
     deltas_of_counts,
     epsilon_of_counts,
@@ -15,20 +13,20 @@ from jaxdp.privacy.accounting import (
     renyi_deltas,
     renyi_epsilon,
 )
-from jaxdp.privacy.compositions import combinations, is_proven
-from jaxdp.privacy.events import Counts, DpEvent
+from jaxdp.privacy.compositions import combinations, is_proven, proven
+from jaxdp.privacy.events import Counts
 from jaxdp.privacy.terms import Dataset
 
 # 3 * 0.1 is 0.30000000000000004 in binary. A budget of 0.3 must still allow three spends of 0.1.
 ROUNDING = 1e-12
-# The most distinct releases of a composition that is cached.
-_LARGEST_CACHED = 256
 
 
 def epsilon_of(dataset: Dataset, counts: Counts, delta: float) -> float:
     """Returns epsilon of a composition at `delta`, by the dataset's accounting."""
     if dataset.accounting != "renyi_filter":
-        return cached_epsilon(counts, delta, dataset.adjacency, dataset.method)
+        return epsilon_of_counts(
+            counts, delta=delta, adjacency=dataset.adjacency, method=dataset.method
+        )
     spent = renyi_spent(dataset, counts)
     if spent == 0 or math.isinf(spent):
         return spent
@@ -49,15 +47,9 @@ def deltas_of(dataset: Dataset, counts: Counts, epsilons: np.ndarray, least: flo
     Deltas far below `least` may be loose.
     """
     if dataset.accounting != "renyi_filter":
-        adjacency = dataset.adjacency
-        method = dataset.method
-        if len(counts) > _LARGEST_CACHED:
-            return deltas_of_counts(
-                counts, epsilons, least=least, adjacency=adjacency, method=method
-            )
-        # In their order: sums in another one differ in the last digits, and a report would too.
-        releases = tuple(counts.items())
-        return _remembered_deltas(releases, tuple(epsilons.tolist()), least, adjacency, method)
+        return deltas_of_counts(
+            counts, epsilons, least=least, adjacency=dataset.adjacency, method=dataset.method
+        )
     spent = renyi_spent(dataset, counts)
     if spent == 0:
         return np.zeros(len(epsilons))
@@ -80,36 +72,17 @@ def used_epsilon(dataset: Dataset, counts: Counts) -> float:
     return epsilon_of(dataset, counts, dataset.delta)
 
 
-def cached_epsilon(counts: Counts, delta: float, adjacency: Adjacency, method: Method) -> float:
-    """Returns `epsilon_of_counts`, cached for compositions with few distinct releases."""
-    if len(counts) > _LARGEST_CACHED:
-        return epsilon_of_counts(counts, delta=delta, adjacency=adjacency, method=method)
-    return remembered_epsilon(frozenset(counts.items()), delta, adjacency, method)
+def largest_epsilon(dataset: Dataset, compositions: Sequence[Counts], delta: float) -> float:
+    """Returns epsilon of the units that bear most."""
+    return max(epsilon_of(dataset, counts, delta) for counts in compositions)
 
 
-@functools.lru_cache(maxsize=4096)
-def remembered_epsilon(
-    counts: frozenset[tuple[DpEvent, int]], delta: float, adjacency: Adjacency, method: Method
-) -> float:
-    """Returns `epsilon_of_counts` of hashable counts, from its cache if possible."""
-    return epsilon_of_counts(dict(counts), delta=delta, adjacency=adjacency, method=method)
-
-
-# A report draws the curves of all data sets again after each stage, which spends from a few.
-@functools.lru_cache(maxsize=256)
-def _remembered_deltas(
-    counts: tuple[tuple[DpEvent, int], ...],
-    epsilons: tuple[float, ...],
-    least: float,
-    adjacency: Adjacency,
-    method: Method,
-) -> np.ndarray:
-    """Returns `deltas_of_counts` of hashable arguments, from its cache if possible."""
-    deltas = deltas_of_counts(
-        dict(counts), np.array(epsilons), least=least, adjacency=adjacency, method=method
-    )
-    deltas.flags.writeable = False
-    return deltas
+def remaining_epsilon(dataset: Dataset, compositions: Sequence[Counts]) -> float:
+    """Returns the budget's epsilon less the spent one, or infinity without a budget."""
+    if dataset.epsilon is None or dataset.delta is None:
+        return math.inf
+    used = max(used_epsilon(dataset, proven(counts)) for counts in compositions)
+    return max(0.0, dataset.epsilon - used)
 
 
 def total_epsilon(accounts: Sequence[tuple[Dataset, list[Counts]]], delta: float) -> float:
@@ -145,8 +118,11 @@ def total_epsilon(accounts: Sequence[tuple[Dataset, list[Counts]]], delta: float
     if any(dataset.accounting == "pld" for dataset in datasets):
         method = "auto"
     adjacency = datasets[0].adjacency
-    fixed = max(cached_epsilon(counts, delta_left, adjacency, method) for counts in sums)
-    return fixed + math.fsum(dataset.epsilon or 0.0 for dataset in filtered)
+    fixed = [
+        epsilon_of_counts(counts, delta=delta_left, adjacency=adjacency, method=method)
+        for counts in sums
+    ]
+    return max(fixed) + math.fsum(dataset.epsilon or 0.0 for dataset in filtered)
 
 
 def _check_one_change(datasets: Sequence[Dataset]) -> None:

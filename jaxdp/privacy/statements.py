@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.files import shown
-from jaxdp.files.text import aligned
+from jaxdp.files.text import finite, indented
 from jaxdp.privacy.events import (
     Counts,
     DpEvent,
@@ -54,11 +54,7 @@ class RenyiStatement:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the statement as plain data for JSON, with None for infinity."""
-        fields = dataclasses.asdict(self)
-        fields["rdp"] = [value if value < math.inf else None for value in self.rdp]
-        if self.rho == math.inf:
-            fields["rho"] = None
-        return fields
+        return dict(finite(dataclasses.asdict(self)))
 
     def text(self) -> str:
         """Returns rho and some orders for people."""
@@ -69,7 +65,7 @@ class RenyiStatement:
         few = [row for row in self.rows() if len(self.rdp) == 1 or row["order"] in _SHOWN]
         table = [["order", "Renyi DP"]]
         table += [[f"{row['order']:g}", f"{row['rdp']:.6g}"] for row in few]
-        lines += [f"  {line}" for line in aligned(table)]
+        lines += indented(table)
         return "\n".join(lines)
 
 
@@ -84,14 +80,14 @@ def renyi_statement(dataset: Dataset, compositions: Sequence[Counts]) -> RenyiSt
     ruled = [curve for curve in curves if curve is not None]
     divergences = np.max(ruled, axis=0) if len(ruled) == len(curves) else np.zeros(0)
     # The series of sampled releases diverges at some orders, of which nothing is known then.
-    finite = np.isfinite(divergences)
-    shown_orders = finite if finite.any() else np.ones(len(finite), bool)
-    orders = np.array(RDP_ORDERS)[: len(finite)][shown_orders]
+    is_finite = np.isfinite(divergences)
+    is_shown = is_finite if is_finite.any() else np.ones(len(is_finite), bool)
+    orders = np.array(RDP_ORDERS)[: len(is_finite)][is_shown]
     return RenyiStatement(
         dataset=dataset.name,
         adjacency=dataset.adjacency,
         orders=tuple(map(float, orders)),
-        rdp=tuple(map(float, divergences[shown_orders])),
+        rdp=tuple(map(float, divergences[is_shown])),
         rho=rho,
     )
 
@@ -138,7 +134,7 @@ def leaf_rho(leaf: DpEvent, adjacency: Adjacency) -> float | None:
         case GaussianDpEvent(noise_multiplier=sigma):
             return (distance_factor(adjacency) / float(sigma)) ** 2 / 2  # Proposition 1.6
         # zCDP has no amplification by sampling, so a sample is charged as the whole.
-        case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
-            return (distance_factor(adjacency) / float(sigma)) ** 2 / 2
+        case PoissonSampledDpEvent(event=GaussianDpEvent() as whole):
+            return leaf_rho(whole, adjacency)
     loss = leaf_pure_epsilon(leaf, adjacency)
     return loss * loss / 2 if loss < math.inf else None  # Proposition 1.4

@@ -146,7 +146,7 @@ class Store:
                 if is_old:
                     self._migrate()
                 self._check(self._read_head(), new=is_old)
-                self._check_anchor(self._read_anchor(), new=is_old)
+                self._check_anchor(self._read(self._anchor_path, "anchor"), new=is_old)
                 # A head that a crash left behind is brought up to date.
                 self._write_head()
                 database.share_with_group(path, self._head_path, self._anchor_path)
@@ -161,7 +161,8 @@ class Store:
     def _open_to_read(self, files: contextlib.ExitStack) -> None:
         path = database.existing(self.path)
         # These are read first, because the database may grow meanwhile.
-        head, anchor = self._read_head(), self._read_anchor()
+        head = self._read(self._head_path, "head")
+        anchor = self._read(self._anchor_path, "anchor")
         # Without these files SQLite would make them, with the reader as their owner, and lock out
         # the owner of the ledger. Then nobody has it open, and a copy is read.
         if all(pathlib.Path(f"{path}{suffix}").exists() for suffix in ("-wal", "-shm")):
@@ -213,14 +214,14 @@ class Store:
         if problem is not None:
             raise damaged(self.path, problem)
 
-    def _read_anchor(self) -> Head | None:
-        """Returns the position that the anchor has seen, or None if there is no anchor."""
+    def _read(self, path: pathlib.Path, what: str) -> Head | None:
+        """Returns the position that the head or the anchor has seen, or None if there is none."""
         try:
-            text = self._anchor_path.read_bytes()
+            text = path.read_bytes()
         except FileNotFoundError:
             return None
-        # An empty anchor was made by a process that died before it wrote.
-        return chain.head_of(text, self.path, "anchor") if text else None
+        # An empty one was made by a process that died before it wrote.
+        return chain.head_of(text, self.path, what) if text else None
 
     def _check_anchor(self, anchor: Head | None, *, new: bool) -> None:
         """Raises LedgerDamaged if the ledger lacks spends that its anchor has seen.
@@ -368,19 +369,9 @@ class Store:
         self._seen = head
 
     def _read_head(self) -> Head | None:
-        """Returns the head beside the database, or None if it is missing or empty."""
-        if not self.read_only:
-            # Twice as much as a head has, so that a longer file does not pass for one.
-            text = os.pread(self._head_file, 2 * chain.HEAD_BYTES, 0)
-        else:
-            try:
-                file = os.open(self._head_path, os.O_RDONLY)
-            except FileNotFoundError:
-                return None
-            try:
-                text = os.pread(file, 2 * chain.HEAD_BYTES, 0)
-            finally:
-                os.close(file)
+        """Returns the head of the locked file, or None if it is empty."""
+        # Twice as much as a head has, so that a longer file does not pass for one.
+        text = os.pread(self._head_file, 2 * chain.HEAD_BYTES, 0)
         return chain.head_of(text, self.path) if text else None
 
     def _write_head(self) -> None:

@@ -3,8 +3,9 @@
 import dataclasses
 import math
 import numbers
-from typing import Literal
+from typing import Literal, get_args
 
+from jaxdp.files import check_delta
 from jaxdp.privacy.accounting import (
     RDP_ORDERS,
     RELATIONS,
@@ -16,7 +17,6 @@ from jaxdp.privacy.accounting import (
 )
 
 Accounting = Literal["pld", "rdp", "renyi_filter"]
-_ACCOUNTINGS = ("pld", "rdp", "renyi_filter")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class Terms:
             raise ValueError(
                 f"adjacency must be one of {sorted(RELATIONS)}, got {self.adjacency!r}."
             )
-        if self.accounting not in _ACCOUNTINGS:
+        if self.accounting not in get_args(Accounting):
             raise ValueError(
                 f"accounting must be 'pld', 'rdp' or 'renyi_filter', got {self.accounting!r}."
             )
@@ -50,8 +50,8 @@ class Terms:
         for name, value in (("epsilon", epsilon), ("delta", delta)):
             if isinstance(value, bool) or not isinstance(value, numbers.Real | None):
                 raise TypeError(f"{name} must be a number or None, got {value!r}.")
-        if delta is not None and not 0 <= delta < 1:
-            raise ValueError(f"delta must be in [0, 1), got {delta!r}.")
+        if delta is not None:
+            check_delta(delta)
         if epsilon is not None and (not 0 < epsilon < math.inf or delta is None):
             raise ValueError(
                 "a budget needs a finite epsilon > 0 and a delta (0.0 for pure releases), got "

@@ -20,7 +20,7 @@ import numpy as np
 from scipy import special
 
 from jaxdp.files import shown
-from jaxdp.files.text import aligned
+from jaxdp.files.text import finite, indented
 from jaxdp.privacy.events import (
     Counts,
     DpEvent,
@@ -94,13 +94,12 @@ class TradeOff:
         table = [["false alarms", "misses at least"]]
         for alpha in _SHOWN:
             table.append([f"{alpha:g}", f"{math.floor(1e4 * self.at(alpha)) / 1e4:.4f}"])
-        lines += [f"  {line}" for line in aligned(table)]
+        lines += indented(table)
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the curve as plain data for JSON, with None for infinity."""
-        fields = dataclasses.asdict(self)
-        return {key: None if value == math.inf else value for key, value in fields.items()}
+        return dict(finite(dataclasses.asdict(self)))
 
 
 def trade_off_of(dataset: Dataset, compositions: Sequence[Counts], slack: float) -> TradeOff:
@@ -150,8 +149,8 @@ def _epsilons(dataset: Dataset, compositions: Sequence[Counts], least: float) ->
         if dataset.accounting != "renyi_filter":
             # At the pure epsilon delta is 0.
             ends.append(pure_epsilon(counts, dataset.adjacency))
-    finite = [end for end in ends if end <= _MOST_EPSILON]
-    return np.linspace(0.0, max(finite, default=0.0), _LINES)
+    inside = [end for end in ends if end <= _MOST_EPSILON]
+    return np.linspace(0.0, max(inside, default=0.0), _LINES)
 
 
 # --- Lines --------------------------------------------------------------------------------------
@@ -233,8 +232,8 @@ def leaf_mu(leaf: DpEvent, adjacency: Adjacency) -> float:
     match leaf:
         case GaussianDpEvent(noise_multiplier=sigma):
             return distance_factor(adjacency) / float(sigma)
-        case PoissonSampledDpEvent(event=GaussianDpEvent(noise_multiplier=sigma)):
-            return distance_factor(adjacency) / float(sigma)
+        case PoissonSampledDpEvent(event=GaussianDpEvent() as whole):
+            return leaf_mu(whole, adjacency)
         case OwnedGaussianDpEvent(noise_multiplier=sigma, records=records):
             return records / float(sigma)
     loss = leaf_pure_epsilon(leaf, adjacency)

@@ -11,13 +11,13 @@ import itertools
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.files import check_numbers
+from jaxdp.files import check_choice, check_numbers
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.metrics import equal_width_bin
 from jaxdp.recalibration.protocol import Method, Records
@@ -268,8 +268,7 @@ class HistogramBinning(Binning):
 
     def __post_init__(self) -> None:
         _check_count("bins", self.bins)
-        if self.form not in get_args(Form):
-            raise ValueError(f"form must be 'split' or 'published', got {self.form!r}.")
+        check_choice("form", self.form, Form)
 
     @property
     def cells(self) -> int:
@@ -484,7 +483,8 @@ class LogisticBinning(Binning):
         def step(_: int, line: jax.Array) -> jax.Array:
             q = jax.nn.sigmoid(design @ line)
             slope = total * q * (1 - q)  # derivative of the expected residual in the log-odds
-            weight = slope / jnp.maximum(variance * ((1 - q) ** 2 + q**2) + slope, 1e-6)
+            of_noise = variance * ((1 - q) ** 2 + q**2)
+            weight = slope / jnp.maximum(of_noise + slope, 1e-6)
             gradient = design.T @ (weight * ((1 - q) * right - q * wrong))
             gradient -= precision @ (line - prior)
             curvature = (design * (weight * slope)[:, None]).T @ design + precision

@@ -9,11 +9,13 @@ is the search after that. Positions are temperatures or their logarithms (`Brack
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxdp.files import check_choice
 
 Spacing = Literal["log", "linear"]
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -38,8 +40,7 @@ class Bracket:
                 "bracket must be (low, high) with 0 < low < high in float32, got "
                 f"{(self.low, self.high)}."
             )
-        if self.spacing not in get_args(Spacing):
-            raise ValueError(f"spacing must be 'log' or 'linear', got {self.spacing!r}.")
+        check_choice("spacing", self.spacing, Spacing)
 
     @classmethod
     def of(cls, ends: "Bracket | Sequence[Any]", spacing: Spacing = "log") -> "Bracket":

@@ -14,12 +14,16 @@ def claim(
     `charge` is the event, or a function `charge(account)` that charges an account as the stage
     does.
     """
-    with Ledger.in_memory() as ledger:
-        ledger.register("audited", adjacency=adjacency, unit="record")
-        account = ledger.account("audited", label="audit")
-        if isinstance(charge, DpEvent):
-            with account.spend(charge):
-                pass
-        else:
-            charge(account)
-        return account.epsilon(delta=delta)
+    account = audited(adjacency)
+    if isinstance(charge, DpEvent):
+        account.spend(charge)
+    else:
+        charge(account)
+    return account.epsilon(delta=delta)
+
+
+def audited(adjacency: Adjacency) -> Account:
+    """Returns an account of a new ledger in memory, from which nobody else spends."""
+    ledger = Ledger.in_memory()
+    ledger.register("audited", adjacency=adjacency, unit="record")
+    return ledger.account("audited", label="audit")

@@ -113,6 +113,22 @@ def program(function: jax.stages.Wrapped, *args: Any, **kwargs: Any) -> str:
     return function.lower(*args, **kwargs).as_text()
 
 
+_HOISTED = "jax_use_simplified_jaxpr_constants"
+
+
+def check_constants() -> None:
+    """Raises RuntimeError if texts of programs lack the arrays that a function closes over.
+
+    Functions that close over other arrays would then have one token, and share noise.
+    """
+    if jax.config.values.get(_HOISTED):
+        raise RuntimeError(
+            f"{_HOISTED} is True. Texts of programs then lack the arrays that a function closes "
+            "over, so a release that is repeated could put its old noise on another value. Nothing "
+            f'is spent. Begin Python with jax.config.update("{_HOISTED}", False).'
+        )
+
+
 @functools.lru_cache(maxsize=64)
 def calls_host(text: str) -> bool:
     """Returns whether a program calls code that no hash of the program covers.

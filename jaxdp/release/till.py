@@ -112,7 +112,13 @@ class Release(Generic[T]):
 
     @property
     def digest(self) -> str:
-        """A hash of label, programs and facts as they are now."""
+        """A hash of label, programs and facts as they are now.
+
+        Raises:
+          RuntimeError: Texts of programs lack constants (`identity.check_constants`).
+        """
+        if self.texts:
+            identity.check_constants()
         texts = [hashlib.sha256(text.encode()).hexdigest() for text in self.texts]
         return identity.digest([self.label, texts, self.facts()])
 

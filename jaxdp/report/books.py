@@ -19,30 +19,47 @@ from jaxdp.version import __version__
 
 _NUMBER = (float, type(None))
 _TEXT = (str, type(None))
-_RUN: dict[str, Any] = dict.fromkeys(("who", "host", "run", "version"), _TEXT)
-_RUN["first_at"] = str
-_RUN["last_at"] = str
-_SPEND: dict[str, Any] = dict.fromkeys(("first_label", "last_label"), _TEXT)
-_SPEND["event"] = object
-_SPEND["spends"] = int
-_SPEND["description"] = str
-_SPEND["first_at"] = str
-_SPEND["open"] = (int, type(None))
-_ACCOUNT: dict[str, Any] = dict.fromkeys(("name", "adjacency", "unit", "headline"), str)
-_ACCOUNT["delta"] = float
-_ACCOUNT["rows"] = int
-_ACCOUNT["records"] = (int, type(None))
-_ACCOUNT["budget"] = _NUMBER
-_ACCOUNT["proven_epsilon"] = _NUMBER
-_ACCOUNT["remaining"] = _NUMBER
-_ACCOUNT["open"] = list
-_ACCOUNT["runs"] = [_RUN]
-_ACCOUNT["spends"] = [_SPEND]
+_RUN = {
+    "who": _TEXT,
+    "host": _TEXT,
+    "run": _TEXT,
+    "version": _TEXT,
+    "first_at": str,
+    "last_at": str,
+}
+_SPEND = {
+    "first_label": _TEXT,
+    "last_label": _TEXT,
+    "event": object,
+    "spends": int,
+    "description": str,
+    "first_at": str,
+    "open": (int, type(None)),
+}
+_ACCOUNT = {
+    "name": str,
+    "adjacency": str,
+    "unit": str,
+    "headline": str,
+    "delta": float,
+    "rows": int,
+    "records": (int, type(None)),
+    "budget": _NUMBER,
+    "proven_epsilon": _NUMBER,
+    "remaining": _NUMBER,
+    "open": list,
+    "runs": [_RUN],
+    "spends": [_SPEND],
+}
 _CONTENT = {"head": (dict, type(None)), "datasets": [_ACCOUNT]}
-_STATE: dict[str, Any] = dict.fromkeys(("ledger", "link"), str)
-_STATE |= dict.fromkeys(("spend", "contacts"), int)
-_STATE["records"] = {str: (int, type(None))}
-_STATE["unfinished"] = [int]
+_STATE = {
+    "ledger": str,
+    "link": str,
+    "spend": int,
+    "contacts": int,
+    "records": {str: (int, type(None))},
+    "unfinished": [int],
+}
 STATES = [_STATE]
 
 
@@ -196,10 +213,12 @@ class Books:
     def only(self, names: Sequence[str]) -> "Books":
         """Returns the accounts of some data sets."""
         entries = [entry for entry in self.entries if entry["name"] in names]
+        payments = {payment["id"] for entry in entries for payment in entry["open"]}
         states = []
         for state in self.states or []:
             records = {name: state["records"][name] for name in names if name in state["records"]}
-            states.append({**state, "records": records})
+            unfinished = [number for number in state["unfinished"] if number in payments]
+            states.append({**state, "records": records, "unfinished": unfinished})
         content = {"head": self.head, "datasets": entries}
         content["states"] = None if self.states is None else states
         return Books(content | {"shared": self.shared, "runs": self.runs, "public": self.public})

@@ -93,7 +93,8 @@ def _rounded(
         # Whole numbers keep all their digits.
         place = min(exact.adjusted() + 1 - digits, 0)
         rounded = float(exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction))
-    return f"{rounded:.0f}" if abs(rounded) >= 1000 else f"{rounded:.{digits}g}"
+    # From 10**digits on "g" would write an exponent, and round once more, to nearest.
+    return f"{rounded:.0f}" if abs(rounded) >= 10**digits else f"{rounded:.{digits}g}"
 
 
 def _percent(value: float) -> str:

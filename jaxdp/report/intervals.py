@@ -36,9 +36,17 @@ def interval(share: float, count: int) -> str:
 def measured(value: Any) -> str:
     """Returns a number that was measured, for a page. A pair of a share and the number of cases has
     its interval.
+
+    Raises:
+      ValueError: A share is not in [0, 1], or there are no cases.
     """
     if isinstance(value, tuple | list):
         share, cases = value
+        if share < 0 or share > 1 or cases < 1:
+            raise ValueError(
+                f"a measured share must be in [0, 1] and of at least one case, got {share!r} of "
+                f"{cases!r} cases. Write 96 % of 50 cases as (0.96, 50)."
+            )
         return f"{interval(share, cases)}, {cases} cases"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 

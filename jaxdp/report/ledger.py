@@ -129,10 +129,6 @@ def ledger_facts(path: str | os.PathLike[str], *, delta: float = 1e-5) -> dict[s
             drawn = [account["name"] for account in touched[:CHARTS]]
             for group in groups:
                 account = group["account"]
-                group["growth"] = []
-                group["explanation"] = None
-                group["trade_off"] = None
-                group["families"] = None
                 if account["name"] in drawn:
                     group["explanation"] = copy.explain(account["name"], delta=account["delta"])
                     group["growth"] = copy.growth(
@@ -157,6 +153,10 @@ def _group(accounts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "share": _share(first),
         "words": unit_words(first["unit"]),
         "people": people,
+        "growth": [],
+        "explanation": None,
+        "trade_off": None,
+        "families": None,
     }
 
 

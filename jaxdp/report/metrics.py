@@ -172,9 +172,7 @@ def _to_json(path: tuple[Any, ...], value: Any) -> Any:
         if not isinstance(value, (bool, int, float)):
             raise TypeError(f"metric {name!r} is a {type(value).__name__}, which has no JSON form.")
     if isinstance(value, float) and not math.isfinite(value):
-        if math.isnan(value):
-            return "NaN"
-        return "Infinity" if value > 0 else "-Infinity"
+        return json.dumps(value)  # a key of `_NON_FINITE`
     return value
 
 

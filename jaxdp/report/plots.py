@@ -18,6 +18,7 @@ import numpy as np
 
 from jaxdp.files import explained_if_full, optional, shows_keywords
 from jaxdp.report.curve_axes import AxesKeywords, CurveAxes
+from jaxdp.report.html import round_up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -646,16 +647,10 @@ def _percent(value: float) -> str:
 
 
 def _number(value: float) -> str:
-    """Returns epsilon with three significant digits.
-
-    It is rounded up, so that a report does not understate the cost.
-    """
+    """Returns epsilon as pages show it, rounded up, so that no figure understates the cost."""
     if not math.isfinite(value):
         return "∞" if value == math.inf else "unknown"
-    if value <= 0:
-        return f"{value:g}"
-    scale = 10.0 ** (2 - math.floor(math.log10(value)))
-    return f"{math.ceil(round(value * scale, 6)) / scale:g}"
+    return round_up(value)
 
 
 def _gap(difference: float) -> str:

@@ -216,14 +216,15 @@ def write_page(
     title = "Privacy report of a ledger" if books.entries else "Privacy report"
     if run:
         title = "Privacy report: private training"
-    shown_facts: dict[str, Any] = {}
-    shown_facts["title"] = title
-    shown_facts["nothing"] = "No data set was charged."
-    shown_facts["settings"] = _rows(settings)
-    shown_facts["history"] = rows
-    shown_facts["headings"] = list(headings)
-    shown_facts["measured"] = said.get("measured", [])
-    shown_facts["told"] = said.get("told", [])
+    shown_facts: dict[str, Any] = {
+        "title": title,
+        "nothing": "No data set was charged.",
+        "settings": _rows(settings),
+        "history": rows,
+        "headings": list(headings),
+        "measured": said.get("measured", []),
+        "told": said.get("told", []),
+    }
     versions = run.get("versions", {})
     if "exact" in run:  # not in the files of earlier versions
         shown_facts["noise"] = noise_of(run["exact"])

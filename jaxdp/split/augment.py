@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.split.checks import one_of
+from jaxdp.files import check_choice
 from jaxdp.transforms.exact_scaling import in_units
 from jaxdp.transforms.noise import check_key
 
@@ -65,8 +65,8 @@ def hilbert_augment(
     _check_images(images)
     if axis not in (-3, -2, 1, 2):
         raise ValueError(f"axis must be -3 (height) or -2 (width), got {axis!r}.")
-    one_of(("figure", "eq5"), mode=mode)
-    one_of(("abs", "real"), output=output)
+    check_choice("mode", mode, ("figure", "eq5"))
+    check_choice("output", output, ("abs", "real"))
     pixels = images.astype(jnp.promote_types(images.dtype, jnp.float32))
     # The Nyquist frequency is not positive: NumPy counts it as negative.
     positive = np.fft.fftfreq(pixels.shape[axis]) > 0

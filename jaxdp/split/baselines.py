@@ -24,10 +24,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp.data import labels as shapes
 from jaxdp.data.storage import on_device
-from jaxdp.files import shows_keywords
+from jaxdp.files import check_choice, shows_keywords
 from jaxdp.models.training import Loss, fit_until_steady
 from jaxdp.split.backbone import Backbone, Params, in_batches
-from jaxdp.split.checks import check_labels, one_of
+from jaxdp.split.checks import check_labels
 from jaxdp.split.training import EpochKeywords, Training
 from jaxdp.transforms import losses
 
@@ -197,7 +197,7 @@ def offsite_tuning(
     Raises:
       ValueError: No block between the adapters can be dropped, or `drop` is unknown.
     """
-    one_of(("uniform", "random"), drop=drop)
+    check_choice("drop", drop, ("uniform", "random"))
     backbone, params = backbone.with_head(key, params, num_classes)
     blocks = _describe_blocks(backbone)
     ends = 1
@@ -429,11 +429,8 @@ class _Block(NamedTuple):
     keeps_shape: bool
 
 
-def _modules_of(blocks: Iterable[_Block]) -> set[str]:
-    modules: set[str] = set()
-    for block in blocks:
-        modules |= block.modules
-    return modules
+def _modules_of(blocks: Iterable[_Block]) -> frozenset[str]:
+    return frozenset[str]().union(*(block.modules for block in blocks))
 
 
 @functools.lru_cache

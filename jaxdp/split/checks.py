@@ -1,7 +1,6 @@
 """Checks of arguments. An error names the argument and never shows a client's data."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,14 +23,6 @@ def not_negative(**values: float) -> None:
     for name, value in values.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{name} must be finite and at least 0, got {value!r}.")
-
-
-def one_of(choices: Sequence[Any], **values: Any) -> None:
-    """Raises ValueError unless every value is one of the choices."""
-    for name, value in values.items():
-        if value not in choices:
-            *others, last = map(repr, choices)
-            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {value!r}.")
 
 
 def check_labels(labels: Any, count: int, num_classes: int) -> None:

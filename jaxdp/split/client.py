@@ -12,14 +12,15 @@ Neither order has a privacy guarantee (docs/design/split.md). `jaxdp.split.noisy
 """
 
 import functools
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from jaxdp.files import check_choice
 from jaxdp.split.backbone import Backbone, Params, in_batches
-from jaxdp.split.checks import not_negative, one_of
+from jaxdp.split.checks import not_negative
 from jaxdp.split.quantization import QuantizedFrontend, quantized_front
 from jaxdp.transforms import noise
 
@@ -55,7 +56,7 @@ def perturb_params(
     Raises:
       ValueError: alpha is negative or not finite, or the mode is unknown.
     """
-    one_of(get_args(NoiseMode), mode=mode)
+    check_choice("mode", mode, NoiseMode)
     not_negative(alpha=alpha)
     noise.check_key(key)
     return _perturbed(mode, key, params, alpha)
@@ -111,14 +112,8 @@ def represent(
           1.
     """
     backbone.check_images(images)
-    return in_batches(functools.partial(_represent, backbone, frontend, params), images, batch_size)
+    run = functools.partial(_front, backbone, frontend, params=params)
+    return in_batches(run, images, batch_size)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _represent(
-    backbone: Backbone,
-    frontend: QuantizedFrontend,
-    params: Params,
-    images: jax.Array,
-) -> jax.Array:
-    return quantized_front(backbone, frontend, images, params=params)
+_front = jax.jit(quantized_front, static_argnums=0)

@@ -4,7 +4,6 @@ The paper's sections are 3.4 and 3.5.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -207,18 +206,12 @@ def plan_copies(
         drawn = dataclasses.replace(traced, neighbors=retrieve_neighbors(x), key=key)
         return drawn.materialized()
 
-    def facts() -> list[Any]:
-        return [x, laplace_scale, copies, n_patches, prefix_tokens]
-
-    def programs() -> list[str]:
-        return texts
-
     event = published_event(laplace_scale)
     return Release(
         label=label,
         charges=[(account, event)],
-        facts=facts,
-        programs=programs,
+        facts=lambda: [x, laplace_scale, copies, n_patches, prefix_tokens],
+        programs=lambda: texts,
         compute=compute,
     )
 
@@ -240,22 +233,12 @@ def plan_noisy(
     event = published_event(laplace_scale)
     text = program(_noisy, stream(bytes(16), "noise"), x, laplace_scale)
 
-    def facts() -> list[Any]:
-        return [x, laplace_scale]
-
-    def programs() -> list[str]:
-        return [text]
-
-    def compute(secret: bytes) -> jax.Array:
-        key = stream(secret, "noise")
-        return _noisy(key, x, laplace_scale)
-
     return Release(
         label=label,
         charges=[(account, event)],
-        facts=facts,
-        programs=programs,
-        compute=compute,
+        facts=lambda: [x, laplace_scale],
+        programs=lambda: [text],
+        compute=lambda secret: _noisy(stream(secret, "noise"), x, laplace_scale),
     )
 
 

@@ -61,10 +61,11 @@ def _pack(
     fields: Mapping[str, Any],
     arrays: Mapping[str, Any],
     understand: Callable[..., Any],
+    *args: Any,
 ) -> bytes:
-    """Returns a package if `understand` accepts it."""
+    """Returns a package if `understand(package, *args)` accepts it."""
     arrays = {name: np.asarray(array) for name, array in arrays.items()}
-    understand(Package(kind, dict(fields), arrays))
+    understand(Package(kind, dict(fields), arrays), *args)
     return pack(kind, fields=fields, arrays=arrays)
 
 
@@ -72,13 +73,14 @@ def _unpack(
     data: bytes,
     kind: str,
     fields: Collection[str],
-    understand: Callable[[Package], Any],
     limits: Limits | None,
+    understand: Callable[..., Any],
+    *args: Any,
 ) -> Any:
-    """Reads a package that must have these fields and returns the result of `understand`."""
+    """Reads a package that must have these fields and returns `understand(package, *args)`."""
     package = unpack(data, kind, fields=fields, limits=limits, name=f"the package {kind!r}")
     try:
-        return understand(package)
+        return understand(package, *args)
     except Exception as error:  # a model with wrong attributes may raise anything when it is traced
         raise ValueError(
             f"the package {kind!r} is whole but of no use. Its sender must make another one: "
@@ -165,22 +167,14 @@ def pack_frontend(shipment: Shipment) -> bytes:
         "n_patches": shipment.n_patches,
         "clip_norm": shipment.clip_norm,
     }
-
-    def check(package: Package) -> Shipment:
-        return _shipment(package, Limits())
-
-    return _pack("frontend", fields, arrays, check)
+    return _pack("frontend", fields, arrays, _shipment, Limits())
 
 
 def unpack_frontend(data: bytes, *, limits: Limits | None = None) -> Shipment:
     """Reads a package of `pack_frontend`. It checks all numbers before it traces the model."""
     limits = limits or Limits()
     fields = ("model", "preprocessing", "cut", "bits", "copies", "n_patches", "clip_norm")
-
-    def read(package: Package) -> Shipment:
-        return _shipment(package, limits)
-
-    return _unpack(data, "frontend", fields, read, limits)
+    return _unpack(data, "frontend", fields, limits, _shipment, limits)
 
 
 def _shipment(package: Package, limits: Limits) -> Shipment:
@@ -497,22 +491,14 @@ def pack_upload(upload: Upload, shipment: Shipment) -> bytes:
             fields = dataclasses.asdict(upload.release)
             arrays = upload.released._asdict()
     fields |= {"mode": mode_of(upload), "frontend": shipment.fingerprint}
-
-    def check(package: Package) -> Upload:
-        return _upload(package, shipment, Limits())
-
-    return _pack("upload", fields, arrays, check)
+    return _pack("upload", fields, arrays, _upload, shipment, Limits())
 
 
 def unpack_upload(data: bytes, shipment: Shipment, *, limits: Limits | None = None) -> Upload:
     """Reads a package of `pack_upload` for the same shipment. A private upload must have noise."""
     limits = limits or Limits()
     fields = ("frontend", "mode", "num_classes")
-
-    def read(package: Package) -> Upload:
-        return _upload(package, shipment, limits)
-
-    return _unpack(data, "upload", fields, read, limits)
+    return _unpack(data, "upload", fields, limits, _upload, shipment, limits)
 
 
 def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
@@ -613,20 +599,12 @@ def pack_queries(representations: Any, shipment: Shipment) -> bytes:
     """
     fields = {"frontend": shipment.fingerprint}
     arrays = {"representations": representations}
-
-    def check(package: Package) -> np.ndarray:
-        return _queries(package, shipment)
-
-    return _pack("queries", fields, arrays, check)
+    return _pack("queries", fields, arrays, _queries, shipment)
 
 
 def unpack_queries(data: bytes, shipment: Shipment, *, limits: Limits | None = None) -> np.ndarray:
     """Reads a package of `pack_queries` for the same shipment."""
-
-    def read(package: Package) -> np.ndarray:
-        return _queries(package, shipment)
-
-    return _unpack(data, "queries", ["frontend"], read, limits)
+    return _unpack(data, "queries", ["frontend"], limits, _queries, shipment)
 
 
 def _queries(package: Package, shipment: Shipment) -> np.ndarray:

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import math
 import os
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,13 @@ import scipy.linalg
 from jaxdp import privacy
 from jaxdp.data.labels import check_labels, check_range
 from jaxdp.data.storage import on_device, own_copy
+from jaxdp.files import check_choice, check_numbers
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import counting
-from jaxdp.split.checks import check_numbers, not_negative, one_of
+from jaxdp.split.checks import not_negative
 from jaxdp.transforms import exact_scaling, noise
 from jaxdp.transforms.compiler import check_options
-from jaxdp.transforms.responses import BITS, response_threshold
+from jaxdp.transforms.responses import BITS, flipped, numbers, of_words, response_threshold
 
 Mechanism = Literal["gaussian", "laplace"]
 
@@ -154,7 +155,7 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
     """
     check_options()
     _check_norm(clip_norm)
-    one_of((1, 2), order=order)
+    check_choice("order", order, (1, 2))
     x = _float32(x)
     if x.ndim != 2 or not 1 <= x.shape[1] <= _WIDEST:
         raise ValueError(f"x must be [n, k] with k in [1, {_WIDEST}], got shape {x.shape}.")
@@ -218,27 +219,8 @@ def randomized_response(
     noise.check_key(key)
     threshold = response_threshold(num_classes, epsilon)
     labels = _check_labels(labels, num_classes)
-    words = jax.random.bits(key, (2, len(labels)), jnp.uint32)
-    return _respond(words, labels, num_classes, threshold)
-
-
-def _respond(
-    words: Any,
-    labels: np.ndarray,
-    num_classes: int,
-    threshold: int,
-) -> np.ndarray:
-    """Returns noisy labels int32 [n] from words uint32 [2, n], in integer arithmetic."""
-    if threshold == 0:
-        return labels
-    high, low = np.asarray(words).astype(np.uint64)
-    number = high << np.uint64(32) | low
-    # The first K - 1 runs of `threshold` numbers stand for the other labels, the rest of 2**64 for
-    # the true one.
-    run = number // np.uint64(threshold)
-    others = run < num_classes - 1
-    shift = np.where(others, run + np.uint64(1), np.uint64(0)).astype(np.int64)
-    return ((labels + shift) % num_classes).astype(np.int32)
+    drawn = numbers(key, len(labels))
+    return flipped(drawn, labels, np.uint64(threshold), num_classes)
 
 
 def label_noise_matrix(num_classes: int, epsilon: float) -> np.ndarray:
@@ -287,7 +269,7 @@ class PrivateRelease:
     mechanism: Mechanism = "gaussian"
 
     def __post_init__(self) -> None:
-        one_of(get_args(Mechanism), mechanism=self.mechanism)
+        check_choice("mechanism", self.mechanism, Mechanism)
         check_numbers(noise_multiplier=self.noise_multiplier, label_epsilon=self.label_epsilon)
         _check_norm(self.clip_norm)
         low, high = noise.range_of(np.float32)
@@ -321,7 +303,7 @@ class PrivateRelease:
         Raises:
           ValueError: An argument is out of range.
         """
-        one_of(get_args(Mechanism), mechanism=mechanism)
+        check_choice("mechanism", mechanism, Mechanism)
         if not 0 < label_share < 1:
             raise ValueError(f"label_share must be in (0, 1), got {label_share!r}.")
         label_epsilon = label_share * epsilon
@@ -430,7 +412,8 @@ class PrivateRelease:
         )
         shuffled = _check_labels(labels, self.num_classes)[np.asarray(order)]
         threshold = response_threshold(self.num_classes, self.label_epsilon)
-        return Released(features, _respond(words, shuffled, self.num_classes, threshold))
+        noisy = flipped(of_words(words), shuffled, np.uint64(threshold), self.num_classes)
+        return Released(features, noisy)
 
     def _arguments(self, x: Any, projection: Projection) -> tuple[Any, ...]:
         """Returns the arguments of `_release` after the key."""
@@ -585,17 +568,11 @@ def plan_release(
 
     settings = dataclasses.asdict(release)
 
-    def facts() -> list[Any]:
-        return [settings, representations, labels, *projection]
-
-    def programs() -> list[str]:
-        return [text]
-
     return Release(
         label=label,
         charges=[(account, release.event)],
-        facts=facts,
-        programs=programs,
+        facts=lambda: [settings, representations, labels, *projection],
+        programs=lambda: [text],
         compute=compute,
     )
 

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxdp.files import shows_keywords
+from jaxdp.files import check_choice, shows_keywords
 from jaxdp.models.vit import Product
 from jaxdp.split.backbone import Backbone, Params
-from jaxdp.split.checks import at_least, check_labels, one_of
+from jaxdp.split.checks import at_least, check_labels
 from jaxdp.transforms import losses
 from jaxdp.transforms.exact_scaling import in_units
 
@@ -91,7 +91,7 @@ class ScaleSearch:
 
     def __post_init__(self) -> None:
         _check_bits(self.bits)
-        one_of(("hessian", "mse"), metric=self.metric)
+        check_choice("metric", self.metric, ("hessian", "mse"))
         low, high, count = self.fractions
         if not (0 < low < high and count >= 1):
             raise ValueError(

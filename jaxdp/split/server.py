@@ -14,14 +14,14 @@ All images here are the server's own. A client's representations come from `jaxd
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, Unpack, get_args
+from typing import Any, Literal, NamedTuple, Protocol, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.storage import on_device
-from jaxdp.files import shows_keywords
+from jaxdp.files import check_choice, shows_keywords
 from jaxdp.models.training import (
     Loss,
     adam_state,
@@ -33,7 +33,7 @@ from jaxdp.models.training import (
 from jaxdp.report import progress_bar
 from jaxdp.split.augment import amplitude_exchange, hilbert_augment
 from jaxdp.split.backbone import Backbone, Params
-from jaxdp.split.checks import at_least, check_labels, one_of
+from jaxdp.split.checks import at_least, check_labels
 from jaxdp.split.quantization import (
     QuantizedFrontend,
     ScaleKeywords,
@@ -53,11 +53,7 @@ def merge_hilbert(images: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.
 
     Images are float32 [n, S, S, C] in [0, 1], and labels [n].
     """
-
-    def augment(rows: slice) -> jax.Array:
-        return hilbert_augment(images[rows])
-
-    return _merge(augment, images, labels)
+    return _merge(hilbert_augment, labels, images)
 
 
 def merge_amplitude_exchange(
@@ -69,23 +65,20 @@ def merge_amplitude_exchange(
     which says whose amplitudes an image takes. Arguments are otherwise those of `merge_hilbert`.
     """
     donors = jax.random.permutation(key, images)
-
-    def augment(rows: slice) -> jax.Array:
-        return amplitude_exchange(images[rows], donors[rows])
-
-    return _merge(augment, images, labels)
+    return _merge(amplitude_exchange, labels, images, donors)
 
 
 def _merge(
-    augment: Callable[[slice], jax.Array],
-    images: jax.Array,
+    augment: Callable[..., jax.Array],
     labels: jax.Array,
+    images: jax.Array,
+    *donors: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Appends the augmented forms of all rows, and repeats the labels."""
+    """Appends `augment(images, *donors)` of all rows, and repeats the labels."""
     augmented = []
     for start in range(0, len(images), 256):  # batches bound the memory of the spectra
         rows = slice(start, start + 256)
-        augmented.append(augment(rows))
+        augmented.append(augment(images[rows], *(x[rows] for x in donors)))
     merged_images = jnp.concatenate([images, *augmented])
     merged_labels = jnp.concatenate([labels, labels])
     return merged_images, merged_labels
@@ -125,7 +118,7 @@ def calibrate_frontends(
       ValueError: The partition is unknown, there are fewer images than parts, samples is less than
         1, or as `search_scales`.
     """
-    one_of(get_args(Partition), partition=partition)
+    check_choice("partition", partition, Partition)
     if not 0 <= frontends <= len(images):
         raise ValueError(
             f"frontends must be in [0, {len(images)}], the number of images, got {frontends}."
@@ -269,9 +262,7 @@ class Adapted(NamedTuple):
         return _logits(self.backbone, self.back, representations)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _logits(backbone: Backbone, back: Params, representations: jax.Array) -> jax.Array:
-    return backbone.back(back, representations)
+_logits = jax.jit(Backbone.back, static_argnums=0)
 
 
 @shows_keywords(TrainingKeywords, vars(Training))

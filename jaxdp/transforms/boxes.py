@@ -228,7 +228,12 @@ def is_nonnegative(x: Operand) -> bool:
         return False
     if isinstance(x, np.ndarray | np.generic | float | int):  # a constant of the program
         return bool(np.all(np.asarray(x) >= 0))
-    return bool(jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_)
+    return is_unsigned(x.dtype)
+
+
+def is_unsigned(dtype: Any) -> bool:
+    """Returns whether all numbers of a dtype are >= 0."""
+    return bool(jnp.issubdtype(dtype, jnp.unsignedinteger) or dtype == jnp.bool_)
 
 
 def are_nonnegative(*operands: Operand) -> bool:

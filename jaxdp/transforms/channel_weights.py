@@ -636,9 +636,7 @@ def _applied_to(rule: Conv, x: jax.Array, base: Any) -> jax.Array:
     """Returns p^T u_t of all positions, [B, OH, OW, C], or [B, OH, OW, 1] for ones."""
     if base is None:
         return _window_sums(rule, x.sum(3, keepdims=True))
-    out_feature, in_feature, *spatial = rule.numbers.rhs_spec
-    order = (*spatial, in_feature, out_feature)
-    kernel = base.reshape(rule.weight_shape).transpose(order)
+    kernel = rule.window_first(base.reshape(rule.weight_shape))
     return lax.conv_general_dilated(
         x,
         _multiplied(kernel),

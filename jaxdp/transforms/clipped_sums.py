@@ -17,10 +17,11 @@ from jax import lax
 
 from jaxdp.transforms import engines, forms, rounding, shards, sites
 from jaxdp.transforms.clip_rules import ClipRule, clip_factors
-from jaxdp.transforms.components import Asked
+from jaxdp.transforms.components import Asked, LeftOut
 from jaxdp.transforms.grids import GridAt
 from jaxdp.transforms.loss_programs import Program
 from jaxdp.transforms.method_costs import choose_method
+from jaxdp.transforms.products import along_batch
 
 
 class SumOptions(NamedTuple):
@@ -130,8 +131,7 @@ def _clipped_sums_jvp(
         first = jnp.argmax(contributes)
 
         def shown(x: jax.Array) -> jax.Array:
-            contributing_rows = _along_rows(contributes, x)
-            return jnp.where(contributing_rows, x, x[first])
+            return jnp.where(along_batch(contributes, x.ndim), x, x[first])
 
         batch = jax.tree.map(shown, inputs.batch)
         replaced = inputs._replace(batch=batch, unmasked=contributes)
@@ -152,11 +152,6 @@ def _clipped_sums_jvp(
 
     _, derivatives = jax.jvp(differentiated, primals, tangents)
     return result, derivatives
-
-
-def _along_rows(flags: jax.Array, x: jax.Array) -> jax.Array:
-    """Reshapes flags [B] to [B, 1, ...], with as many axes as `x`."""
-    return flags.reshape(-1, *(1,) * (x.ndim - 1))
 
 
 def _zeros(x: Any, axes: frozenset[str]) -> jax.Array:
@@ -284,9 +279,17 @@ def _chunk_sums(
     if forms.platform() != "tpu":
         # The factors pass the loop too. Otherwise XLA computes them again for each reader.
         needed = ~finite.all()
-        read, factors = _without_rows((rows.read, factors), contributes, needed)
-        rows = rows._replace(read=read)
+        rows, factors = _without_rows((rows, factors), contributes, needed)
+    rows = jax.tree.map(_arrays_of, rows, is_leaf=_is_left_out)
     return ClippedSums(result.weighted_sum(rows, factors), examples, nonfinite)
+
+
+def _is_left_out(rows: Any) -> bool:
+    return isinstance(rows, LeftOut)
+
+
+def _arrays_of(rows: Any) -> Any:
+    return rows.arrays if _is_left_out(rows) else rows
 
 
 def _example_values(
@@ -364,15 +367,15 @@ def _without_rows(
     """Sets the rows of examples that are not kept to zero, in all floating arrays of a pytree.
 
     Args:
-      rows: A pytree of arrays [B, ...].
+      rows: A pytree of arrays [B, ...]. Those of `LeftOut` stay.
       keep: [B] bool.
       needed: [] bool. Whether there is an example that is not finite. Otherwise nothing is done:
         a pass over all activations takes 13 % of the step of a ViT on a CPU.
     """
-    leaves, treedef = jax.tree.flatten(rows)
+    leaves, treedef = jax.tree.flatten(rows, is_leaf=_is_left_out)
+    arrays = [x for x in leaves if not _is_left_out(x)]
     # XLA copies an array that a loop carries twice, such as the input of several layers.
-    floating = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
-    distinct = {id(x): x for x in floating}
+    distinct = {id(x): x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)}
     cleared = _cleared_in_place(list(distinct.values()), keep, needed)
     by_id = dict(zip(distinct, cleared, strict=True))
     cleared_leaves = [by_id.get(id(x), x) for x in leaves]

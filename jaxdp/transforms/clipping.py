@@ -276,7 +276,7 @@ class ClippedGrad:
         `clip_rule` and `microbatch_size` have no effect.
         """
         arguments = self._arguments(params, batch, mask, key)
-        result: PerExampleGrads = _per_example_grads(self, *arguments)
+        result: PerExampleGrads = self._compiled_grads(*arguments)
         return result
 
     def plan(
@@ -330,8 +330,18 @@ class ClippedGrad:
         # Clip norms may be traced. So they are arguments of the program, and are not read from
         # `self`.
         limits = ClipLimits(self.clip_norms, self.bounds, self.grid)
-        result: ClippedSum = _clipped_sum(self, *arguments, limits)
+        result: ClippedSum = self._compiled_sum(*arguments, limits)
         return result
+
+    # Each object holds its own programs, which are freed with it. The cache of one `jax.jit` for
+    # all would keep every object, and the arrays that its `loss_fn` closes over.
+    @functools.cached_property
+    def _compiled_sum(self) -> Any:
+        return jax.jit(functools.partial(_clipped_sum, self), static_argnums=0)
+
+    @functools.cached_property
+    def _compiled_grads(self) -> Any:
+        return jax.jit(functools.partial(_per_example_grads, self), static_argnums=0)
 
     def _arguments(
         self,
@@ -521,8 +531,7 @@ def _batched(
     return batched_loss(loss_fn, tree, arrays, batch, mask, key)
 
 
-# The function and the structure of params are static, because they decide the program.
-@functools.partial(jax.jit, static_argnums=(0, 1))
+# The structure of params is static where this is compiled, because it decides the program.
 def _clipped_sum(
     f: ClippedGrad,
     tree: ParamsTree,
@@ -573,7 +582,6 @@ def _summed(
     )
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def _per_example_grads(
     f: ClippedGrad,
     tree: ParamsTree,

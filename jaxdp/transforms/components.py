@@ -53,16 +53,10 @@ Choice = Callable[[Asked], str]
 _FUSED_SUMS = ("cuda", "tpu")
 
 
-class Rows(NamedTuple):
-    """The arrays [B, ...] that a weighted sum reads.
+class LeftOut(NamedTuple):
+    """Arrays [B, ...] of which a sum leaves out the rows of the factor 0, whatever they hold."""
 
-    Attributes:
-      read: Arrays whose rows must be finite. None stands for an array in `left_out`.
-      left_out: Arrays of which the sum leaves out the rows of the factor 0, whatever they hold.
-    """
-
-    read: Any
-    left_out: Any = None
+    arrays: Any
 
 
 class TappedSite(NamedTuple):
@@ -95,17 +89,9 @@ class TappedSite(NamedTuple):
         summed = sites.summed_rows(self.site, self.record, self.cotangent)
         return TappedSite(*summed)
 
-    def per_example(self) -> jax.Array:
-        """Computes dV of every example."""
-        return self.site.per_example(self.record, self.cotangent)
-
     def factors(self) -> sites.Pair:
         """Returns the factors of dV of every example, (parts of u, w)."""
         return self.site.factors(self.record, self.cotangent)
-
-    def without_cancellation(self) -> jax.Array:
-        """Returns the norms [B] that dV would have if its terms had one direction."""
-        return self.site.without_cancellation(self.record, self.cotangent)
 
     @property
     def forms_by_convolution(self) -> bool:
@@ -224,7 +210,7 @@ class Component:
 
     def _formed(self) -> list[jax.Array]:
         """Forms the gradients [B, ...] of the leaves."""
-        of_weights = [one.per_example() for one in self._tapped]
+        of_weights = [one.site.per_example(one.record, one.cotangent) for one in self._tapped]
         return jax.vmap(self._pull)(of_weights)
 
     def _norms_of_dropped(self) -> jax.Array:
@@ -239,7 +225,9 @@ class Component:
         else:
             squares = sum_of_squares(self._formed())
             spread = jnp.zeros_like(squares)
-            lengths = [one.without_cancellation() for one in self._tapped]
+            lengths = []
+            for one in self._tapped:
+                lengths.append(one.site.without_cancellation(one.record, one.cotangent))
             apart = total(lengths, squares.dtype)
         # Each site adds its gradient to that of the leaf, which is one more term.
         most = max(one.site.terms for one in self._tapped)
@@ -325,24 +313,22 @@ class Component:
         return pieces
 
     @property
-    def rows(self) -> Rows:
-        """The arrays [B, ...] that the sum reads: kept gradients, or records and cotangents."""
+    def rows(self) -> Any:
+        """The arrays [B, ...] that the sum reads: kept gradients, or records and cotangents.
+
+        Their rows must be finite, but those of `LeftOut` may hold anything.
+        """
         if self.kept is not None:
             grads = list(self.kept.values())
-            if forms.platform() in _FUSED_SUMS:
-                return Rows(None, grads)
-            return Rows(grads)
-        read = []
-        left_out = []
+            return _marked(grads, forms.platform() in _FUSED_SUMS)
+        rows = []
         for one in self._tapped:
             without_record, without_cotangent = one.site.leaves_out
-            record_read, record_left_out = _read_or_left_out(one.record, without_record)
-            g_read, g_left_out = _read_or_left_out(one.cotangent, without_cotangent)
-            read.append((record_read, g_read))
-            left_out.append((record_left_out, g_left_out))
+            record = _marked(one.record, without_record)
+            rows.append((record, _marked(one.cotangent, without_cotangent)))
         if self._form is not None:
-            return Rows(read, (left_out, self._low_rank))
-        return Rows(read, left_out)
+            return rows, LeftOut(self._low_rank)
+        return rows
 
     @property
     def outer(self) -> dict[int, Outer] | None:
@@ -364,52 +350,37 @@ class Component:
 
     def weighted_sum(
         self,
-        rows: Rows,
+        rows: Any,
         factors: jax.Array,
     ) -> dict[int, jax.Array]:
         """Returns the sum of gradients times factors [B], by leaf.
 
         Args:
-          rows: The arrays of `rows`, or others in their place.
+          rows: The arrays of `rows`, or others in their place, without `LeftOut`.
           factors: [B].
         """
         if self.kept is not None:
-            grads = rows.left_out if rows.read is None else rows.read
-            sums = contract_rows(grads, [factors] * len(grads))
-        else:
-            of_weights = []
-            of_sites, low_rank = rows.left_out, None
-            if self._form is not None:
-                of_sites, low_rank = rows.left_out
-            by_site = zip(self._tapped, rows.read, of_sites, strict=True)
-            for one, read, left_out in by_site:
-                record, cotangent = map(_present, read, left_out)
-                of_weight = one.site.contract(record, cotangent, factors)
-                of_weights.append(of_weight)
-            if self._form is not None:
-                terms, structure = jax.tree.flatten(low_rank)
-                contracted = contract_rows(terms, [factors] * len(terms))
-                low_rank_sums = jax.tree.unflatten(structure, contracted)
-                of_scaled = of_weights[0]
-                if self._scales_sum:
-                    of_scaled = channel_weights.scaled_sum(self._form, of_scaled)
-                return channel_weights.weighted_sum(self._form, of_scaled, low_rank_sums)
+            sums = contract_rows(rows, [factors] * len(rows))
+            return dict(zip(self._members, sums, strict=True))
+        if self._form is not None:
+            rows, low_rank = rows
+        of_weights = []
+        for one, (record, cotangent) in zip(self._tapped, rows, strict=True):
+            of_weights.append(one.site.contract(record, cotangent, factors))
+        if self._form is None:
             sums = self._pull(of_weights)
-        return dict(zip(self._members, sums, strict=True))
+            return dict(zip(self._members, sums, strict=True))
+        terms, structure = jax.tree.flatten(low_rank)
+        contracted = contract_rows(terms, [factors] * len(terms))
+        low_rank_sums = jax.tree.unflatten(structure, contracted)
+        (of_scaled,) = of_weights
+        if self._scales_sum:
+            of_scaled = channel_weights.scaled_sum(self._form, of_scaled)
+        return channel_weights.weighted_sum(self._form, of_scaled, low_rank_sums)
 
 
-def _read_or_left_out(x: Any, leaves_out: bool) -> tuple[Any, Any]:
-    """Returns (x, None) for an array whose rows must be finite, else (None, x)."""
-    if leaves_out:
-        return None, x
-    return x, None
-
-
-def _present(read: Any, left_out: Any) -> Any:
-    """Returns the one of the two that is an array."""
-    if read is None:
-        return left_out
-    return read
+def _marked(arrays: Any, leaves_out: bool) -> Any:
+    return LeftOut(arrays) if leaves_out else arrays
 
 
 def contract_rows(

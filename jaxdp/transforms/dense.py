@@ -89,7 +89,7 @@ def gram_norm(
     """
     slices, positions = u.shape[1:3]
     u_across, w_across = lanes
-    sums, rows = gram.gram_norms_and_rows(
+    sums, rows = gram.gram_norms(
         _merged(u),
         _merged(w),
         u_across=u_across,

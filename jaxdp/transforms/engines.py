@@ -17,7 +17,6 @@ from jaxdp.transforms.components import (
     Asked,
     Choice,
     Component,
-    Rows,
     TappedSite,
     connected,
     contract_rows,
@@ -42,9 +41,9 @@ class EngineResult(NamedTuple):
       losses: [B].
       aux: The auxiliary output, [B, ...].
       squared_norms: The squared norms [B] of the per-example gradients of each part.
-      rows: The arrays [B, ...] that `weighted_sum` reads.
-      weighted_sum: (rows, factors [B] of each part) -> the sum of gradients times factors, for each
-        leaf.
+      rows: The arrays [B, ...] that `weighted_sum` reads, with `LeftOut` around some.
+      weighted_sum: (rows without `LeftOut`, factors [B] of each part) -> the sum of gradients times
+        factors, for each leaf.
       grads: The per-example gradients [B, ...] for each leaf, or their factors where each is an
         outer product. None if not all are known.
     """
@@ -52,8 +51,8 @@ class EngineResult(NamedTuple):
     losses: jax.Array
     aux: Any
     squared_norms: list[jax.Array]
-    rows: Rows
-    weighted_sum: Callable[[Rows, list[jax.Array]], list[jax.Array]]
+    rows: Any
+    weighted_sum: Callable[[Any, list[jax.Array]], list[jax.Array]]
     grads: list[Any] | None
 
     @property
@@ -90,11 +89,11 @@ def by_vmap(
         by_part[part].append(grad)
     squared_norms = [sum_of_squares(own) for own in by_part]
 
-    def weighted_sum(rows: Rows, factors: list[jax.Array]) -> list[jax.Array]:
+    def weighted_sum(rows: list[jax.Array], factors: list[jax.Array]) -> list[jax.Array]:
         of_leaves = [factors[part] for part in part_of]
-        return contract_rows(rows.read, of_leaves)
+        return contract_rows(rows, of_leaves)
 
-    return EngineResult(losses, aux, squared_norms, Rows(grads), weighted_sum, grads)
+    return EngineResult(losses, aux, squared_norms, grads, weighted_sum, grads)
 
 
 def tap_plan(
@@ -151,13 +150,10 @@ def by_bookkeeping(
         for part, piece in pieces.items():
             by_part[part].append(piece)
     sums = [_ComponentSums(components, wide, len(losses)) for components in by_part]
-    rows = [part.rows for part in sums]
 
-    def weighted_sum(rows: Rows, factors: list[jax.Array]) -> list[jax.Array]:
+    def weighted_sum(rows: list[Any], factors: list[jax.Array]) -> list[jax.Array]:
         by_leaf: dict[int, jax.Array] = {}
-        of_parts = zip(sums, rows.read, rows.left_out, factors, strict=True)
-        for part, read, left_out, own_factors in of_parts:
-            own_rows = Rows(read, left_out)
+        for part, own_rows, own_factors in zip(sums, rows, factors, strict=True):
             by_leaf |= part.weighted_sum(own_rows, own_factors)
         return _for_each_leaf(by_leaf, wide)
 
@@ -165,7 +161,7 @@ def by_bookkeeping(
         losses=losses,
         aux=program.with_aux(aux),
         squared_norms=[part.squared_norms for part in sums],
-        rows=Rows([own.read for own in rows], [own.left_out for own in rows]),
+        rows=[part.rows for part in sums],
         weighted_sum=weighted_sum,
         grads=_kept(sums, wide, len(losses)),
     )
@@ -288,22 +284,18 @@ class _ComponentSums:
         norms = [sum_of_squares([side_by_side])]
         norms += [component.squared_norms for component in self._large]
         self.squared_norms = total(norms, dtype)
-        rows = [component.rows for component in self._large]
-        read = [own.read for own in rows]
-        self.rows = Rows((side_by_side, read), [own.left_out for own in rows])
+        self.rows = (side_by_side, [component.rows for component in self._large])
 
     def weighted_sum(
         self,
-        rows: Rows,
+        rows: Any,
         factors: jax.Array,
     ) -> dict[int, jax.Array]:
         """Returns the sum of gradients times factors, by leaf."""
-        side_by_side, large_read = rows.read
+        side_by_side, of_large = rows
         (small_sums,) = contract_rows([side_by_side], [factors])
         sums = self._cut(small_sums)
-        large = zip(self._large, large_read, rows.left_out, strict=True)
-        for component, read, left_out in large:
-            own_rows = Rows(read, left_out)
+        for component, own_rows in zip(self._large, of_large, strict=True):
             sums |= component.weighted_sum(own_rows, factors)
         return sums
 

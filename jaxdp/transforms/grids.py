@@ -54,6 +54,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdp.transforms.products import along_batch
+
 # Noise of a standard deviation of 2^bits steps is at most LARGEST 2^bits, for bits up to MOST_BITS.
 LARGEST = 16
 MOST_BITS = 24
@@ -139,7 +141,7 @@ class GridAt(NamedTuple):
         factors: jax.Array,
     ) -> jax.Array:
         """Returns clipped gradients in steps, int32 [B, ...], rounded towards 0."""
-        factors = factors.reshape(-1, *(1,) * (grads.ndim - 1))
+        factors = along_batch(factors, grads.ndim)
         clipped = grads * factors
         clipped = clipped.astype(jnp.float32)
         steps = clipped * self.scale
@@ -149,14 +151,6 @@ class GridAt(NamedTuple):
         # Cut first, because platforms differ in the integer that a larger float becomes.
         cut = jnp.clip(steps, -_MOST_COORDINATE, _MOST_COORDINATE)
         return cut.astype(jnp.int32)  # towards 0
-
-    def short_rows(
-        self,
-        steps: Sequence[jax.Array],
-    ) -> list[jax.Array]:
-        """Returns int32 [B, ...] of each leaf with zeros for examples longer than `longest`."""
-        is_short = self._is_short(steps)
-        return [_kept(x, is_short) for x in steps]
 
     def _is_short(
         self,
@@ -354,8 +348,7 @@ def _integers(x: jax.Array, most: Any, is_number: jax.Array) -> jax.Array:
 
 
 def _kept(x: jax.Array, is_short: jax.Array) -> jax.Array:
-    of_row = is_short.reshape(-1, *(1,) * (x.ndim - 1))
-    return jnp.where(of_row, x, 0)
+    return jnp.where(along_batch(is_short, x.ndim), x, 0)
 
 
 def _summed(x: jax.Array | Outer, is_short: jax.Array) -> jax.Array:

@@ -23,6 +23,7 @@ from jaxdp.transforms.boxes import (
     Equation,
     Interval,
     Operand,
+    both,
     is_float,
     is_nonnegative,
     lower,
@@ -32,7 +33,7 @@ from jaxdp.transforms.boxes import (
     widen,
 )
 from jaxdp.transforms.interval_patterns import JAX_FOLDER, Producers, rewrite
-from jaxdp.transforms.jaxprs import bind_equation
+from jaxdp.transforms.jaxprs import bind_equation, is_complex, live_equations
 
 __all__ = [
     "Interval",
@@ -170,7 +171,7 @@ def _shape_of(x: Any) -> jax.ShapeDtypeStruct:
 def _for_user(x: Operand) -> Interval:
     """Converts a result: without facts, and with infinite endpoints in place of NaN."""
     x = interval_rules.without_nan(x)
-    return unchecked(jnp.asarray(lower(x)), jnp.asarray(upper(x)))
+    return unchecked(*both(jnp.asarray, x))
 
 
 # --- Bounds in three stages ---------------------------------------------------------------------
@@ -233,7 +234,7 @@ class _Stages:
         self.constants = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self.moving = jaxpr.invars[:moving]
         self.fixed = jaxpr.invars[moving:]
-        eqns = _live(jaxpr)
+        eqns = live_equations(jaxpr)
         self.producers = _producers(eqns)
         # What depends on no interval is computed once for a batch, and not once for each distance
         # k.
@@ -334,10 +335,7 @@ class _Stages:
         self._run(self.tail, values)
         results = [_read(values, atom) for atom in self.jaxpr.outvars]
 
-        def ends(x: Operand) -> tuple[jax.Array, jax.Array]:
-            return jnp.asarray(lower(x)), jnp.asarray(upper(x))
-
-        return [ends(x) for x in results]
+        return [both(jnp.asarray, x) for x in results]
 
 
 def _is_dot(eqn: Any) -> bool:
@@ -388,17 +386,6 @@ def _producers(eqns: Sequence[Any]) -> Producers:
     return producers
 
 
-def _live(jaxpr: Any) -> list[Any]:
-    """Returns the equations that a result needs, in order."""
-    needed = set(_variables(jaxpr.outvars))
-    live = []
-    for eqn in reversed(jaxpr.eqns):
-        if needed.intersection(eqn.outvars):
-            live.append(eqn)
-            needed.update(_variables(eqn.invars))
-    return live[::-1]
-
-
 def _evaluate(
     closed: Any,
     operands: Sequence[Operand],
@@ -408,7 +395,7 @@ def _evaluate(
     jaxpr = closed.jaxpr
     values: Values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values.update(zip(jaxpr.invars, operands, strict=True))
-    eqns = _live(jaxpr)  # others need no rule
+    eqns = live_equations(jaxpr)  # others need no rule
     producers = _producers(eqns)
     _run(jaxpr, eqns, values, producers, product)
     return [_read(values, atom) for atom in jaxpr.outvars]
@@ -424,7 +411,7 @@ def _run(
     """Interprets equations and adds their results to `values`."""
     for eqn in eqns:
         inputs = [_read(values, atom) for atom in eqn.invars]
-        if any(map(_is_complex, (*eqn.invars, *eqn.outvars))):
+        if any(map(is_complex, (*eqn.invars, *eqn.outvars))):
             problem = "`interval` does not support complex numbers."
             raise UnsupportedPrimitive(_message(eqn, problem))
         # The rounding of known operands is uncertain as well, unless the primitive rounds nothing.
@@ -442,10 +429,6 @@ def _read(values: Values, atom: Any) -> Any:
         # A Python scalar lacks the dtype that the program gives it.
         return np.asarray(atom.val, atom.aval.dtype)  # type: ignore[attr-defined]
     return values[atom]
-
-
-def _is_complex(atom: Any) -> bool:
-    return bool(jnp.issubdtype(atom.aval.dtype, jnp.complexfloating))
 
 
 def _is_exact(eqn: Any) -> bool:

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 # Primitives whose body replaces the call, and the name of the parameter that has the body.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
 REMATS = frozenset({"remat", "remat2", "checkpoint"})
-_CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call"})
+CUSTOM_RULES = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vmap_call"})
 # Primitives that evaluate a body once, on all of their operands.
-_ONCE = CALLS.keys() | REMATS | _CUSTOM_RULES | {"shard_map"}
+_ONCE = CALLS.keys() | REMATS | CUSTOM_RULES | {"shard_map"}
 
 
 def is_complex(variable: Any) -> bool:
@@ -145,16 +145,20 @@ def bind_equation(
 def restricted(program: jex.ClosedJaxpr, results: Sequence[int]) -> jex.ClosedJaxpr:
     """Returns the program of some results, without the equations that they do not need."""
     outvars = [program.jaxpr.outvars[number] for number in results]
+    jaxpr = program.jaxpr.replace(outvars=outvars)
+    return jex.ClosedJaxpr(jaxpr.replace(eqns=live_equations(jaxpr)), program.consts)
+
+
+def live_equations(jaxpr: jex.Jaxpr) -> list[Any]:
+    """Returns the equations that a result needs, in order."""
     # By identity, because literals have no hash.
-    needed = set(map(id, outvars))
-    eqns: list[Any] = []
-    for eqn in reversed(program.jaxpr.eqns):
+    needed = set(map(id, jaxpr.outvars))
+    live = []
+    for eqn in reversed(jaxpr.eqns):
         if not needed.isdisjoint(map(id, eqn.outvars)):
-            eqns.append(eqn)
+            live.append(eqn)
             needed.update(map(id, eqn.invars))
-    eqns.reverse()
-    jaxpr = program.jaxpr.replace(outvars=outvars, eqns=eqns)
-    return jex.ClosedJaxpr(jaxpr, program.consts)
+    return live[::-1]
 
 
 def with_equations(

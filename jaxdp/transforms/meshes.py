@@ -70,6 +70,12 @@ def platform_of(mesh: Mesh | None) -> str:
     return forms.platform_of(mesh.devices.flat[0])
 
 
+def automatic(mesh: Mesh) -> Mesh:
+    """Returns a mesh along whose axes XLA divides the work, whatever types the caller gave them."""
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -99,9 +105,7 @@ class Layout:
           ValueError: A parameter is on devices outside of the mesh, or its spec does not fit it or
             the mesh.
         """
-        # XLA divides the work along Auto axes, whatever the caller's mesh says.
-        auto = (AxisType.Auto,) * len(mesh.axis_names)
-        mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
+        mesh = automatic(mesh)
         specs = tuple(_spec(path, leaf, mesh, rule) for path, leaf in paths_of(params))
         return cls(mesh, tuple(data_axes), specs)
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxdp.transforms.clip_arguments import paths_of
+
 FIRST_EXAMPLES = 1000
 LEAST_EXAMPLES = 100  # whose gradients are looked at; below, a tenth would be a handful
 LARGEST_SHARE = 0.1  # of examples without a finite gradient, with which a run starts unasked
@@ -33,15 +35,14 @@ class NotFinite(NamedTuple):
         """Counts the examples of a batch, a pytree of arrays [read, ...]."""
         columns = {}
         examples = np.zeros(read, bool)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        for path, leaf in paths_of(batch):
             if not is_floating(leaf.dtype):
                 continue
             axes = tuple(range(1, leaf.ndim))
             bad = ~np.isfinite(np.asarray(leaf)).all(axes)
             examples |= bad
             if bad.any():
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
-                columns[name] = int(bad.sum())
+                columns[path] = int(bad.sum())
         return cls(read, int(examples.sum()), columns)
 
     def advice(self, argument: str) -> str:

@@ -45,6 +45,12 @@ def square(x: jax.Array) -> jax.Array:
     return jnp.square(wide(x))
 
 
+def along_batch(x: jax.Array, ndim: int) -> jax.Array:
+    """Reshapes [B] to [B, 1, ..., 1] of `ndim` dimensions."""
+    ones = (1,) * (ndim - 1)
+    return x.reshape(-1, *ones)
+
+
 def settled(x: jax.Array) -> jax.Array:
     """Rounds `x` to its own dtype if that is bfloat16 or float16.
 

@@ -33,10 +33,29 @@ _WHOLE = 2**BITS
 
 def numbers(key: jax.Array, count: int) -> np.ndarray:
     """Returns independent uniform numbers uint64 [count] of a key, for this call only."""
-    words = jax.random.bits(key, (2, count), jnp.uint32)
+    return of_words(jax.random.bits(key, (2, count), jnp.uint32))
+
+
+def of_words(words: Any) -> np.ndarray:
+    """Returns numbers uint64 [n] from their upper and lower halves, words uint32 [2, n]."""
     high, low = np.asarray(words).astype(np.uint64)
-    drawn: np.ndarray = high << np.uint64(32) | low
-    return drawn
+    joined: np.ndarray = high << np.uint64(32) | low
+    return joined
+
+
+def flipped(
+    numbers: np.ndarray, labels: np.ndarray, thresholds: Any, num_classes: int
+) -> np.ndarray:
+    """Returns labels int32 [n] of uniform numbers uint64 [n]. Each other label gets `thresholds` of
+    2**64 numbers, one threshold for all or [n], and the rest keep the label.
+    """
+    # The numbers below (K - 1) r form K - 1 runs of r, one for each other label.
+    # A threshold of 0 would divide by 0. `is_flipped` leaves it out.
+    run_length = np.maximum(thresholds, np.uint64(1))
+    runs = numbers // run_length
+    is_flipped = (runs < num_classes - 1) & (thresholds > np.uint64(0))
+    shift = np.where(is_flipped, runs + np.uint64(1), np.uint64(0)).astype(np.int64)
+    return ((labels + shift) % num_classes).astype(np.int32)
 
 
 def response_threshold(num_classes: int, epsilon: float) -> int:
@@ -63,7 +82,7 @@ def response_threshold(num_classes: int, epsilon: float) -> int:
         )
     if math.isinf(epsilon):
         return 0
-    ratio = _below_exp(epsilon)
+    ratio = below_exp(epsilon)
     others = num_classes - 1
     # own <= E r means 2^64 <= (E + K - 1) r.
     threshold: int = math.ceil(_WHOLE / (ratio + others))
@@ -75,7 +94,7 @@ def response_threshold(num_classes: int, epsilon: float) -> int:
     return threshold
 
 
-def _below_exp(epsilon: float) -> fractions.Fraction:
+def below_exp(epsilon: float) -> fractions.Fraction:
     """Returns a rational number just below e^epsilon."""
     # math.exp is right to 2**-52. Above e^55 one number in 2**64 for each other label is enough.
     power = fractions.Fraction(math.exp(min(epsilon, 55.0)))
@@ -144,10 +163,7 @@ def _top(numbers: np.ndarray, places: np.ndarray, size: int, epsilon: float) -> 
     """Returns the places of the answers among `size` classes."""
     threshold = response_threshold(size, epsilon)
     _check_exact(size, threshold, epsilon)
-    # The first k - 1 runs of `threshold` numbers are for the other classes, the rest for its own.
-    run = numbers // np.uint64(threshold)
-    shift = np.where(run < size - 1, run + np.uint64(1), np.uint64(0)).astype(np.int64)
-    inside = (places + shift) % size
+    inside = flipped(numbers, places, np.uint64(threshold), size)
     # The last class has what division leaves. `_check_exact` counts it so.
     equal = numbers // np.uint64(_WHOLE // size)
     outside = np.minimum(equal, np.uint64(size - 1)).astype(np.int64)
@@ -159,7 +175,7 @@ def _check_exact(size: int, threshold: int, epsilon: float) -> None:
     own = _WHOLE - (size - 1) * threshold
     equal = _WHOLE // size  # numbers for each class, and the last one has the rest
     counts = (own, threshold, equal, _WHOLE - (size - 1) * equal)
-    if max(counts) > _below_exp(epsilon) * min(counts):
+    if max(counts) > below_exp(epsilon) * min(counts):
         raise ValueError(
             f"epsilon={epsilon!r} is too small for {size} classes and {BITS} random bits. Use a "
             "larger one."

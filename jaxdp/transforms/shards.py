@@ -45,15 +45,11 @@ def _manual_axis_type(array_type: Any) -> Any:
     return getattr(array_type, "manual_axis_type", None)
 
 
-def shape_like(
-    x: jax.Array,
-    shape: tuple[int, ...],
-    dtype: Any,
-) -> jax.ShapeDtypeStruct:
-    """Returns the type of a kernel's result [*shape] that varies over the mesh axes of `x`."""
+def shape_like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """Returns the type of a kernel's result, float32 [*shape] over the mesh axes of `x`."""
     manual = _manual_axis_type(jax.typeof(x))
     varies = {"vma": varying_axes(x)} if manual is None else {"manual_axis_type": manual}
-    return jax.ShapeDtypeStruct(shape, dtype, **varies)
+    return jax.ShapeDtypeStruct(shape, np.float32, **varies)
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
@@ -63,6 +59,15 @@ def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
         return x
     varying: jax.Array = lax.pcast(x, missing, to="varying")
     return varying
+
+
+def varied(*arrays: jax.Array) -> list[jax.Array]:
+    """Returns the arrays, each typed as varying over the mesh axes of any of them.
+
+    The operands of a kernel must vary over the same axes.
+    """
+    axes = varying_axes(*arrays)
+    return [vary(x, axes) for x in arrays]
 
 
 def untracked_axes() -> frozenset[str]:

@@ -29,7 +29,14 @@ from jaxdp.transforms.factored_norms import (
     squared_norms,
 )
 from jaxdp.transforms.kernels import convolution
-from jaxdp.transforms.products import PRECISION, multiplied_bits, settled, wide, wide_dtype
+from jaxdp.transforms.products import (
+    PRECISION,
+    along_batch,
+    multiplied_bits,
+    settled,
+    wide,
+    wide_dtype,
+)
 from jaxdp.transforms.weight_rules import (
     Dot,
     Factor,
@@ -140,12 +147,6 @@ def rows_kept(x: jax.Array, keep: jax.Array) -> jax.Array:
     # `jnp.where` has twice as many operations. Each array of each layer passes here.
     keep_rows = lax.broadcast_in_dim(keep, x.shape, (0,))
     return lax.select(keep_rows, x, jnp.zeros_like(x))
-
-
-def _along_batch(x: jax.Array, ndim: int) -> jax.Array:
-    """Reshapes [B] to [B, 1, ..., 1] of `ndim` dimensions."""
-    ones = (1,) * (ndim - 1)
-    return x.reshape(-1, *ones)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -460,7 +461,7 @@ class Site:
         # The product with a factor has more bits than bfloat16.
         kind = wide_dtype(g)
         g = g.astype(kind)
-        g = g * _along_batch(factors.astype(kind), g.ndim)
+        g = g * along_batch(factors.astype(kind), g.ndim)
         weight_grad = self.rule.weight_grad
         # In a conditional or a loop, XLA on CPU runs a convolution many times slower than the same
         # dot products.

@@ -31,13 +31,14 @@ import jax.ref
 from jax import lax
 
 from jaxdp.transforms import forms, sites
-from jaxdp.transforms.jaxprs import CALLS, REMATS, has_custom_vjp, is_complex, scan_layout
-
-# These are in `jaxprs`, and are found here under their old names too.
-from jaxdp.transforms.jaxprs import bind_equation as bind_equation
-from jaxdp.transforms.jaxprs import called_program as called_program
-from jaxdp.transforms.jaxprs import forward_bytes as forward_bytes
-from jaxdp.transforms.jaxprs import scan_starts as scan_starts
+from jaxdp.transforms.jaxprs import (
+    CALLS,
+    REMATS,
+    bind_equation,
+    has_custom_vjp,
+    is_complex,
+    scan_layout,
+)
 from jaxdp.transforms.taps import tapped
 
 # Primitives that only move entries. Their J is a permutation and keeps norms.

@@ -191,8 +191,24 @@ class Dot(Rule):
         return self.as_weight(outer_sum(u, w))
 
 
+class _TableRule(Rule):
+    """A rule whose u are rows of an identity matrix."""
+
+    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
+        (u,), w = jax.vmap(self.factors)(record, wide(g))
+        # A negative index would wrap around, so it moves out of range, where it is dropped.
+        index = jnp.where(u.index < 0, self.rows, u.index)
+        index = index.reshape(-1)
+        rows = w.reshape(-1, self.cols)
+        table = jnp.zeros((self.rows, self.cols), w.dtype)
+        grad = table.at[index].add(rows, mode="drop")
+        order = (*self.row_dims, *self.col_dims)
+        shape = [self.weight_shape[d] for d in order]
+        return transposed_back(grad.reshape(shape), order)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Lookup(Rule):
+class Lookup(_TableRule):
     """The rule for a `gather` or `dynamic_slice` of a weight: a lookup of the rows of a table.
 
     Rows are numbered by the dimensions that a window does not cover. A position is one row of one
@@ -305,9 +321,6 @@ class Lookup(Rule):
         w = g.transpose(self.out_order)
         return (u,), w.reshape(1, -1, self.cols)
 
-    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        return _table_grad(self, record, g)
-
 
 def _repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Broadcasts an array along new last axes."""
@@ -315,7 +328,7 @@ def _repeated(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rows(Rule):
+class Rows(_TableRule):
     """The rule for rows of a table of which each example has at most one of an index.
 
     The record is an index [T], and g is [T, cols].
@@ -324,27 +337,6 @@ class Rows(Rule):
     def factors(self, record: Any, g: jax.Array) -> Factors:
         u = OneHot(record[None], distinct=True)
         return (u,), g[None]
-
-    def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
-        return _table_grad(self, record, g)
-
-
-def _table_grad(
-    rule: Rule,
-    record: Any,
-    g: jax.Array,
-) -> jax.Array:
-    """Computes dV of a rule whose u are rows of an identity matrix."""
-    (u,), w = jax.vmap(rule.factors)(record, wide(g))
-    # A negative index would wrap around, so it moves out of range, where it is dropped.
-    index = jnp.where(u.index < 0, rule.rows, u.index)
-    index = index.reshape(-1)
-    rows = w.reshape(-1, rule.cols)
-    table = jnp.zeros((rule.rows, rule.cols), w.dtype)
-    grad = table.at[index].add(rows, mode="drop")
-    order = (*rule.row_dims, *rule.col_dims)
-    shape = [rule.weight_shape[d] for d in order]
-    return transposed_back(grad.reshape(shape), order)
 
 
 class OnWeight(Rule):

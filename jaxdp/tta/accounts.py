@@ -25,6 +25,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxdp.data import identifiers
+from jaxdp.files import check_choice
 from jaxdp.privacy import Account, Ledger
 from jaxdp.privacy.accounting import Adjacency, epsilon
 from jaxdp.privacy.events import (
@@ -35,7 +36,6 @@ from jaxdp.privacy.events import (
     composition,
 )
 from jaxdp.release import OwnProcess
-from jaxdp.tta.method import check_name
 from jaxdp.tta.streams import Batch, Stream, Unit
 
 Units = tuple[Hashable, ...]
@@ -165,7 +165,7 @@ class StreamAccount:
         unit: Unit = "photograph",
     ):
         check_adjacency(account.adjacency, f"adjacency of dataset {account.name!r}")
-        check_name("unit", unit, Unit)
+        check_choice("unit", unit, Unit)
         if unit == "sample" and account.unit == "photograph":
             raise ValueError(
                 f"unit must be 'photograph', got 'sample', because dataset {account.name!r} is "

@@ -16,11 +16,12 @@ import optax
 from jax.sharding import Mesh
 
 from jaxdp.data.storage import on_device
+from jaxdp.files import check_choice
 from jaxdp.release import new_seed, stream
 from jaxdp.release import program as program_text
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, rounded_up
 from jaxdp.tta.clipped import Clipped
-from jaxdp.tta.method import Method, check_name
+from jaxdp.tta.method import Method
 from jaxdp.tta.private import Private
 from jaxdp.tta.select import (
     Adapted,
@@ -154,7 +155,7 @@ class Adapter:
             raise ValueError(
                 "accumulate must be at least 1, and 1 for a method that is not private, got "
                 f"{self.accumulate}. Without noise, optax.MultiSteps(optimizer, "
-                "every_k_schedule=A) averages the gradients of A batches."
+                "A).gradient_transformation() averages the gradients of A batches."
             )
         if self.reset_every is not None and self.reset_every < 1:
             raise ValueError(f"reset_every must be at least 1 or None, got {self.reset_every}.")
@@ -169,7 +170,7 @@ class Adapter:
                 "optimizer must be one of optax, such as optax.sgd(1e-3), got "
                 f"{type(self.optimizer).__name__}."
             )
-        check_name("predict", self.predict, Predict)
+        check_choice("predict", self.predict, Predict)
 
     def _set(self, **fields: Any) -> None:
         """Sets fields that `__init__` does not take. The dataclass is frozen for users."""

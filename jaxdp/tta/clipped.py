@@ -11,7 +11,8 @@ import math
 import numbers
 from typing import Literal
 
-from jaxdp.tta.method import Method, check_name
+from jaxdp.files import check_choice
+from jaxdp.tta.method import Method
 
 Unit = Literal["image", "batch"]
 
@@ -63,5 +64,5 @@ def clipped(method: Method, clip_norm: float, *, unit: Unit = "image") -> Clippe
         raise ValueError(
             f"clip_norm must be positive and finite, got {clip_norm!r}. It is one number here."
         )
-    check_name("unit", unit, Unit)
+    check_choice("unit", unit, Unit)
     return Clipped(method, float(clip_norm), unit)

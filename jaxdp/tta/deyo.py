@@ -16,7 +16,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from jaxdp.tta.method import Method, Sample, check_constants, check_name
+from jaxdp.files import check_choice
+from jaxdp.tta.method import Method, Sample, check_constants
 
 Destruction = Literal["patch", "pixel", "occlusion"]
 # Numbers of channels, by which images of the other form are recognised.
@@ -57,7 +58,7 @@ class DeYO(Method):
     def __post_init__(self) -> None:
         check_constants(self.num_classes, entropy_margin=self.entropy_margin, margin=self.margin)
         if not callable(self.augmentation):
-            check_name("augmentation", self.augmentation, Destruction, " or a function")
+            check_choice("augmentation", self.augmentation, Destruction, " or a function")
         if self.patches < 2:
             raise ValueError(
                 f"patches must be at least 2, got {self.patches}. One patch cannot be permuted."

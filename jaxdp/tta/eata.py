@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdp.data.storage import on_device
+from jaxdp.files import check_choice
 from jaxdp.transforms.clipping import paths_of
 from jaxdp.tta.finite import all_finite, without_bad_rows
 from jaxdp.tta.method import (
@@ -28,7 +29,6 @@ from jaxdp.tta.method import (
     Sample,
     check_constants,
     check_logits,
-    check_name,
     moving_average,
 )
 from jaxdp.tta.select import Adapted, adapting, merge, trainable_part
@@ -152,7 +152,7 @@ def fisher(
       ValueError: batches is empty or has no image with a finite prediction, `gradients` is unknown,
         apply_fn returns one logit, or no parameter adapts.
     """
-    check_name("gradients", gradients, Gradients)
+    check_choice("gradients", gradients, Gradients)
     arrays = map(on_device, batches)
     first = list(itertools.islice(arrays, 1))
     if not first:

@@ -7,7 +7,7 @@ docstring of a hook.
 import dataclasses
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -177,11 +177,3 @@ def check_constants(num_classes: int, **fractions: float) -> None:
                 f"{name} is a fraction of ln(num_classes) and must be in (0, 1], got {value}. "
                 "Choose t / ln(num_classes) for a threshold of t nats."
             )
-
-
-def check_name(field: str, value: Any, names: Any, alternative: str = "") -> None:
-    """Raises ValueError unless `value` is one of the names of a `Literal` type."""
-    *others, last = get_args(names)
-    if value not in (*others, last):
-        listed = ", ".join(map(repr, others))
-        raise ValueError(f"{field} must be {listed} or {last!r}{alternative}, got {value!r}.")

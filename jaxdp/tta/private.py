@@ -22,13 +22,14 @@ import math
 import numbers
 from typing import Any, Literal
 
+from jaxdp.files import check_choice
 from jaxdp.privacy import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.transforms.clipping import clipped_grad
 from jaxdp.transforms.grids import Grid
 from jaxdp.transforms.noise import CorrelatedNoise, check_product
 from jaxdp.tta.accounts import check_adjacency, epsilons
-from jaxdp.tta.method import Method, check_name
+from jaxdp.tta.method import Method
 
 Filters = Literal["remove", "keep"]
 _LARGEST = 1e38  # about float32's
@@ -228,7 +229,7 @@ def private(
             f"noise_multiplier must be finite and not negative, got {noise_multiplier}."
         )
     check_product("noise_multiplier", noise_multiplier, clip_norm)
-    check_name("filters", filters, Filters)
+    check_choice("filters", filters, Filters)
     if not 0 < kept_fraction <= 1 or (filters == "remove" and kept_fraction != 1):
         raise ValueError(
             f"kept_fraction must be in (0, 1], and 1 unless filters='keep', got {kept_fraction}."

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxdp.data import Source, check_source, identifiers, read_column
 from jaxdp.data.order import shuffled
-from jaxdp.tta.method import check_name
+from jaxdp.files import check_choice
 
 Order = Literal["continual", "mixed", "label_shifted"]
 Reset = Literal["never", "domain", "batch"]
@@ -68,7 +68,7 @@ class Batch:
 
         They are `units` for "photograph", and pairs (domain, position) for "sample".
         """
-        check_name("unit", unit, Unit)
+        check_choice("unit", unit, Unit)
         if unit == "photograph":
             return self.units
         return tuple(zip(self.domains, self.positions.tolist(), strict=True))
@@ -139,9 +139,9 @@ class Stream:
     )
 
     def __post_init__(self) -> None:
-        check_name("order", self.order, Order)
-        check_name("reset", self.reset, Reset)
-        check_name("remainder", self.remainder, Remainder)
+        check_choice("order", self.order, Order)
+        check_choice("reset", self.reset, Reset)
+        check_choice("remainder", self.remainder, Remainder)
         self._check_numbers()
         self._check_domains()
         self._check_units()

@@ -21,7 +21,7 @@ from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
 
 from . import case, inputs
-from .case import Case, Run, patched, standard_twins, under
+from .case import Case, Run, held, patched, standard_twins
 
 SIGMA = 1.0
 DELTA = 1e-5
@@ -85,21 +85,13 @@ def moves(attack: Attack) -> float:
 def estimates(sigma: float = SIGMA, patch: Callable[[], Any] = contextlib.nullcontext) -> Run:
     """Returns the audit of an accuracy under the honest claim, with something patched."""
 
-    def run(trials: int, seed: bytes) -> Audit:
-        terms: dict[str, Any] = {
-            "delta": DELTA,
-            "rows": ROWS,
-            "confidence": case.CONFIDENCE,
-            "seed": seed,
-        }
+    def seen(**options: Any) -> Audit:
         with patch():
             worst = max(attacks(), key=moves)
-            audit = auditing.audit_accuracy(
-                worst.predict, None, worst.source, noise_multiplier=sigma, trials=trials, **terms
-            )
-        return under(audit, CLAIMED)
+            return auditing.audit_accuracy(worst.predict, None, worst.source, **options)
 
-    return run
+    run = case.run_of(seen, rows=ROWS, noise_multiplier=sigma, delta=DELTA)
+    return held(run, CLAIMED)
 
 
 def count_twice(*args: Any, whole: Callable[..., int] = auditing.count_correct) -> int:

@@ -121,6 +121,14 @@ def one_key(key: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(zeros, impl=jax.random.key_impl(key))
 
 
+def run_of(audit: Callable[..., Audit], *subject: Any, **options: Any) -> Run:
+    """Returns the run of a function of `jaxdp.audit` on its subject, at the confidence of all
+    cases.
+    """
+    options["confidence"] = CONFIDENCE
+    return lambda trials, seed: audit(*subject, trials=trials, seed=seed, **options)
+
+
 def under(audit: Audit, claimed: float) -> Audit:
     """Returns the audit of a twin with the claim of the honest mechanism at the same delta."""
     return dataclasses.replace(audit, upper=claimed)

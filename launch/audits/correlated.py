@@ -19,7 +19,7 @@ from jaxdp.audit import Audit
 from jaxdp.audit.whole_runs import audit_whole_run
 from jaxdp.data import CyclicPoissonSampler, FixedOrderSampler, PoissonSampler
 from jaxdp.finetune.trainer import PrivateTrainer
-from jaxdp.privacy import GaussianDpEvent
+from jaxdp.privacy import DpEvent, GaussianDpEvent
 from jaxdp.release import claim
 
 from . import case
@@ -58,23 +58,31 @@ def _forgetful(strategy: Any) -> PrivateTrainer:
     return _trainer(strategy, single.sensitivity / needed.sensitivity)
 
 
+def _audit(
+    make: Callable[[], PrivateTrainer],
+    *,
+    event: Callable[[], DpEvent],
+    delta: float,
+    **options: Any,
+) -> Run:
+    """Returns the audit of a trainer under the claim of an event.
+
+    Trainers are made when an audit runs. The list of all cases needs none.
+    """
+
+    def seen(**terms: Any) -> Audit:
+        claimed = claim(event(), adjacency="add_remove", delta=delta)
+        return under(audit_whole_run(make(), PARAMS, EXAMPLES, **terms), claimed)
+
+    return case.run_of(seen, delta=delta, **options)
+
+
 def _case(mechanism: str, words: str, strategy: Any, proof: str) -> Case:
     @functools.cache  # its twins of other sums share its compiled noise
     def honest() -> PrivateTrainer:
         return _trainer(strategy)
 
-    # Trainers are made when an audit runs. The list of all cases needs none.
-    def audit(make: Callable[[], PrivateTrainer], **options: Any) -> Run:
-        terms: dict[str, Any] = {"delta": DELTA, "confidence": case.CONFIDENCE} | options
-
-        def run(trials: int, seed: bytes) -> Audit:
-            claimed = claim(GaussianDpEvent(SIGMA), adjacency="add_remove", delta=DELTA)
-            trainer = make()
-            seen = audit_whole_run(trainer, PARAMS, EXAMPLES, trials=trials, seed=seed, **terms)
-            return under(seen, claimed)
-
-        return run
-
+    audit = functools.partial(_audit, event=lambda: GaussianDpEvent(SIGMA), delta=DELTA)
     twins = standard_twins(
         half_the_noise=audit(lambda: _trainer(strategy, 0.5)),
         no_clipping=audit(lambda: unclipped(honest())),
@@ -140,17 +148,10 @@ def _amplified_case() -> Case:
     def honest() -> PrivateTrainer:
         return _amplified()
 
-    def audit(make: Callable[[], PrivateTrainer], **options: Any) -> Run:
-        terms: dict[str, Any] = {"delta": CYCLIC_DELTA, "confidence": case.CONFIDENCE} | options
+    def event() -> DpEvent:
+        return honest().event(0, CYCLIC_STEPS)
 
-        def run(trials: int, seed: bytes) -> Audit:
-            event = honest().event(0, CYCLIC_STEPS)
-            claimed = claim(event, adjacency="add_remove", delta=CYCLIC_DELTA)
-            seen = audit_whole_run(make(), PARAMS, EXAMPLES, trials=trials, seed=seed, **terms)
-            return under(seen, claimed)
-
-        return run
-
+    audit = functools.partial(_audit, event=event, delta=CYCLIC_DELTA)
     of_the_same_lines = "sums and noise are those of correlated noise, whose row has this twin"
     of_one_band = 1 / float(np.linalg.norm(STEEP))
     no_groups = NoGroups(len(EXAMPLES), CYCLIC.sampling_probability, cycle_length=4)

@@ -111,28 +111,8 @@ def dp_sgd(sigma: float, **own: Any) -> PrivateTrainer:
     return _made_by(finetune.dp_sgd, sigma, **own)
 
 
-def dp_sgd_by_parts(sigma: float) -> PrivateTrainer:
-    return dp_sgd(sigma, clip_norm=PARTS)
-
-
-def adp_clip_by_parts(sigma: float) -> PrivateTrainer:
-    return _made_by(finetune.adp_clip, sigma, clip_norm=PARTS, count_noise=2.0)
-
-
-def dp_sgd_exact(sigma: float) -> PrivateTrainer:
-    return dp_sgd(sigma, exact=True)
-
-
-def dp_sgd_of_patients(sigma: float) -> PrivateTrainer:
-    return dp_sgd(sigma, group=True, unit="patient")
-
-
 def dp_sgd_of_owners(sigma: float) -> PrivateTrainer:
     return dp_sgd(RECORDS * sigma, unit="person", sampler=OF_OWNERS.sampler(0.2))
-
-
-def dp_sat(sigma: float) -> PrivateTrainer:
-    return dp_sgd(sigma, ascent_radius=0.05)
 
 
 def adp_alloc(sigma: float, **changes: Any) -> PrivateTrainer:
@@ -419,9 +399,7 @@ def sampling() -> Audits:
 
     def audit(sampler: PoissonSampler) -> Run:
         trainer = dataclasses.replace(dp_sgd(SIGMA), sampler=sampler)
-        return lambda trials, seed: audit_sampling(
-            trainer, trials=trials, confidence=case.CONFIDENCE, seed=seed
-        )
+        return case.run_of(audit_sampling, trainer)
 
     public = SAMPLER.num_examples, SAMPLER.sampling_probability
     twins = standard_twins(
@@ -448,12 +426,12 @@ METHODS: Mapping[str, _Method] = {
         dp_sgd, "Abadi et al. 2016, Algorithm 1; Balle and Wang 2018; `jaxdp.finetune.dp_sgd`"
     ),
     "DP-SGD, exact noise": _Method(
-        dp_sgd_exact,
+        functools.partial(dp_sgd, exact=True),
         "integers of norm at most 2^bits / sigma, and a Gaussian that is rounded: "
         "post-processing; `jaxdp.transforms.grids`, `jaxdp.transforms.noise.rounded`",
     ),
     "DP-SAT": _Method(
-        dp_sat,
+        functools.partial(dp_sgd, ascent_radius=0.05),
         "the ascent follows the gradient released before (Park et al. 2023): post-processing; "
         "`jaxdp.finetune.dp_sgd`",
     ),
@@ -464,12 +442,12 @@ METHODS: Mapping[str, _Method] = {
         step=7,
     ),
     "DP-SGD by parts": _Method(
-        dp_sgd_by_parts,
+        functools.partial(dp_sgd, clip_norm=PARTS),
         "a term has norm at most sqrt(sum_k C_k^2) (McMahan et al. 2018, section 3.1); "
         "`jaxdp.transforms.clip_parts`",
     ),
     "AdpClip by parts": _Method(
-        adp_clip_by_parts,
+        functools.partial(adp_clip, clip_norm=PARTS),
         "gradient and all counts are one Gaussian (Andrew et al. 2021, Theorem 1); "
         "`jaxdp.finetune.adp_clip`",
     ),
@@ -515,7 +493,8 @@ def _cases() -> Iterator[Case]:
         claimed = f"step {step}: {gaussian.format(event.noise_multiplier)}"
         run, twins = steps(make, step=step)
         yield Case(mechanism, claimed, proof, run, twins)
-    run, twins = steps(dp_sgd_of_patients, source=PATIENTS)
+    of_patients = functools.partial(dp_sgd, group=True, unit="patient")
+    run, twins = steps(of_patients, source=PATIENTS)
     yield Case(
         "DP-SGD of patients",
         "step 1: a Gaussian of multiplier 1, add/remove of a patient with 4 records in the batch",

@@ -5,13 +5,12 @@ from unittest import mock
 
 import numpy as np
 
-from jaxdp.audit import Audit
 from jaxdp.audit.labels import audit_labels
 from jaxdp.labels import NoisyLabels, noisy, release_labels
 from jaxdp.transforms.responses import Response
 
 from . import case
-from .case import Case, Run, Twin
+from .case import Case, Run, Twin, run_of
 
 CLASSES = 4
 EPSILON = 1.5
@@ -64,19 +63,9 @@ def _private_prior(*records: Any, prior: Any, **options: Any) -> NoisyLabels:
 
 
 def _audit(release: Any, prior: Any, pair: tuple[int, int]) -> Run:
-    def run(trials: int, seed: bytes) -> Audit:
-        return audit_labels(
-            release,
-            num_classes=CLASSES,
-            epsilon=EPSILON,
-            prior=prior,
-            pair=pair,
-            trials=trials,
-            seed=seed,
-            confidence=case.CONFIDENCE,
-        )
-
-    return run
+    return run_of(
+        audit_labels, release, num_classes=CLASSES, epsilon=EPSILON, prior=prior, pair=pair
+    )
 
 
 _REASONS: dict[str, Twin] = {

@@ -6,14 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxdp.audit import Audit
 from jaxdp.audit.participation import audit_participation
 from jaxdp.data import BallsInBinsSampler, BMinSepSampler
 from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
 
-from . import case
-from .case import Case, Run, standard_twins, under
+from .case import Case, Run, run_of, standard_twins, under
 
 Sampler = BallsInBinsSampler | BMinSepSampler
 
@@ -56,18 +54,7 @@ class NoSeparation(BMinSepSampler):
 
 def runs(sampler: Sampler, noise_multiplier: float = SIGMA) -> Run:
     """Returns the audit of a sampler."""
-
-    def audit(trials: int, seed: bytes) -> Audit:
-        return audit_participation(
-            sampler,
-            noise_multiplier=noise_multiplier,
-            trials=trials,
-            seed=seed,
-            delta=DELTA,
-            confidence=case.CONFIDENCE,
-        )
-
-    return audit
+    return run_of(audit_participation, sampler, noise_multiplier=noise_multiplier, delta=DELTA)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from jaxdp.recalibration import AccBisection, AccT, EceT, HistogramBinning, Logi
 from jaxdp.recalibration.protocol import Method, Records
 
 from . import case
-from .case import Audits, Case, Run, Twin, standard_twins, under
+from .case import Audits, Case, Run, Twin, held, standard_twins
 
 EPSILON = 2.0
 CLASSES = 10
@@ -58,24 +58,14 @@ def conversations(
         adjacency: Adjacency = "zero_out",
         **broken: Any,
     ) -> Run:
-        def run(trials: int, seed: bytes) -> Audit:
+        def seen(**terms: Any) -> Audit:
             with contextlib.ExitStack() as stack:
                 for target, name in ((kind, "sensitivity"), (auditing, "converse")):
                     if name in broken:
                         stack.enter_context(mock.patch.object(target, name, broken[name]))
-                audit = auditing.audit_source(
-                    method,
-                    *OTHERS,
-                    epsilon=epsilon,
-                    trials=trials,
-                    candidates=CANDIDATES,
-                    adjacency=adjacency,
-                    confidence=case.CONFIDENCE,
-                    seed=seed,
-                )
-            return under(audit, EPSILON)
+                return auditing.audit_source(method, *OTHERS, candidates=CANDIDATES, **terms)
 
-        return run
+        return held(case.run_of(seen, epsilon=epsilon, adjacency=adjacency), EPSILON)
 
     def halved(self: Method, k: int, adjacency: Adjacency, num_classes: int) -> float:
         return whole(self, k, adjacency, num_classes) / 2

@@ -18,7 +18,7 @@ from jaxdp.privacy import GaussianDpEvent
 from jaxdp.release import claim
 
 from . import case
-from .case import Case, Run, patched, standard_twins, under
+from .case import Case, Run, held, patched, standard_twins
 
 SIGMA = 1.0
 DELTA = 1e-5
@@ -50,14 +50,12 @@ def releases(
 ) -> Run:
     """Returns the audit of releases under the honest claim, with something patched."""
 
-    def run(trials: int, seed: bytes) -> Audit:
-        fixed: dict[str, Any] = {"delta": DELTA, "confidence": case.CONFIDENCE, "seed": seed}
-        fixed |= {"rows": canaries, "noise_multiplier": sigma, "trials": trials}
+    def seen(**options: Any) -> Audit:
         with patch():
-            audit = auditing.audit_scaler(source, RANGES, **fixed, **terms)
-        return under(audit, CLAIMED)
+            return auditing.audit_scaler(source, RANGES, **options)
 
-    return run
+    run = case.run_of(seen, rows=canaries, noise_multiplier=sigma, delta=DELTA, **terms)
+    return held(run, CLAIMED)
 
 
 def without_a_clip(features: np.ndarray, measured: scaler.Columns) -> np.ndarray:

@@ -17,8 +17,7 @@ from jaxdp.privacy import DpEvent, GaussianDpEvent, PureDpEvent
 from jaxdp.release import claim
 from jaxdp.split.noisy_upload import PrivateRelease, Projection, Released
 
-from . import case
-from .case import Case, Run, held, standard_twins
+from .case import Case, Run, held, run_of, standard_twins
 
 DELTA = 1e-5
 CLIP = 0.5
@@ -60,17 +59,10 @@ def _fields(release: PrivateRelease) -> dict[str, Any]:
 
 def uploads(part: Part, delta: float) -> Callable[[PrivateRelease], Run]:
     """Returns `audit(release) -> Run`, the audit of one part of a release."""
-    terms: dict[str, Any] = {
-        "projection": PROJECTION,
-        "part": part,
-        "delta": delta,
-        "confidence": case.CONFIDENCE,
-    }
 
     def audit(release: PrivateRelease) -> Run:
-        return lambda trials, seed: audit_upload(
-            release, IMAGES, LABELS, trials=trials, seed=seed, **terms
-        )
+        terms: dict[str, Any] = {"projection": PROJECTION, "part": part, "delta": delta}
+        return run_of(audit_upload, release, IMAGES, LABELS, **terms)
 
     return audit
 

@@ -27,6 +27,7 @@ DELTA = 1e-5
 CLIP = 0.01
 SIGMA = 1.0
 FAR = 1e4  # times the clip norm: what a forgotten clip lets through
+CLAIMED = claim(GaussianDpEvent(SIGMA), adjacency="zero_out", delta=DELTA)
 CLASSES = 4
 WIDTH = 6
 SIDE = 4
@@ -72,9 +73,13 @@ class OneKey(tta.Adapter):
         return super().init(case.one_key(key))
 
 
-def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> Audits:
-    """Returns the audit of an update by the private form of a method, and of its twins."""
-    claimed = claim(GaussianDpEvent(SIGMA), adjacency="zero_out", delta=DELTA)
+def updates(
+    method: tta.Method, *, accumulate: int = 1, sensitivity: float = 1.0, **options: Any
+) -> Audits:
+    """Returns the audit of an update by the private form of a method, and of its twins.
+
+    The noise has `sensitivity` times the multiplier of the claim.
+    """
 
     def audit(
         clip: float = CLIP,
@@ -83,24 +88,16 @@ def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> Audit
         adjacency: Adjacency = "zero_out",
         kind: type[tta.Adapter] = tta.Adapter,
     ) -> Run:
-        def run(trials: int, seed: bytes) -> Audit:
-            private = tta.private(method, clip_norm=clip, noise_multiplier=sigma, **options)
+        def seen(**terms: Any) -> Audit:
+            scaled = sigma * sensitivity
+            private = tta.private(method, clip_norm=clip, noise_multiplier=scaled, **options)
             adapter = kind(apply_fn, PARAMS, private, OPTIMIZER, accumulate=accumulate)
-            return audit_stream(
-                adapter,
-                IMAGES[:4],
-                IMAGES[4:],
-                trials=trials,
-                delta=DELTA,
-                adjacency=adjacency,
-                confidence=case.CONFIDENCE,
-                seed=seed,
-            )
+            return audit_stream(adapter, IMAGES[:4], IMAGES[4:], **terms)
 
-        return run
+        return case.run_of(seen, delta=DELTA, adjacency=adjacency)
 
     def twin(*noise: float, **changes: Any) -> Run:
-        return held(audit(*noise, **changes), claimed)
+        return held(audit(*noise, **changes), CLAIMED)
 
     unclipped: Twin = "int32 has no room for gradients that are not clipped"
     if not options.get("exact"):
@@ -112,6 +109,8 @@ def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> Audit
         reused_key=twin(kind=OneKey),
         add_remove_for_replace_one=twin(adjacency="replace_one"),
     )
+    if sensitivity != 1:
+        twins[FORGETS] = twin(sigma=SIGMA / sensitivity)
     return audit(), twins
 
 
@@ -119,45 +118,6 @@ def updates(method: tta.Method, *, accumulate: int = 1, **options: Any) -> Audit
 NOISE = jaxdp.correlated(np.ones(3), steps=3)
 TENT = tta.Tent()  # one object, so that all its adapters share their compiled steps
 FORGETS = "the sensitivity of independent noise"
-
-
-def periods() -> tuple[Run, dict[str, Run | str]]:
-    """Returns the audit of a period of correlated noise, and of its twins."""
-    claimed = claim(GaussianDpEvent(SIGMA), adjacency="zero_out", delta=DELTA)
-
-    def audit(
-        share: float = 1.0,
-        clip: float = CLIP,
-        *,
-        adjacency: Adjacency = "zero_out",
-        kind: type[tta.Adapter] = tta.Adapter,
-    ) -> Run:
-        def run(trials: int, seed: bytes) -> Audit:
-            sigma = share * SIGMA * NOISE.sensitivity
-            private = tta.private(TENT, clip_norm=clip, noise_multiplier=sigma, noise=NOISE)
-            seen = audit_stream(
-                kind(apply_fn, PARAMS, private, OPTIMIZER),
-                IMAGES[:4],
-                IMAGES[4:],
-                trials=trials,
-                delta=DELTA,
-                adjacency=adjacency,
-                confidence=case.CONFIDENCE,
-                seed=seed,
-            )
-            return case.under(seen, claimed)
-
-        return run
-
-    twins = standard_twins(
-        half_the_noise=audit(0.5),
-        no_clipping=audit(1 / FAR, FAR * CLIP),
-        sensitivity_off_by_two=audit(0.5, 2 * CLIP),
-        reused_key=audit(kind=OneKey),
-        add_remove_for_replace_one=audit(adjacency="replace_one"),
-    )
-    twins[FORGETS] = audit(1 / NOISE.sensitivity)
-    return audit(), twins
 
 
 def _cases() -> Iterator[Case]:
@@ -185,14 +145,14 @@ def _cases() -> Iterator[Case]:
             run,
             twins,
         )
-    run, twins = periods()
+    run, twins = updates(TENT, sensitivity=NOISE.sensitivity, noise=NOISE)
     yield Case(
         "private Tent, correlated noise",
         f"a period of {NOISE.steps} updates: a Gaussian of multiplier {SIGMA:g} for an image that "
         "is replaced by padding",
         "C (G + C^-1 Z) = C G + Z, and an image is in one row of G (Denisov et al. 2022, theorem "
         "2.1); `jaxdp.tta.private`",
-        run,
+        held(run, CLAIMED),
         twins,
         trials=600,
     )

@@ -1,13 +1,11 @@
 """Audits of a private search. Its bound is loose, so the twins are far from the honest search."""
 
-from jaxdp.audit import Audit
 from jaxdp.audit.tune import NoisySums, audit_search
 from jaxdp.finetune import RandomRuns
 from jaxdp.privacy import GaussianDpEvent, calibrate_noise
 from jaxdp.release import claim
 
-from . import case
-from .case import Case, Run, standard_twins, under
+from .case import Case, Run, held, run_of, standard_twins
 
 SIGMA = 4.0
 DELTA = 1e-2
@@ -27,20 +25,8 @@ class _FixedRuns(RandomRuns):
 
 def searches(runs: RandomRuns, sigma: float) -> Run:
     """Returns the audit of a search under the honest claim."""
-
-    def run(trials: int, seed: bytes) -> Audit:
-        audit = audit_search(
-            runs,
-            noise_multiplier=sigma,
-            search=NoisySums,
-            trials=trials,
-            delta=DELTA,
-            confidence=case.CONFIDENCE,
-            seed=seed,
-        )
-        return under(audit, CLAIMED)
-
-    return run
+    run = run_of(audit_search, runs, noise_multiplier=sigma, search=NoisySums, delta=DELTA)
+    return held(run, CLAIMED)
 
 
 _RUN = "is a matter of one run, and runs are audited as DP-SGD"

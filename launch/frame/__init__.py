@@ -37,7 +37,7 @@ from .ledgers import DEFAULT, Choice, asked, chosen, of_workdir, settled
 from .ledgers import NAME as LEDGER
 from .program import MISTAKES, keep_compiled, start, tell
 from .running import Work, compute, distinct, run
-from .workdir import bind, cell_folder, check_same_config, file_name, run_of, versions
+from .workdir import bind, cell_folder, check_same_config, file_name, make_once, run_of, versions
 
 __all__ = [
     "DEFAULT",
@@ -63,6 +63,7 @@ __all__ = [
     "keep_compiled",
     "known",
     "main",
+    "make_once",
     "noted",
     "of_workdir",
     "own_account",

@@ -5,12 +5,11 @@ older than the charges of the cell, or is another one. The frame looks before it
 finished.
 """
 
-import contextlib
 import functools
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxdp.files import shown, write_durably
@@ -124,11 +123,18 @@ def settle_cells(work: "Work") -> None:
         cell = _cell_of(folder, work)
         if cell is None:
             continue
-        with pays(cell, work) as account, _explained(work.root, account):
-            rows = notes(folder)
-            settle(rows, functools.partial(_named, account))
-            mark_again(rows, account)
+        with pays(cell, work) as account:
             path = account.ledger.path
+            rows = notes(folder)
+            try:
+                settle(rows, functools.partial(_named, account))
+                mark_again(rows, account)
+            except BudgetExceeded as error:
+                error.add_note(
+                    f"{shown(work.root)} notes charges that {path} lacks and has no room for. "
+                    "They were released, so its files stay as they are."
+                )
+                raise
             print(f"{path} has been charged for what {shown(folder)} notes.", flush=True)
 
 
@@ -153,15 +159,3 @@ def _named(account: Account, name: str) -> Account:
     # A name that the ledger lacks is an earlier name of this account.
     is_other = name != account.name and name in ledger.names()
     return ledger.account(name, label=account.label) if is_other else account
-
-
-@contextlib.contextmanager
-def _explained(root: pathlib.Path, account: Account) -> Iterator[None]:
-    try:
-        yield
-    except BudgetExceeded as error:
-        error.add_note(
-            f"{shown(root)} notes charges that {account.ledger.path} lacks and has no room for. "
-            "They were released, so its files stay as they are."
-        )
-        raise

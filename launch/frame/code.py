@@ -46,7 +46,6 @@ _REGISTRIES = {
     "CLIP_RULES": ("transforms.clip_rules",),
     "FORMATS": ("data.spec",),
 }
-_PACKAGE = (__package__ or "").rpartition(".")[0]  # launch, or jaxdp.launch in a wheel
 _OURS = ("jaxdp", "launch", "configs")
 _INSTALLED = tuple(
     pathlib.Path(sysconfig.get_paths()[kind]) for kind in ("stdlib", "platstdlib", "purelib")
@@ -126,8 +125,7 @@ def settle(
       ValueError: The code of a cell was edited, and `stale` is "".
       BlockingIOError: Another process runs a cell that is to be set aside.
     """
-    stored = {cell: _stored(cell_folder(root, cell)) for cell in cells}
-    begun = {cell: code for cell, code in stored.items() if code is not None}
+    begun = _begun(root, cells)
     if not begun:
         return
     now = of(study, config, cells)
@@ -162,8 +160,7 @@ def told(root: pathlib.Path, now: Mapping[Any, Code]) -> str:
     """Returns a sentence if cells of a workdir were made by different code, or by other code than
     that of this process. Otherwise "".
     """
-    stored = {cell: _stored(cell_folder(root, cell)) for cell in now}
-    before = {cell: code for cell, code in stored.items() if code is not None}
+    before = _begun(root, now)
     modules = [code.modules for code in before.values()]
     differ = set[str]()
     for name in set[str]().union(*modules):
@@ -193,6 +190,12 @@ def _say_older(older: Sequence[Any], begun: Mapping[Any, Code], count: int) -> N
             f"{len(older) - len(silent)} of {count} cells were computed by another source of "
             "jaxdp. --stale=redo_all computes them again."
         )
+
+
+def _begun(root: pathlib.Path, cells: Iterable[Any]) -> dict[Any, Code]:
+    """Returns the code of each cell that has results."""
+    stored = {cell: _stored(cell_folder(root, cell)) for cell in cells}
+    return {cell: code for cell, code in stored.items() if code is not None}
 
 
 def _stored(folder: pathlib.Path) -> Code | None:
@@ -225,7 +228,8 @@ def _set_aside(root: pathlib.Path, cells: Sequence[Any], *, whole: bool) -> None
     The ledgers of the workdir stay, so a cell that is computed again pays again. A ledger that is
     one cell's own moves with it.
     """
-    aside = root / ASIDE / str(len(list(root.glob(f"{ASIDE}/*"))) + 1)
+    numbers = [int(path.name) for path in root.glob(f"{ASIDE}/*") if path.name.isdecimal()]
+    aside = root / ASIDE / str(max(numbers, default=0) + 1)  # a user may delete older ones
     with contextlib.ExitStack() as held:
         for cell in cells:
             folder = cell_folder(root, cell)
@@ -332,10 +336,10 @@ def _spec(name: str) -> Any:
     top = name.partition(".")[0]
     with contextlib.suppress(ImportError, ValueError, AttributeError):
         spec = importlib.util.find_spec(top)
-        if top != name and spec is not None and _is_own(top, spec.origin):
-            spec = importlib.util.find_spec(name)
+        if top == name:
             return spec
-        return spec if top == name else None
+        if spec is not None and _is_own(top, spec.origin):
+            return importlib.util.find_spec(name)
     return None
 
 

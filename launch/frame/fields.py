@@ -42,7 +42,7 @@ def people(described: Any, part: str = "data") -> dict[str, str]:
     """
     filled = {name: described[name] for name in contacts.FIELDS if described.get(name)}
     with named(part, described):
-        return contacts.checked(filled)
+        return contacts.checked(**filled)
 
 
 def _tensorboard(folder: pathlib.Path) -> Any:

@@ -122,7 +122,7 @@ def settled(
     watched = _watched(choice, config, private)
     path = named or root / NAME
     if watched:
-        registry = _registry()
+        registry = Registry(registry_path())
         digests = _digests(registry, watched)
         path = named or _known(registry, digests, choice) or _default(watched)
         check_folder("--ledger", path)
@@ -154,7 +154,7 @@ def asked(
         return named
     if not registry_path().exists():
         return _default(watched)
-    registry = _registry()
+    registry = Registry(registry_path())
     return _known(registry, _digests(registry, watched), choice) or _default(watched)
 
 
@@ -164,10 +164,6 @@ def _watched(choice: Choice, config: Any, private: Sequence[PrivateSet]) -> list
         return []
     is_named = choice != DEFAULT or bool(config.get("ledger"))
     return [records for records in private if is_named or not records.is_public]
-
-
-def _registry() -> Registry:
-    return Registry(registry_path())
 
 
 def _digests(registry: Registry, private: Sequence[PrivateSet]) -> dict[str, np.ndarray]:

@@ -35,7 +35,7 @@ from ..settings import check_numbers
 from ..study import Row, Study, nothing
 from . import charges, code, fields, ledgers
 from .accounts import account
-from .workdir import bind, cell_folder, check_same_config, file_name, run_of
+from .workdir import bind, cell_folder, check_same_config, file_name, make_once, run_of
 
 _AGAIN = (
     "Delete it. The command then makes it again from the other files of the workdir, which costs "
@@ -161,25 +161,20 @@ class Work:
         """Returns the content of the JSON file `name` in the workdir. One process makes the file if
         it is missing.
         """
-        path = self._once(name, lambda path: write_json(path, make()))
+        path = self.root / name
+        make_once(path, lambda: write_json(path, make()))
         return read_json(path, kind=object)
 
     def arrays(self, name: str, make: Callable[[], Mapping[str, Any]]) -> dict[str, np.ndarray]:
         """Returns the arrays of the .npz file `name` in the workdir, as `kept` does."""
+        path = self.root / name
 
-        def write(path: pathlib.Path) -> None:
+        def write() -> None:
             arrays = make()
             write_durably(path, lambda file: np.savez(file, **arrays))
 
-        return read_npz(self._once(name, write))
-
-    def _once(self, name: str, write: Callable[[pathlib.Path], None]) -> pathlib.Path:
-        path = self.root / name
-        if not path.exists():
-            with locked(path.with_name(f"{path.name}.lock"), wait=True):
-                if not path.exists():
-                    write(path)
-        return path
+        make_once(path, write)
+        return read_npz(path)
 
     def publish(self, rows: Sequence[Row]) -> Any:
         """Writes rows, tables, figures and result.json. Returns the result."""

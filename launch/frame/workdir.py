@@ -9,11 +9,12 @@ import pathlib
 import platform
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxdp.files import read_json, shown, write_json
 from jaxdp.privacy.contacts import FIELDS
+from jaxdp.release import locked
 from jaxdp.version import __version__
 
 from ..usage import flat
@@ -47,6 +48,14 @@ def file_name(coordinate: Any) -> str:
     else:
         text = str(coordinate)
     return re.sub(r"[^\w.-]", "_", text)
+
+
+def make_once(path: pathlib.Path, make: Callable[[], None]) -> None:
+    """Calls `make`, which writes a file, unless it is there. Other processes wait for it."""
+    if not path.exists():
+        with locked(path.with_name(f"{path.name}.lock"), wait=True):
+            if not path.exists():
+                make()
 
 
 def cell_folder(root: pathlib.Path, cell: Any) -> pathlib.Path:

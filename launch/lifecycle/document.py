@@ -2,12 +2,12 @@
 
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxdp.files import understood, write_durably
 from jaxdp.privacy import unit_words
-from jaxdp.report import Chart, format_table, render_page, verdict
+from jaxdp.report import Chart, render_page, verdict
 from jaxdp.report.exactness import noise_of
 from jaxdp.report.past import Past
 
@@ -163,11 +163,6 @@ def _change(name: str, change: Mapping[str, float], reference: float | None) -> 
         "after": f"{change['after']:.1%}",
         "without privacy": without,
     }
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Returns the rows of `accuracies` or `protection` for the terminal."""
-    return format_table(rows)
 
 
 class Life:

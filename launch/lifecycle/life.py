@@ -19,6 +19,7 @@ from jaxdp.data import DataSpec
 from jaxdp.privacy import BudgetExceeded, ComposedDpEvent, DpEvent, Hold, Ledger
 from jaxdp.privacy.privacy_warnings import warn_of_another_number
 from jaxdp.release import alone
+from jaxdp.report import format_table
 
 from .. import frame, plans
 from ..config_dict import ConfigDict
@@ -319,7 +320,7 @@ def _advance(stage: Stage, work: frame.Work) -> _State:
 def _run(step: Step, work: frame.Work) -> dict[str, Any]:
     """Returns the row of a stage."""
     life: Life = work.shared
-    stage = {stage.name: stage for stage in life.stages}[step.stage]
+    (stage,) = [stage for stage in life.stages if stage.name == step.stage]
     folder = work.folder(step)
     read = [part for part in stage.config if part in life.config]  # references may be missing
     fields = {part: life.config[part].copy_and_resolve_references() for part in read}
@@ -374,7 +375,7 @@ def _result(rows: Sequence[frame.Row], work: frame.Work) -> dict[str, Any]:
 
 
 def _summary(result: Any) -> str:
-    tables = [document.table(result[name]) for name in ("accuracy", "protection") if result[name]]
+    tables = [format_table(result[name]) for name in ("accuracy", "protection") if result[name]]
     text = "\n\n".join(tables)
     bad = [name for name, state in result["stages"].items() if state["status"] != "done"]
     if bad:

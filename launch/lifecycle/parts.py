@@ -184,5 +184,8 @@ def _stream(config: Any) -> dict[str, str]:
     """
     streams = config.parts.stream
     if isinstance(streams, list | tuple):
-        return {pathlib.Path(str(part)).stem: CLEAN for part in streams}
+        names = [pathlib.Path(str(part)).stem for part in streams]
+        if len(set(names)) < len(names):  # splits of two sets, or files of two folders
+            names = [str(part) for part in streams]
+        return dict.fromkeys(names, CLEAN)
     return {shift: shift for shift in config.get("stream_shifts", (CLEAN,))}

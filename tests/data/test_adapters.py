@@ -492,3 +492,24 @@ def test_torch():
 
     with pytest.raises(TypeError, match="Private sampling needs random access"):
         from_torch(Endless())
+
+
+def test_a_dataset_may_fill_the_same_array_for_every_record():
+    """A batch would have one record in all its rows, which would count as often in a sum."""
+    images = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    class Reusing:
+        def __init__(self):
+            self.place = np.zeros(3, np.float32)
+
+        def __len__(self):
+            return len(images)
+
+        def __getitem__(self, row):
+            self.place[:] = images[row]
+            return {"x": self.place, "label": row}
+
+    source = from_torch(Reusing(), num_classes=4)
+    for _ in range(2):  # before and after the fingerprint
+        np.testing.assert_array_equal(source.gather([2, 0, 3])["x"], images[[2, 0, 3]])
+        assert len(source.fingerprint) == 64

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -38,6 +39,16 @@ def test_file_and_folder_are_on_the_disk_around_the_rename(tmp_path, monkeypatch
         1,
         2,
     ]
+
+
+def test_numbers_of_numpy_and_jax_are_written_as_numbers(tmp_path):
+    path = tmp_path / "state.json"
+    write_json(path, {"steps": np.int64(3), "rates": [np.float32(0.5), jnp.float32(2.0)]})
+    assert read_json(path) == {"steps": 3, "rates": [0.5, 2.0]}
+    for other in (np.arange(2), object()):
+        with pytest.raises(TypeError, match="JSON has no"):
+            write_json(path, {"steps": other})
+    assert read_json(path)["steps"] == 3
 
 
 @pytest.mark.parametrize("place", ["fsync", "replace"])

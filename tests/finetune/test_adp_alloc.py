@@ -15,7 +15,7 @@ from dp_accounting.pld import PLDAccountant
 
 from jaxdp import data, finetune
 from jaxdp.finetune.adp_alloc import schedule_event
-from jaxdp.privacy import Ledger, epsilon
+from jaxdp.privacy import GaussianDpEvent, Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms.noise import PrivatizeState, privatize
 
@@ -278,6 +278,16 @@ def test_epsilon_below_what_the_schedule_reaches_says_what_it_reaches():
     sigma_0 = finetune.calibrate_schedule(schedule, sampler, epsilon=1.01 * reachable, **arguments)
     event = schedule_event(schedule, sigma_0, sampler, 20)
     assert epsilon(event, delta=1e-5) <= 1.01 * reachable
+
+
+def test_an_error_about_what_else_the_target_pays_does_not_blame_the_schedule():
+    arguments = {"epsilon": 1.0, "delta": 1e-5, "steps": 4, "besides": GaussianDpEvent(0.5)}
+    with pytest.raises(ValueError, match="Some do not depend on it") as caught:
+        finetune.calibrate_schedule(
+            finetune.constant_noise(), data.PoissonSampler(N, 0.2), **arguments
+        )
+    cost = float(re.search(r"still cost ([\d.]+)\.", str(caught.value))[1])
+    assert cost == pytest.approx(epsilon(GaussianDpEvent(0.5), delta=1e-5), rel=1e-3)
 
 
 @pytest.mark.parametrize("truncated", [None, 30])

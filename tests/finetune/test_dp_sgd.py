@@ -725,6 +725,25 @@ def test_memory_bounds_the_chosen_sizes():
     assert max(sizes(60_000)) == max(sizes(30_000)) // 2
 
 
+def test_sizes_are_those_of_the_source_whatever_source_came_before():
+    def loss_of_rows(params, example):
+        return jnp.square(params["w"][example["ids"]]).sum()
+
+    def sizes(trainer, length):
+        source = data.from_arrays(ids=np.zeros((100, length), np.int32))
+        return trainer.physical(trainer.init({"w": jnp.ones((5, 1000))}), source).sizes
+
+    def make():
+        sampler = data.PoissonSampler(100, 1.0)
+        return trainer_of(sampler, loss_fn=loss_of_rows, physical_batch_size=None)
+
+    trainer = make()
+    short, long, again = (sizes(trainer, length) for length in (1, 10_000, 1))
+    assert short == again == sizes(make(), 1)
+    assert long == sizes(make(), 10_000)
+    assert max(long) < max(short)
+
+
 def test_a_source_that_fails_while_it_is_read_ahead_stops_the_run():
     class Failing(data.Examples):
         def gather(self, indices):
@@ -737,6 +756,31 @@ def test_a_source_that_fails_while_it_is_read_ahead_stops_the_run():
         trainer.batches(state, failing, 2) as batches,
     ):
         next(batches)
+
+
+def test_a_source_may_fill_the_same_arrays_in_every_call():
+    """JAX shares an array of NumPy that begins at a multiple of 64 bytes. An example of the last
+    physical batch would count in the sum as often as there are physical batches."""
+    memory = {}
+
+    class Reusing(data.Examples):
+        def gather(self, indices):
+            batch = super().gather(indices)
+            for name, array in batch.items():
+                room = memory.setdefault(name, np.zeros(array.nbytes + 64, np.uint8))
+                start = -room.ctypes.data % 64
+                place = room[start : start + array.nbytes].view(array.dtype)
+                batch[name] = place.reshape(array.shape)
+                batch[name][...] = array
+            return batch
+
+    trainer, source = trainer_of(data.PoissonSampler(N, 1.0)), source_of()
+    state = trainer.init(params_of())
+    # All batches are read before the first one is summed.
+    expected, found = (
+        trainer.sums(state, each, np.arange(N)) for each in (source, Reusing(source.arrays))
+    )
+    assert_close(found, float64(expected))
 
 
 @pytest.mark.parametrize("most", [2**24, 1])

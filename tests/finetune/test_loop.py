@@ -442,7 +442,7 @@ def test_without_noise_a_budget_refuses_before_anything_runs():
 @pytest.mark.slow
 def test_steps_and_chunk_sizes_may_change_on_resume(tmp_path):
     trainer, ledger = blobs_trainer(optimizer=optax.adam(0.01)), blobs_ledger(delta=1e-5)
-    first = fit(trainer, ledger, workdir=tmp_path, steps=3, checkpoint_every=100)
+    first = fit(trainer, ledger, workdir=tmp_path, steps=np.int64(3), checkpoint_every=100)
     again = fit(trainer, ledger, workdir=tmp_path, steps=3)
     assert np.array_equal(np.asarray(first.params["w"]), np.asarray(again.params["w"]))
     with pytest.raises(ValueError, match="a run of 3 steps, more than steps=2"):

@@ -246,6 +246,16 @@ def test_an_example_moves_the_sum_by_at_most_the_sensitivity(name):
 
 @pytest.mark.slow
 @every_method
+def test_numbers_of_numpy_and_jax_are_numbers(name):
+    floats = trainer_of(name, clip_norm=0.5, noise_multiplier=1.0)
+    others = trainer_of(name, clip_norm=np.float32(0.5), noise_multiplier=jnp.float32(1.0))
+    assert floats.event(0, 3) == others.event(0, 3)
+    one, other = (t.planned(3).step(keyed(t), source_of())[0] for t in (floats, others))
+    np.testing.assert_allclose(flat(one.params), flat(other.params), rtol=1e-5)
+
+
+@pytest.mark.slow
+@every_method
 def test_an_empty_batch_is_a_step_with_noise(name, monkeypatch):
     monkeypatch.setattr(
         finetune.PrivateTrainer, "drawn", lambda trainer, state: np.zeros(0, np.int64)

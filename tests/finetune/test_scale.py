@@ -88,3 +88,11 @@ def test_loops_count_as_often_as_they_run_and_branches_once():
     found = hlo.count(jax.jit(run).lower(*shapes).compile())
     assert 6 * 2 * 8 * 16 * 16 <= found.flops <= 1.1 * 6 * 2 * 8 * 16 * 16
     assert not found.collectives
+
+
+def test_a_mesh_of_more_devices_than_there_are_is_refused():
+    """Otherwise the counts would be those of a smaller mesh."""
+    count = len(jax.devices())
+    assert bench_scale.mesh_of(count).size == count
+    with pytest.raises(ValueError, match=f"{count + 1} devices are needed, but JAX has {count}"):
+        bench_scale.mesh_of(count + 1)

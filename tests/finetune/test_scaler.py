@@ -71,6 +71,16 @@ def test_little_noise_gives_the_moments_of_numpy(rows):
     assert scaled.fingerprint != rows.fingerprint and scaled.feature_names == rows.feature_names
 
 
+def test_integers_are_scaled_as_floats():
+    scaler = finetune.Scaler(
+        columns=(0,), missing=(1,), low=(0.0,), high=(100.0,), mean=(20.5,), std=(0.5,)
+    )
+    cells = np.array([[21, 0, 7], [90, 1, 7]])
+    for dtype in (np.int32, np.uint8, np.float32):
+        np.testing.assert_array_equal(scaler.normalise(cells.astype(dtype)), [[1, 0, 7], [0, 1, 7]])
+    np.testing.assert_array_equal(scaler.normalise(cells[0] > 7), [-39, 0, 0])
+
+
 def test_a_scaler_is_read_as_it_was_written(rows, tmp_path):
     scaler = scaler_of(rows, 1.0)
     scaler.save(tmp_path / "scaler.json")

@@ -141,6 +141,17 @@ def test_the_number_of_runs_has_its_distribution(mean, eta):
     assert runs.draw(bytes(16)) == (0 if eta == math.inf else 1)
 
 
+@pytest.mark.parametrize("eta", [0, 1, 2.5, math.inf])
+def test_numbers_of_numpy_have_the_distribution_that_is_charged(eta):
+    run = GaussianDpEvent(1.0)
+    for kind in (np.float32, np.int64 if eta in (0, 1) else np.float64):
+        runs, of_numpy = RandomRuns(6, eta), RandomRuns(kind(6), kind(eta))
+        assert of_numpy.event(run) == runs.event(run)
+        for seed in (bytes(16), SEED, b"\xff" * 16):
+            assert of_numpy.draw(seed) == runs.draw(seed)
+        assert of_numpy.quantile(0.95) == runs.quantile(0.95)
+
+
 def test_candidates_are_drawn_uniformly():
     drawn = [module.drawn(secret, 7) for secret in secrets(2000)]
     counts = np.bincount(drawn, minlength=7)

@@ -12,7 +12,7 @@ from configs.predict import embeddings as embedding_config
 from configs.predict import imdb
 from jaxdp import models
 from jaxdp.data import apart
-from launch import data, embeddings, features
+from launch import data, embeddings, features, frame
 from tests.models.test_language import load, make_checkpoints
 
 WORDS = ("good", "bad", "film", "plot", "was", "the", "a", "very", "not")
@@ -88,6 +88,17 @@ def test_a_dry_run_counts_the_texts_and_writes_nothing(config, tmp_path, capsys)
         embeddings.experiment(config, str(tmp_path / "run"), dry_run=True)
     assert "16 private texts (imdb_reviews/train)." in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+def test_the_workdir_of_another_study_stays_as_it_is(config, tmp_path):
+    root = tmp_path / "run"
+    with frame.bind("finetune", config, root):
+        bound = (root / "config.json").read_bytes()
+    unread = mock.patch.object(data, "texts", side_effect=AssertionError("read"))
+    for dry_run in (True, False):
+        with unread, pytest.raises(ValueError, match="belongs to the study 'finetune', not to"):
+            embeddings.experiment(config, str(root), dry_run=dry_run)
+    assert (root / "config.json").read_bytes() == bound
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,21 @@ def test_an_edited_method_is_not_taken_for_the_one_that_made_the_results(tmp_pat
     assert _of_methods(root)[1] == []
 
 
+def test_results_that_were_set_aside_stay_although_older_ones_are_deleted(tmp_path, mine):
+    root = tmp_path / "run"
+    _of_methods(root)
+    for factor in (3, 4):
+        mine(helper=f"factor = {factor}\n")
+        _of_methods(root, "redo")
+    shutil.rmtree(root / "stale" / "1")
+    mine(helper="factor = 5\n")
+    assert _of_methods(root, "redo")[0]["Mine"] == 5.0
+    for number, value in ((2, 3.0), (3, 4.0)):
+        aside = root / "stale" / str(number)
+        assert json.loads((aside / "cells/Mine/1/row.json").read_text())["value"] == value
+        assert json.loads((aside / "result.json").read_text())["Mine"] == value
+
+
 def test_rows_of_different_code_are_named_in_the_tables(tmp_path, mine):
     root = tmp_path / "run"
     _of_methods(root, numbers=(1.0, 2.0))

@@ -1,6 +1,8 @@
 """Studies that protect patients with several images: the config's group, the ledger, and the words
 of the report."""
 
+import shutil
+
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -174,3 +176,19 @@ def test_the_noise_of_a_stream_is_for_all_images_of_a_patient(folder):
         < epsilon(charge, delta=how.delta, adjacency="replace_one")
         <= how.epsilon
     )
+
+
+def test_two_streams_whose_files_have_one_name_are_two(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    given = patients.lifecycle(tmp_path).data
+    expected = [len(source) for source in parts.load(given).stream.values()]
+    files = []
+    for number, place in enumerate(("north", "south")):
+        file = tmp_path / place / "week.csv"
+        file.parent.mkdir()
+        (tmp_path / f"stream_{number}.csv").rename(file)
+        files.append(f"{place}/week.csv")
+    given.parts.stream = tuple(files)
+    stream = parts.load(given).stream
+    assert list(stream) == files
+    assert [len(source) for source in stream.values()] == expected

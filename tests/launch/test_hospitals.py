@@ -285,7 +285,9 @@ def test_an_empty_account_answers_nothing(network):
     assert network.spends()["clinic-1"] == (1, 0.5)
 
 
-@pytest.mark.parametrize("answer", [np.zeros((1, 1), np.float32), np.zeros(1)])
+@pytest.mark.parametrize(
+    "answer", [np.zeros((1, 1), np.float32), np.zeros(1), np.zeros(7, np.float32)]
+)
 def test_an_answer_of_no_use_is_refused(network, answer):
     network.ask = lambda questions, timeout: dict.fromkeys(
         questions, pack("answer", fields={"round": 0}, arrays={"answer": answer})
@@ -417,6 +419,20 @@ def test_a_repeated_question_finds_the_answer_that_came_late(tmp_path):
         timeout=1,
     )
     assert parties.ask(name, timeout=5.0) == {"a": b"2"} and list((tmp_path / "a").iterdir()) == []
+
+
+def test_two_folders_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="--exchange must name folders with names of their own"):
+        links.Folders([tmp_path / "north" / "clinic", tmp_path / "south" / "clinic"])
+
+
+def test_more_answers_than_hospitals_are_refused_before_a_question(tmp_path):
+    config = configs.get_config()
+    config.server.fewest = 3
+    parties = links.Folders([tmp_path / "a", tmp_path / "b"])
+    with pytest.raises(ValueError, match=r"config\.server\.fewest must be at most 2, .* got 3"):
+        hospitals.run_server(config, tmp_path / "run", parties, timeout=0.05)
+    assert not (tmp_path / "run" / "config.json").exists()
 
 
 @pytest.mark.parametrize(

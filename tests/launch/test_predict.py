@@ -242,7 +242,7 @@ def test_a_run_that_dies_after_every_step_repeats_it_and_pays_once(tmp_path, mon
     trained = dying(fit._Run.train, lambda state: state.params)
     monkeypatch.setattr(fit._Run, "train", trained)
     study = dataclasses.replace(predict.STUDY, figures=dying(lambda *_: None))
-    monkeypatch.setattr(teachers.mechanisms, "_sample", dying(teachers.mechanisms._sample))
+    monkeypatch.setattr(teachers.mechanisms, "_answer", dying(teachers.mechanisms._answer))
     monkeypatch.setattr(teachers.ensembles, "laplace_vote", dying(teachers.ensembles.laplace_vote))
     monkeypatch.setattr(pate, "answer", dying(pate.answer))
     cheap_plan(monkeypatch)

@@ -10,7 +10,8 @@ from ml_collections import ConfigDict
 from launch.settings import check_numbers
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-SHARED = ("method_options.py", "people.py", "tables.py")  # parts of configs
+# parts of configs
+SHARED = ("method_options.py", "people.py", "prediction_options.py", "tables.py")
 CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.py") if path.name not in SHARED)
 
 

@@ -209,6 +209,8 @@ def test_private_answers_refuse_changes_that_are_no_neighbours():
         ({"labels": [0, 1]}, "labels must be a tuple"),
         ({"labels": (0, 1), "label_radius": 0.1}, "exclude each other"),
         ({}, "change no record"),
+        # Before, the label's radius of 0 replaced the one of the features: nothing moved.
+        ({"radius": 0.1, "features": "label"}, "are one leaf, which cannot move as both"),
     ],
 )
 def test_bad_poisoning(options, match):

@@ -53,6 +53,9 @@ def test_every_result_has_the_radius_except_for_a_vector_without_a_direction():
         (np.zeros((1, 3)), {}, "at least two vectors"),
         (np.zeros(3), {}, r"got shape \(3,\)"),
         (np.eye(4), {"dimensions": 4}, "dimensions=4 exceeds the 3"),
+        # Before, these were maps to no number, and to all numbers but the last.
+        (np.ones((5, 3)), {}, "got 0 axes with any variance"),
+        (np.eye(4), {"dimensions": -1}, "got 3 axes with any variance and dimensions=-1"),
     ],
 )
 def test_a_sample_that_determines_no_map_is_refused(public, options, message):

@@ -15,7 +15,7 @@ from scipy import integrate, stats
 from jaxdp import prediction
 from jaxdp.prediction import mechanisms
 from jaxdp.privacy.events import PureDpEvent
-from jaxdp.transforms import noise
+from jaxdp.transforms import noise, responses
 
 SEED = bytes(range(16))
 ACCEPT, REJECT = 1e-6, 1e-9
@@ -334,23 +334,20 @@ def test_a_flip_uses_exactly_its_share_of_the_64_bit_numbers():
     r, classes = 5, 4
     ends = [0, 4, 5, 9, 10, 14, 15, 2**32, 2**64 - 1]
     draws = np.array(ends, np.uint64)
-    got = mechanisms.flip_labels(
-        draws, np.full(len(ends), 2), np.full(len(ends), r, np.uint64), classes
-    )
+    got = responses.flipped(draws, np.full(len(ends), 2), np.full(len(ends), r, np.uint64), classes)
     assert got.tolist() == [3, 3, 0, 0, 1, 1, 2, 2, 2] and got.dtype == np.int32
     huge = np.array([2**63 - 1, 2**63, 2**64 - 1], np.uint64)
-    assert mechanisms.flip_labels(
-        huge, np.zeros(3, int), np.full(3, 2**63, np.uint64), 2
-    ).tolist() == [1, 0, 0]
-    assert (
-        mechanisms.flip_labels(draws, np.zeros(9, int), np.zeros(9, np.uint64), 2).tolist()
-        == [0] * 9
-    )
+    assert responses.flipped(huge, np.zeros(3, int), np.full(3, 2**63, np.uint64), 2).tolist() == [
+        1,
+        0,
+        0,
+    ]
+    assert responses.flipped(draws, np.zeros(9, int), np.zeros(9, np.uint64), 2).tolist() == [0] * 9
 
 
 def test_all_64_bits_are_drawn(monkeypatch):
     seen = []
-    monkeypatch.setattr(mechanisms, "flip_labels", lambda draws, *rest: seen.append(draws))
+    monkeypatch.setattr(responses, "flipped", lambda draws, *rest: seen.append(draws))
     mechanisms.randomised_response(key("bits"), [0] * 4096, [0] * 4096, epsilon=1.0, num_classes=2)
     (draws,) = seen
     assert draws.dtype == np.uint64 and len(np.unique(draws)) == 4096

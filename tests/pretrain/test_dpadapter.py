@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxdp.pretrain import amp, dpadapter, sam
 
@@ -326,6 +326,15 @@ def test_a_mesh_changes_nothing_keeps_shardings_and_compiles_once(make, microbat
         == state.perturbation["w1"].sharding.spec
         == PartitionSpec("data")
     )
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_axes_of_any_type_give_the_result_of_one_device(kind):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,))
+    alone, expected = run(made())
+    state, metrics = run(made(mesh=mesh))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # noqa: E731
+    jax.tree.map(close, (state.params, metrics), (alone.params, expected))
 
 
 def test_devices_divide_the_work_of_a_batch():

@@ -288,6 +288,15 @@ def test_no_examples_are_refused():
         fit(trainer(), PARAMS, SOURCE.take(np.zeros(0, np.int64)), steps=1, **SIZES)
 
 
+def test_a_run_with_numbers_of_numpy_goes_on_with_numbers_of_python(tmp_path):
+    numbers = {"warmup_steps": 1, "perturbation_batch_size": 20, "update_batch_size": 6}
+    of_numpy = {name: np.int64(number) for name, number in numbers.items()}
+    options = {"workdir": tmp_path, "seed": SEED, "progress": False}
+    fit(trainer(gamma=np.float32(0.5)), PARAMS, SOURCE, steps=np.int64(2), **options, **of_numpy)
+    state = fit(trainer(gamma=0.5), PARAMS, SOURCE, steps=3, **options, **numbers)
+    assert state.step == 3
+
+
 def test_another_run_in_the_workdir_is_refused(tmp_path):
     options = {"workdir": tmp_path, **SIZES}
     fit(trainer(), PARAMS, SOURCE, steps=4, **options)

@@ -619,6 +619,9 @@ def test_arguments_are_checked():
     for delta in (-1e-5, 1.0, math.nan):
         with pytest.raises(ValueError, match="delta"):
             epsilon_at(PureDpEvent(1.0), delta=delta)
+    # An array of shape () is a number, here as in other arguments.
+    at_number = epsilon_at(GaussianDpEvent(1.0), delta=DELTA)
+    assert epsilon_at(GaussianDpEvent(1.0), delta=np.array(DELTA)) == at_number
 
 
 # --- Renyi conversion ---------------------------------------------------------------------------

@@ -201,3 +201,34 @@ def test_result_is_never_above_the_target_even_next_to_it():
             accounting.epsilon_of_counts(counts, delta=1e-5, adjacency="add_remove", method="auto")
             <= target
         )
+
+
+def test_a_tolerance_below_the_distance_of_floats_ends():
+    noise = calibrate_noise(GaussianDpEvent, epsilon=1.0, delta=1e-5, tol=1e-17)
+    assert epsilon_at(GaussianDpEvent(noise), delta=1e-5) <= 1.0
+    assert epsilon_at(GaussianDpEvent(noise * (1 - 1e-15)), delta=1e-5) > 1.0
+
+
+@pytest.mark.slow
+def test_numbers_do_not_depend_on_the_hash_seed_of_a_process(run_in_subprocess):
+    """A resumed run computes its noise again. Another last digit would be another release."""
+    code = """
+import jaxdp
+from jaxdp.privacy import *
+
+def make(z):
+    steps = []
+    for i in range(1, 8):
+        step = PoissonSampledDpEvent(0.01 * i, GaussianDpEvent(z * (0.7 + 0.13 * i)))
+        steps.append(SelfComposedDpEvent(step, 30 + i))
+    return ComposedDpEvent([*steps, LaplaceDpEvent(5 * z), PureDpEvent(0.013)])
+
+noise = calibrate_noise(make, epsilon=2.9, delta=1e-5)
+with jaxdp.Ledger.in_memory() as ledger:
+    ledger.register("data", adjacency="add_remove", unit="example", delta=1e-5)
+    for event in make(1.0).events:
+        ledger.spend("data", event)
+    print(noise.hex(), ledger.epsilon("data").hex())
+"""
+    answers = {run_in_subprocess(code, env={"PYTHONHASHSEED": seed}).stdout for seed in ("0", "2")}
+    assert len(answers) == 1

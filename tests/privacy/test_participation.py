@@ -19,11 +19,10 @@ from jaxdp.privacy import (
     epsilon,
     truncated_event,
 )
-from jaxdp.privacy.curve_pairs import curve_pair
+from jaxdp.privacy.curve_pairs import hull_pair
 from jaxdp.privacy.events import MonteCarloDpEvent, compose, composition, from_json, to_json
+from jaxdp.privacy.mixtures import Bins, Renewals
 from jaxdp.privacy.participation import (
-    Bins,
-    Renewals,
     b_min_sep_event,
     balls_in_bins_event,
     cyclic_poisson_event,
@@ -184,9 +183,8 @@ def test_composition_lies_between_its_parts_and_their_sum(two_bins):
 
 
 def test_a_pair_has_the_deltas_of_its_curves(two_bins):
-    (losses, log_masses), lost, _ = curve_pair(
-        two_bins.epsilons, two_bins.forward, two_bins.backward
-    )
+    curves = map(np.array, (two_bins.epsilons, two_bins.forward, two_bins.backward))
+    (losses, log_masses), lost, _ = hull_pair(*curves)
     masses = np.exp(log_masses)
     np.testing.assert_allclose(masses.sum() + lost, 1)
     for at, bound in zip(two_bins.epsilons, two_bins.forward, strict=True):
@@ -220,6 +218,14 @@ def test_strategies_without_a_proof_are_refused(strategy, message):
         b_min_sep_event(
             1.0, separation=2, sampling_probability=0.5, steps=4, strategy=strategy, **SOME
         )
+
+
+@pytest.mark.parametrize("noise_multiplier", [-1.0, math.nan])
+def test_noise_that_is_none_is_refused(noise_multiplier):
+    with pytest.raises(ValueError, match="noise_multiplier must be at least 0"):
+        balls_in_bins_event(noise_multiplier, bins=2, steps=4, **SOME)
+    with pytest.raises(ValueError, match="noise_multiplier must be at least 0"):
+        b_min_sep_event(noise_multiplier, separation=2, sampling_probability=0.5, steps=4, **SOME)
 
 
 def test_a_strategy_counts_in_bins():

@@ -93,6 +93,20 @@ def test_foreign_functions_are_calls_to_the_host(target):
     assert calls_host(f'"stablehlo.custom_call"(%0) {{call_target_name = "{target}"}}')
 
 
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_a_text_has_the_arrays_that_a_function_closes_over(make):
+    """Whether they are few or many, and wherever they differ."""
+
+    def text(size, last):
+        constant = np.ones(size, np.float32)
+        constant[-1] = last
+        constant = make(constant)
+        return program(jax.jit(lambda x: x + constant), jnp.ones(size))
+
+    for size in (2, 100_000):
+        assert text(size, 2) == text(size, 2) != text(size, 2.0000002)
+
+
 @pytest.mark.parametrize("change", ["flag", "variable", "host", "cores", "nothing", "cache"])
 def test_the_environment_knows_what_changes_the_arithmetic(monkeypatch, change):
     before = environment()

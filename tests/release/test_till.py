@@ -210,6 +210,23 @@ def test_what_a_gpu_may_compute_otherwise_is_never_repeated(tmp_path, monkeypatc
         assert (seen == [secret]) == (charges == 1) and charged(ledger) == charges
 
 
+def test_texts_without_constants_are_refused_before_anything_is_paid(tmp_path):
+    """JAX can make arguments of the arrays that a function closes over. Two such functions have one
+    text then, and would share a token and its noise."""
+    flag = "jax_use_simplified_jaxpr_constants"
+    if flag not in jax.config.values:
+        pytest.skip("this JAX has no such flag")
+    ledger, seen = new_ledger(), []
+    before = jax.config.values[flag]
+    jax.config.update(flag, True)
+    try:
+        with Till(tmp_path) as till, pytest.raises(RuntimeError, match="Nothing is spent"):
+            till.release(release_of(ledger, seen=seen, programs=lambda: ["a program"]))
+    finally:
+        jax.config.update(flag, before)
+    assert not seen and charged(ledger) == 0
+
+
 def test_without_a_workdir_every_call_is_a_release_of_its_own():
     ledger, seen = new_ledger(), []
     for _ in range(3):

@@ -87,6 +87,21 @@ def test_numbers_are_rounded_to_the_safe_side(value, up, down):
     assert (round_up(value), round_down(value)) == (up, down)
 
 
+@pytest.mark.parametrize(
+    ("value", "digits", "up", "down"),
+    [
+        (123.4, 2, "124", "123"),
+        (99.5, 2, "100", "99"),
+        (0.0123, 2, "0.013", "0.012"),
+        (12.3, 1, "13", "12"),
+        (1234.5, 4, "1235", "1234"),
+        (12345.6, 4, "12346", "12345"),
+    ],
+)
+def test_whole_numbers_keep_their_digits_whatever_the_precision(value, digits, up, down):
+    assert (round_up(value, digits), round_down(value, digits)) == (up, down)
+
+
 def test_a_chart_begins_at_zero_and_shows_its_numbers():
     drawn = chart(
         curves={"a": [(0, 2.0), (10, 3.001)], "b": [(10, math.inf)]},

@@ -40,6 +40,12 @@ def plain(page):
     return " ".join(html.unescape(re.sub("<[^>]*>", " ", page.read_text())).split())
 
 
+@pytest.mark.parametrize("pair", [(96.0, 114), (-0.1, 114), (0.96, 0)])
+def test_a_measured_share_is_a_share_of_some_cases(pair):
+    with pytest.raises(ValueError, match=r"a measured share must be in \[0, 1\] and of at least"):
+        runs.statements({"test accuracy": pair})
+
+
 def test_a_run_of_fit_has_a_report(tmp_path):
     run, epsilon = workdir(tmp_path)
     page = jaxdp.report.write(run, metrics={"test accuracy": (0.96, 114)}, facts={"Model": "MLP"})

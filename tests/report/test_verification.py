@@ -10,7 +10,7 @@ import pytest
 import jaxdp
 from jaxdp.files import read_json, write_json
 from jaxdp.privacy import GaussianDpEvent, Ledger
-from jaxdp.report import MetricsWriter, books, signatures
+from jaxdp.report import MetricsWriter, books, runs, signatures, verification
 from launch import report
 
 TERMS = {"adjacency": "add_remove", "unit": "patient", "epsilon": 3.0, "delta": 1e-4}
@@ -259,3 +259,20 @@ def test_what_a_signature_needs_is_named(root, monkeypatch):
     monkeypatch.setenv("PATH", str(root))
     with pytest.raises(FileNotFoundError, match=r"ssh-keygen is not installed\. Install"):
         signatures.sign(page, page)
+
+
+def test_a_page_of_some_accounts_has_the_unfinished_payments_of_these_only(root):
+    """Others of the same ledger may be paying while the page of a release is written."""
+    ledger = root / "ledger.sqlite"
+    with Ledger(ledger, run="other") as opened:
+        opened.spend("others", GaussianDpEvent(9.0))
+    both = books.Books.read(root, {"": ledger}, remedy="")
+    for name in ("patients", "others"):
+        page = root / f"{name}.html"
+        runs.write_page(page, ledger, both.only([name]).anonymous(), {}, {})
+
+        def rewrite(output, past, name=name):
+            runs.rewrite(ledger, output, past, {}, [name])
+
+        answer = verification.verify(page, rewrite, ledger=ledger)
+        assert answer.is_true, answer.text

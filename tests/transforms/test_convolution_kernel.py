@@ -45,7 +45,7 @@ def arrays(
     out = [(n - span) // s + 1 for n, span, s in zip(padded, spans, strides, strict=True)]
     x = numbers((batch, *size, channels), 1, dtype)
     g = numbers((batch, *out, outputs), 2, dtype)
-    return x, g, cells.Geometry.of(window, strides, padding, dilation)
+    return x, g, cells.Geometry(window, strides, padding, dilation)
 
 
 def by_numpy(x, g, geometry, factors=None):
@@ -256,8 +256,8 @@ def test_each_device_computes_the_norms_of_its_examples():
 def test_the_kernel_says_which_shapes_it_serves(x, g, window, served):
     x, g = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (x, g))
     ones = (1,) * len(window)
-    padding = [(n // 2, n // 2) for n in window]
-    answer = convolution.suits(x, g, cells.Geometry.of(window, ones, padding, ones))
+    padding = tuple((n // 2, n // 2) for n in window)
+    answer = convolution.suits(x, g, cells.Geometry(window, ones, padding, ones))
     assert answer is served
 
 

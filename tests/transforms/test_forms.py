@@ -26,7 +26,7 @@ def kernel(x):
     def body(x, result):
         result[...] = 2 * x[...]
 
-    return pl.pallas_call(body, out_shape=shape_like(x, x.shape, x.dtype))(x)
+    return pl.pallas_call(body, out_shape=shape_like(x, x.shape))(x)
 
 
 def with_kernel(x):

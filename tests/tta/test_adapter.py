@@ -216,11 +216,18 @@ def test_a_reset_forgets_an_unfinished_update():
 
 
 def test_accumulation_is_for_private_methods():
+    remedy = r"optax\.MultiSteps\(optimizer, A\)\.gradient_transformation\(\)"
     for method, accumulate in ((TENT, 2), (private(TENT), 0)):
         with pytest.raises(
-            ValueError, match=rf"accumulate must be at least 1.*got {accumulate}.*optax.MultiSteps"
+            ValueError, match=rf"accumulate must be at least 1.*got {accumulate}.*{remedy}"
         ):
             adapter_of(method, accumulate=accumulate)
+    # What the error advises: the parameters move after every second batch.
+    optimizer = optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation()
+    states, _ = tiny.run(adapter_of(TENT, optimizer), tiny.stream(2, 2, 1))
+    middle, end = (jax.tree.leaves(state.params) for state in states)
+    assert all(map(np.array_equal, jax.tree.leaves(tiny.PARAMS), middle))
+    assert not all(map(np.array_equal, middle, end))
 
 
 # --- Resets, predictions --------------------------------------------------------------------------

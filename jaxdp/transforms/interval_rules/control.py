@@ -17,23 +17,16 @@ from jaxdp.transforms.boxes import (
     upper,
 )
 from jaxdp.transforms.interval_rules.endpoints import NoRuleError, hull_of_cases
-from jaxdp.transforms.jaxprs import called_program, scan_starts
-
-_CALLS = {
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "remat",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vmap_call",
-}
+from jaxdp.transforms.jaxprs import (
+    CALLS,
+    CUSTOM_RULES,
+    REMATS,
+    called_program,
+    scan_starts,
+)
 
 
-@register_rule(*_CALLS)
+@register_rule(*CALLS, *REMATS, *CUSTOM_RULES)
 def _call(eqn: Equation, *operands: Operand) -> list[Operand]:
     return eqn.evaluate(called_program(eqn.params), operands)
 

@@ -13,6 +13,7 @@ from jaxdp.transforms.boxes import (
     Operand,
     is_float,
     is_nonnegative,
+    is_unsigned,
     lower,
     register_rule,
     upper,
@@ -34,17 +35,13 @@ def _convert(eqn: Equation, x: Operand) -> Operand:
         return low
     if not is_exact:
         low, high = _rounded_ends(x.dtype, low, high)
-    nonnegative = is_nonnegative(x) or _is_unsigned(x.dtype)
+    nonnegative = is_nonnegative(x) or is_unsigned(x.dtype)
     result = Box(low, high, nonnegative=nonnegative)
     # Rounding would break both facts.
     if is_exact and isinstance(x, Box):
         result.zero_sum = x.zero_sum
         result.differences = x.differences
     return result
-
-
-def _is_unsigned(dtype: Any) -> bool:
-    return dtype == jnp.bool_ or bool(jnp.issubdtype(dtype, jnp.unsignedinteger))
 
 
 def _fits(x: Operand, target: Any) -> bool:

@@ -33,6 +33,7 @@ from jaxdp.transforms.interval_rules.endpoints import (
     absolute,
     around,
     corner_products,
+    ends_at_corners,
     least,
     most,
     off_diagonal,
@@ -166,15 +167,7 @@ def _pow(
         return eqn.bind(base_end, exponent)[0]
 
     # x^y is monotone in x >= 0 and monotone in y, so its ends are at corners.
-    corners = [
-        power(lower(base), lower(y)),
-        power(lower(base), upper(y)),
-        power(upper(base), lower(y)),
-        power(upper(base), upper(y)),
-    ]
-    low = least(corners)
-    high = most(corners)
-    low, high = widen(low, high, 32)
+    low, high = widen(*ends_at_corners(power, base, y), 32)
     if not is_known:  # the power of a negative base has either sign, or is NaN
         low = jnp.where(lower(x) >= 0, low, -high)
     return Box(low, high, nonnegative=is_known)

@@ -5,7 +5,7 @@ inclusion-isotonic.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from jaxdp.transforms.boxes import (
     magnitude,
     moved,
     slack,
+    tiny,
     upper,
     widen,
     without_overflow,
@@ -114,8 +115,16 @@ def narrow(
     high: jax.Array,
     *,
     nonnegative: bool = False,
+    underflows: int = 0,
 ) -> Box:
-    """Converts a result computed in float32 to the equation's dtype and rounds it outward."""
+    """Converts a result computed in float32 to the equation's dtype and rounds it outward.
+
+    Each of `underflows` operations may have lost up to the smallest normal number.
+    """
+    if underflows:
+        underflow = underflows * tiny(low.dtype)
+        low = low - underflow
+        high = high + underflow
     dtype = eqn.outputs[0].dtype
     if low.dtype != dtype:
         low = low.astype(dtype)
@@ -177,12 +186,19 @@ def corner_products(x: Operand, y: Operand) -> Ends:
         low = least([lower(y) * x_low, lower(y) * x_high])
         high = most([upper(y) * x_low, upper(y) * x_high])
         return low, high
-    corners = [
-        lower(x) * lower(y),
-        lower(x) * upper(y),
-        upper(x) * lower(y),
-        upper(x) * upper(y),
-    ]
+    return ends_at_corners(jnp.multiply, x, y)
+
+
+def ends_at_corners(
+    function: Callable[[jax.Array, jax.Array], jax.Array],
+    x: Operand,
+    y: Operand,
+) -> Ends:
+    """Returns the smallest and the largest value of a function of endpoints."""
+    corners = []
+    for end_of_x in (lower(x), upper(x)):
+        for end_of_y in (lower(y), upper(y)):
+            corners.append(function(end_of_x, end_of_y))
     return least(corners), most(corners)
 
 

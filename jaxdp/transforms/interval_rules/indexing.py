@@ -21,7 +21,6 @@ from jaxdp.transforms.boxes import (
     lower,
     moved,
     register_rule,
-    tiny,
     upper,
 )
 from jaxdp.transforms.interval_rules.endpoints import (
@@ -73,10 +72,7 @@ def _scatter_add(
     x = inflate(at_least_float32(x), terms + 1)
     updates = inflate(at_least_float32(updates), terms + 1)
     low, high = eqn.ends(x, indices, updates)
-    underflow = terms * tiny(low.dtype)  # one for each addition
-    low = low - underflow
-    high = high + underflow
-    return narrow(eqn, low, high)
+    return narrow(eqn, low, high, underflows=terms)  # one for each addition
 
 
 @register_rule("select_n")

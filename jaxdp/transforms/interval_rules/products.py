@@ -187,11 +187,7 @@ def _product_result(
     nonnegative: bool,
 ) -> Box:
     """Adds the underflow of up to eight sums of products to the ends."""
-    low, high = ends
-    underflow = (8 * terms + 8) * tiny(low.dtype)
-    low = low - underflow
-    high = high + underflow
-    return narrow(eqn, low, high, nonnegative=nonnegative)
+    return narrow(eqn, *ends, nonnegative=nonnegative, underflows=8 * terms + 8)
 
 
 # --- Convolutions -------------------------------------------------------------------------------
@@ -489,10 +485,7 @@ def use_zero_sum(
         else:
             contracted = (last, (b_axis,))
             low, high = _short_sum(centred, b, (contracted, _NO_BATCH))
-        underflow = 8 * size * tiny(low.dtype)
-        low = low - underflow
-        high = high + underflow
-        bounds = narrow(eqn, low, high)
+        bounds = narrow(eqn, low, high, underflows=8 * size)
         # Both bounds hold, so the tighter end of each does.
         result.lower = jnp.maximum(result.lower, bounds.lower)
         result.upper = jnp.minimum(result.upper, bounds.upper)

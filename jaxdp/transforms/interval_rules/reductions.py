@@ -19,7 +19,6 @@ from jaxdp.transforms.boxes import (
     is_nonnegative,
     lower,
     register_rule,
-    tiny,
     upper,
     widen,
 )
@@ -47,10 +46,7 @@ def _sum(eqn: Equation, x: Operand) -> Operand:
     else:
         terms = x.shape[eqn.params["axis"]]
     low, high = eqn.ends(inflate(at_least_float32(x), terms + 2))
-    underflow = (terms + 1) * tiny(low.dtype)
-    low = low - underflow
-    high = high + underflow
-    return narrow(eqn, low, high, nonnegative=is_nonnegative(x))
+    return narrow(eqn, low, high, nonnegative=is_nonnegative(x), underflows=terms + 1)
 
 
 def _check_float(x: Operand) -> None:

@@ -57,18 +57,6 @@ class Geometry(NamedTuple):
     padding: Pairs
     kernel_dilation: tuple[int, ...]
 
-    @classmethod
-    def of(
-        cls,
-        window: Sequence[int],
-        strides: Sequence[int],
-        padding: Sequence[tuple[int, int]],
-        kernel_dilation: Sequence[int],
-    ) -> "Geometry":
-        """Returns arguments that can be compared and hashed."""
-        pairs = tuple((low, high) for low, high in padding)
-        return cls(tuple(window), tuple(strides), pairs, tuple(kernel_dilation))
-
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

@@ -8,7 +8,7 @@ the memory of the chip, and writes one row of 128 partial sums.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,11 +76,7 @@ def norms_and_bounds(
       a sum of squares. E is 0 where the kernel forms the gradient, whose entries are rounded as M
       tells.
     """
-    axes = shards.varying_axes(x, g)
-    # Inside `jax.shard_map` the operands of a kernel must vary over the same mesh axes.
-    x = shards.vary(x, axes)
-    g = shards.vary(g, axes)
-    squares, apart, spread = _mapped_norms(geometry, x, g)
+    squares, apart, spread = _mapped_norms(geometry, *shards.varied(x, g))
     return squares, apart, spread
 
 
@@ -171,21 +167,27 @@ def column_sums(
 
     A mapped axis of `jax.vmap` becomes a loop.
     """
-    axes = shards.varying_axes(x, g, bases)
-    function = custom_vmap(functools.partial(_column_sums, geometry))
+    function = functools.partial(_column_sums, geometry)
+    sums, apart = _looped_under_vmap(function)(*shards.varied(x, g, bases))
+    return sums, apart
 
-    @function.def_vmap
+
+def _looped_under_vmap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function of arrays for which a mapped axis of `jax.vmap` becomes a loop."""
+    looped = custom_vmap(function)
+
+    @looped.def_vmap
     def mapped(
         size: int,
         batched: Sequence[bool],
         *arrays: jax.Array,
-    ) -> tuple[Any, tuple[bool, bool]]:
+    ) -> tuple[Any, Any]:
         own = _all_mapped(size, batched, arrays)
-        return lax.map(lambda arrays: function(*arrays), own), (True, True)
+        results = lax.map(lambda arrays: looped(*arrays), own)
+        return results, jax.tree.map(lambda _: True, results)
 
-    varied = [shards.vary(y, axes) for y in (x, g, bases)]
-    sums, apart = function(*varied)
-    return sums, apart
+    called: Callable[..., Any] = looped
+    return called
 
 
 def _column_sums(
@@ -269,21 +271,9 @@ def weighted_sum(
 
     A mapped axis of `jax.vmap` becomes a loop.
     """
-    axes = shards.varying_axes(x, g, factors)
-    total = custom_vmap(functools.partial(_sum, geometry))
-
-    @total.def_vmap
-    def mapped(
-        size: int,
-        batched: Sequence[bool],
-        *arrays: jax.Array,
-    ) -> tuple[jax.Array, bool]:
-        own = _all_mapped(size, batched, arrays)
-        return lax.map(lambda arrays: total(*arrays), own), True
-
-    varied = [shards.vary(y, axes) for y in (x, g, factors)]
-    result: jax.Array = total(*varied)
-    return result
+    function = functools.partial(_sum, geometry)
+    total: jax.Array = _looped_under_vmap(function)(*shards.varied(x, g, factors))
+    return total
 
 
 def _sum(
@@ -355,7 +345,7 @@ def _norms_of_blocks(
         ],
         # The middle axis makes a block of any number of examples whole in the last two.
         out_specs=block_of(cells.RESULTS, cells.LANES),
-        out_shape=shards.shape_like(data, sums_shape, jnp.float32),
+        out_shape=shards.shape_like(data, sums_shape),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=lanes.LIMIT_BYTES),
     )(data, cotangents)
     by_side = sums.reshape(groups, cells.RESULTS, plan.sides, -1)

@@ -40,13 +40,12 @@ def cycles(
     positions: int,
     rows: int,
     cols: int,
-    itemsize: int = 2,
 ) -> float:
     """Returns the estimated cycles of one example.
 
     They are those of its products, of adding squares, or of reading it.
     """
-    return _blocks(positions, rows, cols, itemsize).cycles
+    return _blocks(positions, rows, cols).cycles
 
 
 @functools.cache
@@ -54,7 +53,6 @@ def _blocks(
     positions: int,
     rows: int,
     cols: int,
-    itemsize: int,
 ) -> _Blocks:
     """Returns the blocks of the least cost, or `_NO_BLOCKS` if none fits."""
 
@@ -64,7 +62,7 @@ def _blocks(
         squares = _SQUARES * entries / (tiles.SUBLANES * tiles.LANES)
         # The columns stay on the chip while all rows pass.
         features = block_rows + block_cols * block_rows / rows
-        read = positions * features * itemsize / tiles.BYTES_PER_CYCLE
+        read = positions * features * tiles.ITEMSIZE / tiles.BYTES_PER_CYCLE
         steps = (rows // block_rows) * (cols // block_cols)
         return steps * max(products + _OVERHEAD, squares, read)
 
@@ -79,14 +77,10 @@ def _blocks(
     return min(fitting, key=lambda one: one.cycles, default=_NO_BLOCKS)
 
 
-def _vmem(
-    positions: int,
-    blocks: _Blocks,
-    itemsize: int,
-) -> float:
+def _vmem(positions: int, blocks: _Blocks) -> float:
     """Returns the bytes that a step holds on the chip."""
     entries = tiles.padded(positions) * (blocks.rows + blocks.cols)
-    read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
+    read = entries * (2 * tiles.ITEMSIZE + 4)  # two buffers, and what is multiplied
     return read + 2 * blocks.rows * tiles.LANES * 4  # a product of 128 columns, twice
 
 
@@ -94,31 +88,29 @@ def suits(
     positions: int,
     rows: int,
     cols: int,
-    dtype: Any = jnp.bfloat16,
 ) -> bool:
     """Returns whether `formed_norms` serves u [B, positions, rows] and w [B, positions, cols].
 
-    It serves 8 to 4096 positions, 64 or more rows and columns, bfloat16 and float32. Many rows or
-    columns must be a multiple of 128.
+    It serves 8 to 4096 positions, 64 or more rows and columns. Many rows or columns must be a
+    multiple of 128.
     """
-    if not tiles.serves(rows, cols, dtype) or not 8 <= positions <= _LONGEST:
+    if not tiles.serves(rows, cols) or not 8 <= positions <= _LONGEST:
         return False
-    itemsize = jnp.dtype(dtype).itemsize
-    blocks = _blocks(positions, rows, cols, itemsize)
-    return blocks != _NO_BLOCKS and tiles.fits(_vmem(positions, blocks, itemsize))
+    blocks = _blocks(positions, rows, cols)
+    return blocks != _NO_BLOCKS and tiles.fits(_vmem(positions, blocks))
 
 
 def formed_norms(u: jax.Array, w: jax.Array) -> jax.Array:
     """Returns ||u_i^T w_i||^2 of each example, float32 [B].
 
     Args:
-      u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
+      u: [B, T, p], bfloat16. B may be 0.
       w: [B, T, q], likewise.
 
     Products are exact and are added in float32. A term of an entry passes at most T additions. No
     result of one example depends on another.
     """
-    u, w = tiles.varied(u, w)
+    u, w = shards.varied(u, w)
     if len(u) == 0:
         return shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
     return _sums(u, w).sum((1, 2))
@@ -130,8 +122,8 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
 
     size, positions, rows = u.shape
     cols = w.shape[2]
-    blocks = _blocks(positions, rows, cols, u.dtype.itemsize)
-    vmem = _vmem(positions, blocks, u.dtype.itemsize)
+    blocks = _blocks(positions, rows, cols)
+    vmem = _vmem(positions, blocks)
     tile = (tiles.SUBLANES, tiles.LANES)
     # The axes of the grid are examples (i), and blocks of columns (b) and of rows (a).
     of_u = pl.BlockSpec((1, positions, blocks.rows), lambda i, b, a: (i, 0, a))
@@ -142,8 +134,8 @@ def _sums(u: jax.Array, w: jax.Array) -> jax.Array:
         grid=(size, cols // blocks.cols, rows // blocks.rows),
         in_specs=[of_u, of_w],
         out_specs=of_sums,
-        out_shape=shards.shape_like(u, (size, *tile), jnp.float32),
-        compiler_params=tiles.compiler_params(vmem, 1, 2),
+        out_shape=shards.shape_like(u, (size, *tile)),
+        compiler_params=tiles.compiler_params(vmem, parallel=1),
     )(u, w)
     return sums
 
@@ -163,12 +155,12 @@ def _kernel(
     def _() -> None:
         sums[...] = jnp.zeros_like(sums)
 
-    left = u[0].astype(jnp.bfloat16)
+    left = u[0]
     total = jnp.zeros((tiles.SUBLANES, tiles.LANES), jnp.float32)
     # The squares of some columns are added while the units multiply the next ones.
     for start in range(0, w.shape[2], tiles.LANES):
         columns = slice(start, start + tiles.LANES)
-        right = w[0, :, columns].astype(jnp.bfloat16)
+        right = w[0, :, columns]
         product = tiles.product(left, right, (0, 0))
         total += _tile_of_sums(jnp.square(product))
     sums[0] += total

@@ -67,7 +67,6 @@ def cycles(
     positions: int,
     rows: int,
     cols: int,
-    itemsize: int = 2,
 ) -> float:
     """Returns the estimated cycles of one example: of its products and sums, or of reading it."""
     entries = _multiplied(positions)
@@ -77,7 +76,7 @@ def cycles(
     sums = _SUMS * entries / tile
     products = _products(positions, rows + cols)
     computed = products + sums + _OVERHEAD * steps
-    read = positions * (rows + cols) * itemsize
+    read = positions * (rows + cols) * tiles.ITEMSIZE
     return max(computed, read / tiles.BYTES_PER_CYCLE)  # reading overlaps with computing
 
 
@@ -179,14 +178,13 @@ def _vmem(
     positions: int,
     rows: int,
     cols: int,
-    itemsize: int,
 ) -> float:
     """Returns the bytes that a step holds on the chip."""
     lengths = _parts(positions, rows, cols)
     examples = _examples(positions, rows, cols)
     positions_held = tiles.padded(positions, 2 * tiles.PACKED)
     entries = examples * positions_held * (lengths.rows + lengths.cols)
-    read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
+    read = entries * (2 * tiles.ITEMSIZE + 4)  # two buffers, and what is multiplied
     matrix = tiles.padded(positions) ** 2 * 4
     return read + (2 * examples + 1) * matrix  # two matrices each, and a block of products
 
@@ -195,21 +193,19 @@ def suits(
     positions: int,
     rows: int,
     cols: int,
-    dtype: Any = jnp.bfloat16,
 ) -> bool:
     """Returns whether `gram_norms` serves u [B, positions, rows] and w [B, positions, cols].
 
-    It serves 8 to 1024 positions, 64 or more rows and columns, bfloat16 and float32. Long examples
-    of many rows need parts that are multiples of 128.
+    It serves 8 to 1024 positions, 64 or more rows and columns. Long examples of many rows need
+    parts that are multiples of 128.
     """
-    if not tiles.serves(rows, cols, dtype):
+    if not tiles.serves(rows, cols):
         return False
     if not 8 <= positions <= _LONGEST:
         return False
     if _parts(positions, rows, cols) == _NO_PARTS:
         return False
-    itemsize = jnp.dtype(dtype).itemsize
-    return tiles.fits(_vmem(positions, rows, cols, itemsize))
+    return tiles.fits(_vmem(positions, rows, cols))
 
 
 def gram_norms(
@@ -218,24 +214,12 @@ def gram_norms(
     *,
     u_across: bool = False,
     w_across: bool = False,
-) -> GramNorms:
-    """Returns the sums of `gram_norms_and_rows`."""
-    sums, _ = gram_norms_and_rows(u, w, u_across=u_across, w_across=w_across, with_rows=False)
-    return sums
-
-
-def gram_norms_and_rows(
-    u: jax.Array,
-    w: jax.Array,
-    *,
-    u_across: bool = False,
-    w_across: bool = False,
-    with_rows: bool = True,
+    with_rows: bool = False,
 ) -> tuple[GramNorms, Rows]:
     """Returns sums over the Gram matrices of each example, and their diagonals.
 
     Args:
-      u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
+      u: [B, T, p], bfloat16. B may be 0.
       w: [B, T, q], likewise.
       u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of
         attention. The result is the same. The wrong answer costs a copy of u.
@@ -246,7 +230,7 @@ def gram_norms_and_rows(
     `additions` tells, and a term of a sum over t and s at most 2 T + 64. No result of one example
     depends on another.
     """
-    u, w = tiles.varied(u, w)
+    u, w = shards.varied(u, w)
     if len(u) == 0:
         nothing = shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
         no_rows = jnp.broadcast_to(nothing[:, None], (0, u.shape[1]))
@@ -280,7 +264,7 @@ class _Operand(NamedTuple):
         step: jax.Array,
     ) -> jax.Array:
         """Returns the features of an example that a step multiplies."""
-        part: jax.Array = x[example].astype(jnp.bfloat16)
+        part: jax.Array = x[example]
         if self.part * self.n_parts == self.features:
             return part
         axis = 0 if self.on_lanes else 1
@@ -320,7 +304,7 @@ def _sums(
 
     is_written = lengths.steps > 1 or positions > _SHORT
     matrices = pltpu.VMEM((examples, positions, positions), jnp.float32)
-    vmem = _vmem(positions, rows, cols, u.dtype.itemsize)
+    vmem = _vmem(positions, rows, cols)
     kernel = functools.partial(
         _kernel,
         operands=(of_u, of_w),
@@ -330,8 +314,8 @@ def _sums(
     )
     of_sums = pl.BlockSpec((_SUMS_OF_ONE, tiles.LANES), lambda i, turn, step: (0, i))
     of_rows = pl.BlockSpec((examples, 1, positions), lambda i, turn, step: (step_at(i, turn), 0, 0))
-    all_sums = shards.shape_like(u, (_SUMS_OF_ONE, blocks * tiles.LANES), jnp.float32)
-    all_rows = shards.shape_like(u, (size, 1, positions), jnp.float32)
+    all_sums = shards.shape_like(u, (_SUMS_OF_ONE, blocks * tiles.LANES))
+    all_rows = shards.shape_like(u, (size, 1, positions))
     n_rows = 2 * with_rows
     called = pl.pallas_call(
         kernel,
@@ -342,7 +326,7 @@ def _sums(
         out_specs=[of_sums, *[of_rows] * n_rows],
         out_shape=[all_sums, *[all_rows] * n_rows],
         scratch_shapes=[matrices, matrices] if is_written else [],
-        compiler_params=tiles.compiler_params(vmem, 1, 2),
+        compiler_params=tiles.compiler_params(vmem, parallel=1),
     )
     if of_u.on_lanes:
         u = u.swapaxes(1, 2)

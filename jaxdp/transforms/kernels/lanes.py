@@ -189,7 +189,7 @@ def examples(
         kernel,
         in_specs=[everywhere, everywhere, *(in_chip for _ in others)],
         out_specs=everywhere,
-        out_shape=shards.shape_like(x, (blocks.number, *of_block), jnp.float32),
+        out_shape=shards.shape_like(x, (blocks.number, *of_block)),
         scratch_shapes=[*blocks.memory, pltpu.VMEM(of_block, jnp.float32), written],
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
     )(*blocks.arrays, *others)
@@ -254,7 +254,7 @@ def weighted_sums(
         kernel,
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), everywhere, everywhere],
         out_specs=[pl.BlockSpec(memory_space=pltpu.VMEM) for _ in sizes],
-        out_shape=[shards.shape_like(x, size, jnp.float32) for size in sizes],
+        out_shape=[shards.shape_like(x, size) for size in sizes],
         scratch_shapes=blocks.memory,
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=LIMIT_BYTES),
     )(by_block, *blocks.arrays)

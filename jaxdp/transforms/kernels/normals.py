@@ -55,7 +55,7 @@ def standard_normals(
         grid=(steps,),
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM)],
         out_specs=pl.BlockSpec((rows_per_step, LANES), lambda step: (step, 0)),
-        out_shape=shards.shape_like(inputs, (rows, LANES), jnp.float32),
+        out_shape=shards.shape_like(inputs, (rows, LANES)),
     )
     values: jax.Array = draw(inputs).reshape(-1)
     return values

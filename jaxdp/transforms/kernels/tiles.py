@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdp.transforms import shards
-
 SUBLANES = 8
 LANES = 128
 # Rows of bfloat16 that one instruction multiplies.
 PACKED = 16
+# Bytes of an entry of bfloat16.
+ITEMSIZE = 2
 PRODUCTS_PER_CYCLE = 4 * LANES * LANES
 BYTES_PER_CYCLE = 546
 # Fewer rows or columns than this leave more than half of the lanes empty.
@@ -44,14 +44,9 @@ def parts(size: int, most: int = 2048) -> list[int]:
     return lengths
 
 
-def serves(
-    rows: int,
-    cols: int,
-    dtype: Any,
-) -> bool:
-    """Returns whether the kernels multiply a dtype, and layers of so many rows and columns."""
-    is_served = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float32)
-    return is_served and min(rows, cols) >= _LEAST
+def serves(rows: int, cols: int) -> bool:
+    """Returns whether the kernels multiply layers of so many rows and columns."""
+    return min(rows, cols) >= _LEAST
 
 
 def fits(vmem: float) -> bool:
@@ -84,25 +79,12 @@ def product(
     )
 
 
-def varied(*arrays: jax.Array) -> list[jax.Array]:
-    """Returns the arrays, each typed as varying over the mesh axes of any of them."""
-    axes = shards.varying_axes(*arrays)
-    return [shards.vary(x, axes) for x in arrays]
-
-
-def compiler_params(
-    vmem: float,
-    parallel: int,
-    sequential: int,
-) -> Any:
+def compiler_params(vmem: float, *, parallel: int) -> Any:
     """Returns the parameters of a kernel that holds `vmem` bytes of blocks on the chip.
 
-    Args:
-      vmem: The bytes.
-      parallel: The number of first axes of the grid whose steps do not depend on each other.
-      sequential: The number of axes after them.
+    The steps along `parallel` axes of the grid do not depend on each other. Two more axes follow.
     """
     from jax.experimental.pallas import tpu as pltpu
 
-    semantics = [pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * sequential
+    semantics = [pltpu.PARALLEL] * parallel + [pltpu.ARBITRARY] * 2
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=_limit(vmem))

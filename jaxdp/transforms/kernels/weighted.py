@@ -31,8 +31,6 @@ _OVERHEAD = 220
 # The largest block of the sum, and its longest side.
 _ENTRIES = 768 * 1536
 _SIDE = 3072
-# Bytes of an entry of most layers.
-_ITEMSIZE = 2
 
 
 class _Blocks(NamedTuple):
@@ -68,20 +66,15 @@ def suits(
     positions: int,
     rows: int,
     cols: int,
-    dtype: Any = jnp.bfloat16,
 ) -> bool:
     """Returns whether `weighted_sum` serves u [B, positions, rows] and w [B, positions, cols].
 
-    It serves 48 to 1024 positions, and multiples of 128 above, 64 or more rows and columns,
-    bfloat16 and float32.
+    It serves 48 to 1024 positions, and multiples of 128 above, and 64 or more rows and columns.
     """
-    if not tiles.serves(rows, cols, dtype) or positions < _SHORTEST:
+    if not tiles.serves(rows, cols) or positions < _SHORTEST:
         return False
     blocks = _blocks(positions, rows, cols)
-    if blocks == _NO_BLOCKS:
-        return False
-    itemsize = jnp.dtype(dtype).itemsize
-    return tiles.fits(_vmem(blocks, itemsize))
+    return blocks != _NO_BLOCKS and tiles.fits(_vmem(blocks))
 
 
 @functools.cache
@@ -97,7 +90,7 @@ def _blocks(
 
     def block(block_rows: int, block_cols: int) -> _Blocks:
         products = tiles.padded(length) * block_rows * block_cols / tiles.PRODUCTS_PER_CYCLE
-        read = length * (block_rows + block_cols) * _ITEMSIZE / tiles.BYTES_PER_CYCLE
+        read = length * (block_rows + block_cols) * tiles.ITEMSIZE / tiles.BYTES_PER_CYCLE
         examples = 1
         if length == positions:
             # Parts of an example take steps of their own, so only whole ones share a step.
@@ -128,11 +121,11 @@ def _sides(size: int) -> list[int]:
     return [longest, *multiples]
 
 
-def _vmem(blocks: _Blocks, itemsize: int) -> float:
+def _vmem(blocks: _Blocks) -> float:
     """Returns the bytes that a step holds on the chip."""
     positions = blocks.examples * tiles.padded(blocks.positions)
     entries = positions * (blocks.rows + blocks.cols)
-    read = entries * (2 * itemsize + 4)  # two buffers, and what is multiplied
+    read = entries * (2 * tiles.ITEMSIZE + 4)  # two buffers, and what is multiplied
     return read + 3 * blocks.rows * blocks.cols * 4  # two buffers of the sum, and a product
 
 
@@ -147,7 +140,7 @@ def weighted_sum(
     """Returns sum_i factors_i u_i^T w_i, float32 [p, q].
 
     Args:
-      u: [B, T, p], bfloat16, or float32 with entries that bfloat16 has. B may be 0.
+      u: [B, T, p], bfloat16. B may be 0.
       w: [B, T, q], likewise.
       factors: float32 [B].
       u_across: Whether XLA lays u with the positions on the lanes, as it does next to heads of
@@ -159,7 +152,7 @@ def weighted_sum(
       infinite. Products are exact and are added in float32. They are multiplied by the factor in
       float32, at most 1024 positions together.
     """
-    u, w, factors = tiles.varied(u, w, factors)
+    u, w, factors = shards.varied(u, w, factors)
     if len(u) == 0:
         empty = jnp.zeros((u.shape[2], w.shape[2]), jnp.float32)
         return shards.vary(empty, shards.varying_axes(u))
@@ -231,15 +224,15 @@ def _sum(
     blocks_of_rows = pl.cdiv(rows, blocks.rows)
     blocks_of_cols = pl.cdiv(cols, blocks.cols)
     turns = positions // blocks.positions
-    vmem = _vmem(blocks, u.dtype.itemsize)
+    vmem = _vmem(blocks)
     total: jax.Array = pl.pallas_call(
         functools.partial(_kernel, across=across),
         # The axes of the sum come first, so a block of it stays on the chip for all examples.
         grid=(blocks_of_rows, blocks_of_cols, steps, turns),
         in_specs=[of_factors, of_u, of_w],
         out_specs=of_total,
-        out_shape=shards.shape_like(u, (rows, cols), jnp.float32),
-        compiler_params=tiles.compiler_params(vmem, 2, 2),
+        out_shape=shards.shape_like(u, (rows, cols)),
+        compiler_params=tiles.compiler_params(vmem, parallel=2),
     )(padded, u, w)
     return total
 
@@ -294,7 +287,5 @@ def _scaled(
 ) -> jax.Array:
     """Returns factor u^T w, or zeros if the factor is 0."""
     positions = [1 if on_lanes else 0 for on_lanes in across]
-    u = u.astype(jnp.bfloat16)
-    w = w.astype(jnp.bfloat16)
     product = tiles.product(u, w, positions)
     return jnp.where(factor != 0, factor * product, 0)

@@ -76,14 +76,18 @@ class _Strategy(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Banded(_Strategy):
-    """A banded Toeplitz strategy with the coefficients c_0, ..., c_m."""
+class _OfBands(_Strategy):
+    """A strategy of which one buffer is kept for each band but the first."""
 
     bands: tuple[float, ...]
 
     @property
     def buffers(self) -> int:
         return len(self.bands) - 1
+
+
+class _Banded(_OfBands):
+    """A banded Toeplitz strategy with the coefficients c_0, ..., c_m."""
 
     def coefficients(self, steps: int) -> np.ndarray:
         column = np.zeros(steps)
@@ -100,15 +104,8 @@ class _Banded(_Strategy):
         return row, _with_newest(step, kept, row)
 
 
-@dataclasses.dataclass(frozen=True)
-class _BandedInverse(_Strategy):
+class _BandedInverse(_OfBands):
     """A strategy whose inverse is banded Toeplitz with the coefficients d_0, ..., d_m."""
-
-    bands: tuple[float, ...]
-
-    @property
-    def buffers(self) -> int:
-        return len(self.bands) - 1
 
     def coefficients(self, steps: int) -> np.ndarray:
         first, *rest = self.bands

@@ -44,13 +44,10 @@ from jaxdp.transforms import chacha
 from jaxdp.transforms.grids import LARGEST
 from jaxdp.transforms.noise.words import cipher_key
 
-# log2 of the total variation between a value and a rounded normal.
-LOG_GAP = -94
 # Slabs of width 1/16 up to LARGEST.
 _SLABS = 16 * LARGEST
 # Slabs below 3 standard deviations, which `_quick` tells apart. One of 370 values is beyond.
 _NEAR_SLABS = 48
-_SLAB_WORDS = 4
 _COMPARED_WORDS = 3
 # Comparisons that a block of the cipher has words for, besides a slab and a place in it.
 _COMPARISONS = 3
