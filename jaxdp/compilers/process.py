@@ -145,9 +145,7 @@ def compiled(folder: str | os.PathLike[str]) -> dict[str, Any]:
     donated = question["donated"]
     program = jax.export.deserialize(bytearray((root / PROGRAM).read_bytes()))
     try:
-        executable, _, seconds = targets.compile_for(
-            target, program.call, program.in_avals, donated, keep_unused=True
-        )
+        executable, seconds = targets.compile_for(target, program.call, program.in_avals, donated)
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error)}
     bundles = schedules.of_kernels(target, executable.as_text())
