@@ -50,12 +50,27 @@ class _Agreed(NamedTuple):
       guarantee: Epsilon and adjacency, by the names of the arguments of `noise_scale`.
       scale: The scale of the noise, or None without privacy.
       terms: All of it as text, which everybody may know.
+      classes: The number of classes.
     """
 
     method: Any
     guarantee: Fields
     scale: Any
     terms: str
+    classes: int
+
+    def numbers(self, k: int) -> int:
+        """Returns how many numbers an answer of round k has."""
+        logits = jax.ShapeDtypeStruct((1, self.classes), jnp.float32)
+        labels = jax.ShapeDtypeStruct((1,), jnp.int32)
+        temperature = jax.ShapeDtypeStruct((), jnp.float32)
+
+        def added(logits: jax.Array, labels: jax.Array, temperature: jax.Array) -> jax.Array:
+            record = recalibration.Records(logits, labels)
+            summand: jax.Array = self.method.summand(k, record, temperature)
+            return summand
+
+        return jax.eval_shape(added, logits, labels, temperature).shape[1]
 
 
 def _agreed(config: Any) -> _Agreed:
@@ -66,7 +81,7 @@ def _agreed(config: Any) -> _Agreed:
     guarantee = {"epsilon": config.epsilon, "adjacency": config.adjacency}
     scale = recalibration.noise_scale(method, num_classes=classes, **guarantee)
     terms = f"{method!r}, epsilon={config.epsilon!r}, {config.adjacency}, {classes} classes"
-    return _Agreed(method, guarantee, scale, terms)
+    return _Agreed(method, guarantee, scale, terms, classes)
 
 
 # --- The calibrator -----------------------------------------------------------------------------
@@ -136,7 +151,8 @@ class _Calibrator:
                 "rounds are repeated and not paid again."
             )
         self.asked = sorted(answers)
-        return [_sum(answers[name], name, k) for name in self.asked]
+        size = self.agreed.numbers(k)
+        return [_sum(answers[name], name, k, size) for name in self.asked]
 
     def recalibrate(self, path: pathlib.Path) -> Fields:
         """Plays all rounds and writes the parameters. Returns the content of result.json."""
@@ -165,15 +181,16 @@ class _Calibrator:
         self.hospitals.ask(dict.fromkeys(self.asked, end), timeout=_FAREWELL_SECONDS)
 
 
-def _sum(data: bytes, name: str, k: int) -> np.ndarray:
+def _sum(data: bytes, name: str, k: int, size: int) -> np.ndarray:
+    """Returns the answer of a hospital. One of another size would broadcast in the total."""
     package = unpack(data, "answer", fields=["round"], limits=_LIMITS, name=f"the answer of {name}")
     answer = package.arrays.get("answer", np.zeros(0))
     number = package.fields["round"]
     is_round = type(number) is int and number == k
-    if not is_round or answer.dtype != np.float32 or answer.ndim != 1:
+    if not is_round or answer.dtype != np.float32 or answer.shape != (size,):
         raise ValueError(
-            f"the answer of {shown(name)} must be a float32 vector for round {k}. Use the same "
-            "release of jaxdp."
+            f"the answer of {shown(name)} must be a float32 vector for round {k}, of length "
+            f"{size}. Use the same release of jaxdp."
         )
     return answer
 

@@ -285,7 +285,9 @@ def test_an_empty_account_answers_nothing(network):
     assert network.spends()["clinic-1"] == (1, 0.5)
 
 
-@pytest.mark.parametrize("answer", [np.zeros((1, 1), np.float32), np.zeros(1)])
+@pytest.mark.parametrize(
+    "answer", [np.zeros((1, 1), np.float32), np.zeros(1), np.zeros(2, "f4"), np.zeros(0, "f4")]
+)
 def test_an_answer_of_no_use_is_refused(network, answer):
     network.ask = lambda questions, timeout: dict.fromkeys(
         questions, pack("answer", fields={"round": 0}, arrays={"answer": answer})
