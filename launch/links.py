@@ -108,6 +108,11 @@ class Folders:
 
     def __init__(self, folders: Sequence[pathlib.Path], *, limits: Limits | None = None):
         self._folders = {folder.name: folder for folder in folders}
+        if len(self._folders) < len(folders):
+            listed = ", ".join(shown(folder) for folder in folders)
+            raise ValueError(
+                f"folders must have different names, which are those of the parties, got {listed}."
+            )
         self._limits = limits
         self.names = tuple(self._folders)
 

@@ -409,6 +409,12 @@ def test_who_is_gone_is_named(tmp_path):
         links.serve_folder(tmp_path / "b", lambda data: data, until=lambda: False, timeout=0.05)
 
 
+def test_two_folders_of_one_name_are_no_two_parties(tmp_path):
+    # Otherwise one of the parties would never be asked.
+    with pytest.raises(ValueError, match="folders must have different names"):
+        links.Folders([tmp_path / "a" / "exchange", tmp_path / "b" / "exchange"])
+
+
 def test_a_repeated_question_finds_the_answer_that_came_late(tmp_path):
     parties, name = links.Folders([tmp_path / "a"]), {"a": b"1"}
     assert parties.ask(name, timeout=0.0) == {}
