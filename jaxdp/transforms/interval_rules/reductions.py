@@ -46,7 +46,11 @@ def _sum(eqn: Equation, x: Operand) -> Operand:
         terms = math.prod(x.shape[axis] for axis in eqn.params["axes"])
     else:
         terms = x.shape[eqn.params["axis"]]
-    low, high = eqn.ends(inflate(at_least_float32(x), terms + 2))
+    summands = x
+    if eqn.name != "reduce_sum" and jnp.finfo(x.dtype).bits < 32:
+        # XLA rounds each of these sums to 16 bits after every addition.
+        summands = inflate(x, terms + 2)
+    low, high = eqn.ends(inflate(at_least_float32(summands), terms + 2))
     underflow = (terms + 1) * tiny(low.dtype)
     low = low - underflow
     high = high + underflow
