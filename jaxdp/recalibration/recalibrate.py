@@ -305,7 +305,8 @@ def _play(
         if method.rounds == 1:
             return of_round(k)
         if shape not in drawn:
-            drawn[shape] = jax.vmap(of_round)(jnp.arange(method.rounds))
+            numbers = jnp.arange(method.rounds, dtype=jnp.int32)  # at most 32 bits under x64 too
+            drawn[shape] = jax.vmap(of_round)(numbers)
         return drawn[shape][k]
 
     def ask(k: int, temperature: jax.Array) -> jax.Array:
