@@ -40,7 +40,8 @@ class Source(Protocol):
 
         Returns:
           Any pytree of numeric or boolean arrays [B, ...]: NumPy or JAX, each with a fixed dtype
-          and example shape. Nobody changes them later, since they reach a device without a copy.
+          and example shape. Nobody changes them later: some readers give them to a device without a
+          copy.
         """
 
     @property

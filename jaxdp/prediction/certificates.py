@@ -115,7 +115,7 @@ def certify(
     low, _ = layout.split(bounds.lower)
     high, _ = layout.split(bounds.upper)
     box = low, high
-    queries = on_device(queries)
+    queries = jax.tree.map(on_device, queries)
     rows = []
     for k in progress_bar(range(len(bounds.ks)), label="certificates", unit="distance"):
         # An array, so that all distances share one program.

@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from jaxdp import audit, models
+from jaxdp.audit import trials
 from jaxdp.finetune.dp_sgd import GradientSum
 from jaxdp.finetune.query import QuerySums
 from jaxdp.transforms import noise
@@ -25,7 +26,7 @@ SMALL = {
     "finetune.physical_batch_size": 4,
     "split.epsilon": 8.0,
     "audit_finetune.candidates": 2,
-    "audit_finetune.trials": 512,
+    "audit_finetune.trials": 2048,
     "audit_split.trials": 1500,
 }
 
@@ -46,7 +47,7 @@ def job(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def one_seed(monkeypatch):
-    for module in (audit.finetune, audit.split):
+    for module in (audit.finetune, trials):
         monkeypatch.setattr(module, "new_seed", lambda: bytes(range(16)))
 
 
