@@ -315,9 +315,10 @@ class _Columns:
         filled = column in self.missing
         if filled:
             given = self.missing[column]
+            constant = str(given)
             # A text is written as the cells are, and a number is not.
-            as_cells = is_number and isinstance(given, str)
-            constant = self._with_point(given) if as_cells else str(given)
+            if is_number and isinstance(given, str):
+                constant = self._with_point(given)
             if declared and constant not in declared:
                 raise ValueError(
                     f"missing must be one of the categories of {column!r}, got {constant!r}."
