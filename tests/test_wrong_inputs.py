@@ -41,6 +41,11 @@ def trainer(optimizer=None, **options):
     return finetune.dp_sgd(loss, optimizer or optax.sgd(0.1), **options)
 
 
+def scheduled(schedule):
+    options = {"noise_multiplier": 1.0, "clip_norm": 1.0, "sampler": SAMPLER}
+    return finetune.adp_alloc(loss, optax.sgd(0.1), schedule=schedule, **options)
+
+
 def to_target(**changes):
     return trainer(**{"noise_multiplier": None, **TARGET, **changes})
 
@@ -65,6 +70,8 @@ ARGUMENTS = [
     (trainer, {"noise_multiplier": "1"}, "noise_multiplier must be a real number, got str."),
     (trainer, {"clip_norm": "1"}, "clip_norm must be a number, .* got str '1'."),
     (trainer, {"physical_batch_size": 2.5}, "physical_batch_size must be an int, .* 2.5."),
+    (trainer, {"augment": 3}, r"augment must be a function, augment\(key, example\).* got int 3."),
+    (scheduled, {"schedule": 0.9}, "schedule must be a function, .* got float 0.9."),
     (trainer, {"augmult": 2.5}, "augmult must be an int, got float 2.5."),
     (trainer, {"ema_decay": "0.9"}, "ema_decay must be a number, got '0.9'."),
     (trainer, {"trainable": "w"}, r"trainable must be a function, .* got str 'w'."),

@@ -114,6 +114,11 @@ def from_hf(
         name = name or os.fspath(dataset)
         dataset = _open_hf(optional("datasets", "hf"), os.fspath(dataset), split)
     _check_random_access(dataset)
+    if not isinstance(dataset, Mapping) and not hasattr(dataset, "column_names"):
+        raise TypeError(
+            f"dataset must be a datasets.Dataset, got {type(dataset).__name__}. Give other records "
+            "to jaxdp.data.from_grain."
+        )
     if isinstance(dataset, Mapping):
         splits = shown(", ".join(dataset))
         raise ValueError(
@@ -244,14 +249,19 @@ def from_texts(
       A source with the column "tokens", int32 [length].
 
     Raises:
-      ValueError: length is below 2, or a token is outside of the vocabulary (the message says no
-          token and no record).
+      ValueError: length is below 2, a token is outside of the vocabulary, or UTF-8 has no bytes for
+          a text. The message says no token, no text and no record.
+      TypeError: texts is one text, a record is no text, or tokens are no whole numbers.
     """
     if length < 2:
         raise ValueError(f"length must be at least 2, a token and the next one, got {length}.")
+    if isinstance(texts, str):
+        raise TypeError("texts must be several texts, got one. Give [text].")
     tokens = np.full((len(texts), length), -1, np.int32)
     for row, text in zip(tokens, texts, strict=True):
-        ids = np.asarray((encode or _bytes)(text)[:length], np.int64)
+        ids = np.asarray((encode or _bytes)(text)[:length])
+        if ids.size and ids.dtype.kind not in "iu":
+            raise TypeError(f"encode must return whole numbers, got dtype {ids.dtype}.")
         if ids.min(initial=0) < 0 or ids.max(initial=0) >= num_classes:
             raise ValueError(
                 f"encode returns tokens outside of 0..{num_classes - 1}. Set num_classes to the "
@@ -262,8 +272,18 @@ def from_texts(
 
 
 def _bytes(text: str) -> list[int]:
+    if not isinstance(text, str):
+        raise TypeError(f"texts must be texts, got {type(text).__name__} among them.")
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        # The error of Python has the text.
+        raise ValueError(
+            "texts must be Unicode without lone surrogates, such as those of "
+            "errors='surrogateescape'. Read the file with its own encoding."
+        ) from None
     # The zeros mark both ends of a text. So a NUL in it becomes a blank.
-    return [0, *text.encode().replace(b"\0", b" "), 0]
+    return [0, *encoded.replace(b"\0", b" "), 0]
 
 
 def from_folder(

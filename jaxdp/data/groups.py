@@ -21,6 +21,7 @@ import numpy as np
 from jaxdp.data.ids import owners_of
 from jaxdp.data.protocol import Source, Units
 from jaxdp.data.sources import read_ids
+from jaxdp.files import check_count
 from jaxdp.transforms.not_finite import floats
 
 
@@ -109,8 +110,7 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
       choice is the same in every step, because a run that repeats a step after a crash must see
       equal records.
     """
-    if max_records < 1:
-        raise ValueError(f"max_records must be at least 1, got {max_records}.")
+    check_count("max_records", max_records, 1)
     column = group if isinstance(group, str) else ""
     owners: Any = read_ids(source, column) if column else group
     rows_of_user: dict[int, list[int]] = {}

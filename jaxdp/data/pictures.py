@@ -30,6 +30,7 @@ PixelRange = tuple[float, float]
 PrepareImages = Callable[[Sequence[np.ndarray]], np.ndarray]
 _GREY = ("1", "L", "LA", "La")
 _WIDE = ("I;16", "I;16L", "I;16B", "I;16N")
+_ROUNDING = 1e-6  # by which a prepared pixel may be outside of [0, 1]
 _AGAIN = "Get the file again, or leave its row out of the table."
 
 
@@ -59,6 +60,20 @@ def like(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
         return np.asarray(values, dtype)
     largest = np.iinfo(dtype).max
     return np.rint(largest * np.asarray(values)).astype(dtype)
+
+
+def in_unit_range(prepared: np.ndarray) -> np.ndarray:
+    """Returns the floats that `prepare` has made, in [0, 1] without rounding.
+
+    Raises:
+      ValueError: Some are outside. As pixels of 8 or 16 bits they would wrap around.
+    """
+    if np.any((prepared < -_ROUNDING) | (prepared > 1 + _ROUNDING)):
+        raise ValueError(
+            "prepare must return floats in [0, 1], but some are outside. Divide by the largest "
+            "pixel value, and clip what a resize overshoots."
+        )
+    return np.clip(prepared, 0, 1)
 
 
 def decode(data: bytes, what: str, *, pixel_range: PixelRange | None = None) -> np.ndarray:
@@ -168,7 +183,7 @@ class ImageFiles:
         if not images:
             return np.zeros((0, *shape), dtype)
         if self.prepare is not None:
-            return like(self.prepare([self._given(image) for image in images]), dtype)
+            return like(self._prepared(images), dtype)
         for path, image in zip(paths, images, strict=True):
             if image.shape != shape:
                 raise ValueError(
@@ -184,6 +199,18 @@ class ImageFiles:
         if self.prepare is None:
             return first.shape, first.dtype
         return np.shape(self.prepare([self._given(first)]))[1:], first.dtype
+
+    def _prepared(self, images: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns the result of `prepare`, floats in [0, 1] up to rounding."""
+        assert self.prepare is not None
+        shape, _ = self._first
+        prepared = np.asarray(self.prepare([self._given(image) for image in images]))
+        if prepared.shape != (len(images), *shape):
+            raise ValueError(
+                f"prepare must return one image of the shape {shape} for each of {len(images)}, "
+                f"got the shape {prepared.shape}."
+            )
+        return in_unit_range(prepared)
 
     def _given(self, image: np.ndarray) -> np.ndarray:
         """Returns an image as `prepare` takes it: uint8, or floats in [0, 1]."""

@@ -222,12 +222,15 @@ class Examples:
           One source per fraction, named "name[0]", "name[1]", ...
 
         Raises:
-          ValueError: The fractions are not positive or sum to more than 1.
+          ValueError: The fractions are not positive or sum to more than 1, or seed is out of range.
+          TypeError: seed is no int.
         """
-        if not fractions or min(fractions) <= 0 or sum(fractions) > 1 + 1e-9:
-            raise ValueError(
-                f"fractions must be positive and sum to at most 1, got {list(fractions)}."
-            )
+        sizes = np.asarray(fractions)
+        is_list = sizes.ndim == 1 and sizes.size > 0 and sizes.dtype.kind in "iuf"
+        # NaN is not positive.
+        if not is_list or not (sizes > 0).all() or sum(fractions) > 1 + 1e-9:
+            shares = sizes.tolist()
+            raise ValueError(f"fractions must be positive and sum to at most 1, got {shares!r}.")
         order = shuffled(len(self), seed=seed)
         sources = []
         start = 0

@@ -40,6 +40,9 @@ _WHOLE = re.compile(r"[+-]?[0-9]+", re.ASCII)
 _OTHER_MARKS = re.compile("[+-]?([0-9]+,[0-9]+|[0-9]{1,3}([,'’   ][0-9]{3})+([.,][0-9]+)?)")
 _DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", re.ASCII)
 
+# Of whole numbers, with leading zeros.
+_MOST_DIGITS = 1000
+
 
 @dataclasses.dataclass(frozen=True)
 class Table:
@@ -90,6 +93,13 @@ def read_table(
       ValueError: The file is not such a table. The message has the file, the line and the remedy,
           and no cell.
     """
+    for argument, value in (("delimiter", delimiter), ("encoding", encoding)):
+        if not isinstance(value, str):
+            raise TypeError(f"{argument} must be a text, got {type(value).__name__} {value!r}.")
+    if len(delimiter) > 1 or delimiter in ("\n", "\r", '"'):
+        raise ValueError(
+            f"delimiter must be one character between cells, such as ';', got {delimiter!r}."
+        )
     where = shown(os.fspath(path))
     if "://" in os.fspath(path):
         raise ValueError(f"{where} is an address. Download the file, and give its path.")
@@ -319,7 +329,8 @@ def number_column(table: Table, name: str, cells: Sequence[str]) -> np.ndarray |
         )
     where = table.where(name)
     if all(map(_WHOLE.fullmatch, cells)):
-        integers = [int(cell) for cell in cells]
+        # Python refuses to convert thousands of digits.
+        integers = [int(cell) if len(cell) <= _MOST_DIGITS else 2**63 for cell in cells]
         fits = [-(2**63) <= number < 2**63 for number in integers]
         if not all(fits):
             raise table.error(

@@ -160,10 +160,8 @@ def from_csv(
     table = read_table(path, needed=needed, delimiter=delimiter, encoding=encoding)
     columns.check_header(table)
     cells = {column: columns.read(table, column) for column in columns.typed(table)}
-    _refuse_missing(table, cells)
-    features: dict[str, np.ndarray] = {}
-    for column in columns.features(table):
-        features |= columns.features_of(table, column, cells[column])
+    _refuse_missing(table, cells, columns.features(table))
+    features = columns.all_features(table, cells)
     every = list(features.values())
     arrays: dict[str, Any] = {"features": np.stack(every, axis=1)}
     if label:
@@ -239,7 +237,8 @@ class _Columns:
         categories = self._categories
         categories["classes"] = self.classes or ()
         for argument, values in categories.items():
-            if isinstance(values, str) or len(set(values)) < len(values):
+            are_texts = all(isinstance(value, str) for value in values)
+            if isinstance(values, str) or not are_texts or len(set(values)) < len(values):
                 raise ValueError(f"{argument} must be different texts, got {values!r}.")
         for column, limits in self.ranges.items():
             if not is_range(limits):
@@ -311,23 +310,31 @@ class _Columns:
         missing = [row for row, text in enumerate(texts) if text in marks]
         # Commas and points in categories and dates are no marks of numbers.
         is_number = not declared and column not in self.dates
-        # First the marks of thousands: in "1.234,5" the points go, then the comma becomes one.
-        if self.thousands and is_number:
-            texts = [self._without_marks(text) for text in texts]
-        if self.decimal == "," and is_number:
-            texts = [text.translate(_COMMA_AND_POINT) for text in texts]
+        if is_number:
+            texts = [self._with_point(text) for text in texts]
         filled = column in self.missing
         if filled:
-            constant = str(self.missing[column])
+            given = self.missing[column]
+            constant = str(given)
+            # A text is written as the cells are, and a number is not.
+            if is_number and isinstance(given, str):
+                constant = self._with_point(given)
             if declared and constant not in declared:
                 raise ValueError(
                     f"missing must be one of the categories of {column!r}, got {constant!r}."
                 )
             if is_number and other_than_numbers([constant]):
-                raise ValueError(f"missing must be a number for {column!r}, got {constant!r}.")
+                raise ValueError(f"missing must be a number for {column!r}, got {given!r}.")
             for row in missing:
                 texts[row] = constant
         return _Cells(texts, missing, filled)
+
+    def _with_point(self, text: str) -> str:
+        """Returns a number with a decimal point and no other marks. Other texts stay so."""
+        # First the marks of thousands: in "1.234,5" the points go, then the comma becomes one.
+        if self.thousands:
+            text = self._without_marks(text)
+        return text.translate(_COMMA_AND_POINT) if self.decimal == "," else text
 
     def _without_marks(self, text: str) -> str:
         """Returns a number without its marks of thousands. Other texts stay as they are."""
@@ -338,6 +345,19 @@ class _Columns:
             return text
         first, others, fraction = groups.groups(default="")
         return first + re.sub(mark, "", others) + fraction
+
+    def all_features(self, table: Table, cells: Mapping[str, _Cells]) -> dict[str, np.ndarray]:
+        """Returns the features of all columns by name, in the order of the file."""
+        features: dict[str, np.ndarray] = {}
+        for column in self.features(table):
+            own = self.features_of(table, column, cells[column])
+            if both := sorted(features.keys() & own):
+                raise ValueError(
+                    f"{_place(table, column)} makes the feature {shown(both[0])}, which another "
+                    "column makes too. Rename one of the two columns in the file."
+                )
+            features |= own
+        return features
 
     def features_of(self, table: Table, column: str, cells: _Cells) -> dict[str, np.ndarray]:
         """Returns the features of a column by name, each float32 [n]."""
@@ -433,7 +453,11 @@ def is_range(limits: Any) -> bool:
     return are_numbers and -math.inf < low < high < math.inf
 
 
-def _refuse_missing(table: Table, cells: Mapping[str, _Cells]) -> None:
+def _place(table: Table, column: str) -> str:
+    return f"column {column!r} of {shown(os.fspath(table.path))}"
+
+
+def _refuse_missing(table: Table, cells: Mapping[str, _Cells], features: Texts) -> None:
     """Raises ValueError if a cell is missing in a column without a constant."""
     counts = []
     lacking = []
@@ -446,17 +470,27 @@ def _refuse_missing(table: Table, cells: Mapping[str, _Cells]) -> None:
     if not counts:
         return
     where = shown(os.fspath(table.path))
-    first = lacking[0]
     named = ", ".join(counts[:_MOST_NAMES])
-    others = len(counts) - _MOST_NAMES
-    if others > 0:
-        named += f" and in {others} more columns"
+    unnamed = len(counts) - _MOST_NAMES
+    if unnamed > 0:
+        named += f" and in {unnamed} more columns"
+    remedies = []
+    if of_features := [column for column in lacking if column in features]:
+        first = of_features[0]
+        remedies.append(
+            f"Declare a public constant, such as missing={{{first!r}: 0}}, and "
+            f"indicators=({first!r},) for a feature that says where it was put. Or leave the "
+            f"column out: drop=({first!r},). Or complete the rows in the file, or declare the mark "
+            "as a category of its own. A mean of the rows is no public constant: "
+            "jaxdp.finetune.charged_scaler pays for it."
+        )
+    if others := [column for column in lacking if column not in features]:
+        remedies.append(
+            f"Complete the rows without {' or '.join(map(repr, others))}, or leave them out of the "
+            "file."
+        )
     raise ValueError(
-        f"{where} has {len(table)} rows and missing cells: {named}. Declare a public constant, "
-        f"such as missing={{{first!r}: 0}}, and indicators=({first!r},) for a feature that says "
-        f"where it was put. Or leave the column out: drop=({first!r},). Or complete the rows in "
-        "the file, or declare the mark as a category of its own. A mean of the rows is no public "
-        "constant: jaxdp.finetune.charged_scaler pays for it. "
+        f"{where} has {len(table)} rows and missing cells: {named}. {' '.join(remedies)} "
         "Keep this message to yourself: it counts private cells."
     )
 
@@ -474,6 +508,14 @@ def _days(table: Table, column: str, texts: Texts, form: str, since: str) -> np.
             f"dates must have no time zone for {column!r}, got {form!r}. Write all times of the "
             "column in one zone."
         )
+    try:
+        datetime.datetime.strptime("", form)
+    except re.error as error:
+        raise ValueError(
+            f"dates must have each directive once for {column!r}, got the format {form!r}."
+        ) from error
+    except ValueError:
+        pass  # "" is no date
     days = np.empty(len(texts))
     for row, text in enumerate(texts):
         try:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdp.data.arrays import from_arrays
-from jaxdp.data.pictures import PrepareImages
+from jaxdp.data.pictures import PrepareImages, in_unit_range
 from jaxdp.data.sources import Examples
 from jaxdp.files import Limits, check_image, optional
 
@@ -168,7 +168,7 @@ class _Images:
             decoded.append(self.feature.decode_example_np(data))
         if self.prepare is None:
             return np.stack(decoded)
-        prepared = np.asarray(self.prepare(decoded))
+        prepared = in_unit_range(np.asarray(self.prepare(decoded)))
         return np.rint(255 * prepared).astype(np.uint8)
 
 

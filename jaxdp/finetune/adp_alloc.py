@@ -21,7 +21,7 @@ from typing import Any, Unpack
 import optax
 
 from jaxdp.data import PoissonSampler
-from jaxdp.files import shows_keywords
+from jaxdp.files import check_function, shows_keywords
 from jaxdp.finetune.dp_sgd import dp_sgd
 from jaxdp.finetune.options import OPTION_DEFAULTS, Options, beside, noise_and_options
 from jaxdp.finetune.trainer import PrivateTrainer
@@ -210,6 +210,7 @@ def adp_alloc(
       schedule: The public schedule of the noise. It must not depend on private data.
 
     Raises:
+      TypeError: As in `dp_sgd`, or schedule is no function.
       ValueError: As in `dp_sgd`. `PrivateTrainer.event` raises it for an epoch whose noise is
         negative or not finite, and `fit`, before it spends anything, for an epoch without positive
         noise.
@@ -218,6 +219,7 @@ def adp_alloc(
       As `dp_sgd`, where a step of epoch e is PoissonSampled(q, Gaussian(sigma_e)). An epoch is
       ceil(1 / q) steps.
     """
+    check_function("schedule", schedule, "schedule(sigma_0, epoch) -> 1.0")
     calibrate = functools.partial(calibrate_schedule, schedule)
     noise_multiplier, others = noise_and_options(noise_multiplier, options, sampler, calibrate)
     # The schedule is the argument that varies. `noise_multiplier` is its sigma_0 only.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdp.data import Records
-from jaxdp.files import check_count, check_numbers
+from jaxdp.files import check_count, check_function, check_numbers
 from jaxdp.finetune.query import Query, QuerySums, is_floating, moving_params
 from jaxdp.transforms.exact_scaling import tree_in_units
 from jaxdp.transforms.meshes import Layout, platform_of
@@ -108,6 +108,8 @@ class StepFunctions:
     update_in_place: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
+        if self.augment is not None:
+            check_function("augment", self.augment, "augment(key, example) -> example")
         check_count("augmult", self.augmult, 1)
         check_numbers(ema_decay=self.ema_decay or 0, ascent_radius=self.ascent_radius)
         if self.augment is None and self.augmult != 1:

@@ -294,7 +294,9 @@ def generate(
       int32 [length]. It starts with the prompt.
 
     Raises:
-      ValueError: The prompt is empty, or length or temperature is out of range.
+      ValueError: The prompt is empty or has a token that the model lacks, or length or temperature
+        is out of range.
+      TypeError: A token of the prompt is no int.
     """
     start = len(prompt)
     if not 1 <= start < length:
@@ -302,7 +304,14 @@ def generate(
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be finite and at least 0, got {temperature}.")
     tokens = np.full(length, PADDING, np.int32)
-    tokens[:start] = prompt
+    shape = jax.eval_shape(predict, params, tokens[None]).shape
+    given = np.asarray(prompt)
+    if given.dtype.kind not in "iu":
+        raise TypeError(f"prompt must have token ids, which are whole numbers, got {prompt!r}.")
+    # A lookup outside of the table is NaN, from which any token would follow.
+    if given.min() < 0 or given.max() >= shape[-1]:
+        raise ValueError(f"prompt must have tokens in [0, {shape[-1]}), got {prompt!r}.")
+    tokens[:start] = given
     key = jax.random.key(seed)
     continued = _continued(predict, params, tokens, key, start, np.float32(temperature))
     return np.asarray(continued)

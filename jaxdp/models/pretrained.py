@@ -15,6 +15,11 @@ from jaxdp.transforms.clipping import paths_of
 
 # The entry in the metadata of a file whose names are not those of nested dicts.
 _STRUCTURE = "jaxdp_structure"
+# What `load_params` reads.
+_DTYPES = {
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "bfloat16", "float32", "float64", "complex64"),
+}
 
 
 def flatten(params: Any) -> dict[str, Any]:
@@ -66,13 +71,21 @@ def save_params(path: str | os.PathLike[str], params: Any) -> None:
         else needs `like` in `load_params`.
 
     Raises:
-      TypeError: A leaf is not an array.
-      ValueError: Two leaves have the same path.
+      TypeError: A leaf is not an array, or `load_params` cannot read its dtype, such as float8.
+      ValueError: Two leaves have the same path, or one has the path "__metadata__".
     """
     from safetensors.flax import save
 
     # `jnp.asarray` compiles a program for each shape of a NumPy array.
     flat = {key: jax.device_put(value) for key, value in flatten(params).items()}
+    if "__metadata__" in flat:  # the format has another use for it
+        raise ValueError("params must have no leaf '__metadata__'. Rename the key.")
+    for key, value in flat.items():
+        if str(value.dtype) not in _DTYPES:
+            raise TypeError(
+                f"params has the dtype {value.dtype} at {key!r}, which no file of parameters has. "
+                "Cast it, for example to bfloat16."
+            )
     metadata = None
     if not _is_nested_dicts(params):
         metadata = {_STRUCTURE: type(params).__name__}

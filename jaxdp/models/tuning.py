@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from jaxdp.files import check_count
 from jaxdp.models.checkpoints import HEADS, Pretrained
 from jaxdp.models.language import LanguageModel
 
@@ -120,10 +121,16 @@ def with_lora(
       A model whose `params` also have "lora/PATH/down", which is A, and "lora/PATH/up", which is B.
 
     Raises:
-      ValueError: The rank is below 1, or no dense layer matches. The message lists them.
+      ValueError: The rank is below 1, or no dense layer matches. The message lists them. Or the
+        model has such factors already.
     """
-    if rank < 1:
-        raise ValueError(f"rank must be at least 1, got {rank}.")
+    check_count("rank", rank, 1)
+    if LORA in pretrained.params:
+        raise ValueError(
+            "pretrained must have no factors of LoRA, which would be lost. Merge them first: "
+            "Pretrained(pretrained.model, merge_lora(pretrained.params), pretrained.preprocessing, "
+            "pretrained.constants)."
+        )
     dense = _dense_kernels(pretrained.params)
     paths = [path for path in dense if re.fullmatch(layers, path)]
     if not paths:

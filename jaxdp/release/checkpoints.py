@@ -89,7 +89,8 @@ class Checkpoints:
             return like, 0
         path = self._folder / str(step)
         try:
-            restored = self._manager.restore(step, args=self._args.StandardRestore(like))
+            saved = self._manager.restore(step, args=self._args.StandardRestore(_nonempty(like)))
+            restored = _with_empty(saved, like)
             state = jax.tree.map(_fetched, restored)
         except Exception as error:  # Orbax raises many kinds
             what = shown(" ".join(str(error).split())[:200]).removesuffix(".")
@@ -113,7 +114,7 @@ class Checkpoints:
           DiskFull: There is no room for it. The earlier checkpoints stay.
         """
         with explained_if_full(self._folder / str(step)):
-            self._manager.save(step, args=self._args.StandardSave(state))
+            self._manager.save(step, args=self._args.StandardSave(_nonempty(state)))
         # The list names the checkpoint when all processes have written their parts.
         self._hosts.first(lambda: self._name(step, state))
 
@@ -196,6 +197,23 @@ class Checkpoints:
 
 def _sum(digests: Any) -> str:
     return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+
+
+def _is_empty(x: Any) -> bool:
+    return getattr(x, "size", 1) == 0
+
+
+def _nonempty(state: Any) -> Any:
+    """Returns a state with None in the place of arrays without entries, which Orbax refuses."""
+    return jax.tree.map(lambda x: None if _is_empty(x) else x, state)
+
+
+def _with_empty(saved: Any, like: Any) -> Any:
+    """Returns a saved state with the arrays of `like` that have no entries."""
+    leaves, structure = jax.tree.flatten(like)
+    others = iter(jax.tree.leaves(saved))
+    filled = [leaf if _is_empty(leaf) else next(others) for leaf in leaves]
+    return jax.tree.unflatten(structure, filled)
 
 
 def _fetched(x: Any) -> Any:

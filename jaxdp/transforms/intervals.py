@@ -6,6 +6,7 @@ few patterns in which one quantity occurs twice (maximum, softmax, square). This
 function and applies the rules.
 """
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -107,7 +108,7 @@ def interval(
       points outside of a domain     log and sqrt of negative points are ignored
       NaN at some point              that endpoint is infinite
       boolean results                [False, True] where both occur
-      integer arithmetic             exact, no rounding
+      integer arithmetic             exact, or the whole range where an integer may wrap around
       bfloat16, float16              products and sums in float32, results rounded outward
       =============================  ===============================================================
 
@@ -467,12 +468,24 @@ def _apply_rule(
         raise UnsupportedPrimitive(_message(eqn, problem))
     try:
         result = RULES[name](equation, *operands)
+        is_integer = jnp.issubdtype(equation.outputs[0].dtype, jnp.integer)
+        if is_integer and name in interval_rules.WRAPPING:
+            result = _without_wraps(equation, result, operands)
     except interval_rules.NoRuleError as error:
         problem = f"The interval rule of {name!r} does not apply. {error}"
         raise UnsupportedPrimitive(_message(eqn, problem)) from None
     if isinstance(result, Interval | jax.Array | np.ndarray):
         return [result]
     return list(result)
+
+
+def _without_wraps(equation: Equation, result: Any, operands: Sequence[Any]) -> Operand:
+    """Returns bounds of integers that also hold where the operation wraps around."""
+    reals = map(interval_rules.as_real, operands)
+    like_result = jax.ShapeDtypeStruct(equation.outputs[0].shape, jnp.float32)
+    in_floats = dataclasses.replace(equation, outputs=(like_result,))
+    real: Any = RULES[equation.name](in_floats, *reals)
+    return interval_rules.whole_if_wrapping(result, real)
 
 
 def _message(eqn: Any, problem: str) -> str:

@@ -297,6 +297,24 @@ def test_images_of_differing_sizes_need_one_shape(folder):
     assert cut.arrays["image"].shape == (6, 2, 2, 1)
 
 
+@pytest.mark.parametrize("outside", [-0.02, 1.02])
+def test_what_prepare_makes_never_wraps_around(folder, outside):
+    def prepare(images):
+        pixels = np.stack([i[:2, :2, :1] for i in images]) / 255
+        pixels[:, 0, 0] = outside
+        return pixels
+
+    overshoots = from_folder(folder, classes=("well", "ill"), prepare=prepare)
+    with pytest.raises(ValueError, match=r"prepare must return floats in \[0, 1\], but some are"):
+        overshoots.gather([0])
+
+    loses_one = from_folder(
+        folder, classes=("well", "ill"), prepare=lambda images: np.zeros((1, 2, 2, 1))
+    )
+    with pytest.raises(ValueError, match=r"one image of the shape \(2, 2, 1\) for each of 2, got"):
+        loses_one.gather([0, 1])
+
+
 def test_folders_that_cannot_be_are_refused(folder):
     with pytest.raises(
         ValueError, match=r"line 3 of .*labels\.csv must have one of the classes well, sick"

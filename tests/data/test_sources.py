@@ -64,10 +64,26 @@ def test_a_split_is_uniform():
     assert np.sum((counts - 100) ** 2 / 100) * 5 / 6 < 52.6
 
 
-@pytest.mark.parametrize("fractions", [[], [0.5, 0.0], [-0.1], [0.8, 0.3]])
+@pytest.mark.parametrize(
+    "fractions",
+    [[], [0.5, 0.0], [-0.1], [0.8, 0.3], [0.5, np.nan], 0.5, "ab", np.array([0.8, 0.3])],
+)
 def test_impossible_splits_are_refused(fractions):
     with pytest.raises(ValueError, match="fractions must be positive and sum to at most 1"):
         pixels().split(fractions, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("seed", "error", "message"),
+    [
+        (None, TypeError, "seed must be an int, got NoneType None"),
+        (-1, ValueError, "seed must be at least 0, got -1"),
+        (2**128, ValueError, r"seed must be below 2\*\*128, got"),
+    ],
+)
+def test_a_split_without_a_public_seed_is_refused(seed, error, message):
+    with pytest.raises(error, match=message):
+        pixels().split([0.5], seed=seed)
 
 
 def test_the_fingerprint_is_of_the_content():

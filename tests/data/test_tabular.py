@@ -91,6 +91,12 @@ REFUSED = [
     (HEAD + "0,4711,f\n1,NA,f\n", {"missing_marks": ("NA",)}, r"1 in 'age'.*missing=.*drop="),
     (HEAD + "0,4711,f\n1,2,\n", {}, r"1 in 'sex' \(the first in line 3\)"),
     (HEAD + "0,4711,f\n,2,f\n", {}, r"1 in 'y' \(the first in line 3\)"),
+    (HEAD + "0,4711,f\n,2,f\n", {}, r"line 3\)\. Complete the rows without 'y', or leave them"),
+    (HEAD + "0,4711,f\n1,,f\n,2,f\n", {}, r"missing=\{'age': 0\}.* the rows without 'y', or"),
+    (HEAD + f"0,4711,f\n1,{'4711' * 1500},f\n", {}, r"line 3 of .* more than 64 bits"),
+    ("y,sex,sex=f\n0,f,4711\n1,f,1\n", {}, r"'sex=f' of .* makes the feature sex=f, which anoth"),
+    (HEAD + "0,4711,f\n", {"dates": {"age": ("%Y-%Y", "2020-01-01")}}, "each directive once"),
+    (HEAD + "0,4711,f\n", {"delimiter": ";;"}, "delimiter must be one character.* got ';;'"),
     (HEAD + "0,4711,f\n1,2,m\n", {}, r"line 3 of .* one of the categories f in the column 'sex'"),
     (HEAD + "0,4711,f\n1,nan,f\n", {}, r"line 3 of .* has text in the column 'age'"),
     (HEAD + "0,4711,f\n1,inf,f\n", {}, r"line 3 of .* has text in the column 'age'"),
@@ -154,6 +160,8 @@ def test_what_would_be_read_wrongly_is_refused(tmp_path, content, options, messa
         ({"missing_marks": "NA"}, "missing_marks must be several texts"),
         ({"indicators": ("age",)}, "indicators must be columns of missing="),
         ({"classes": "01"}, "classes must be different texts"),
+        ({"classes": (0, 1)}, r"classes must be different texts, got \(0, 1\)"),
+        ({"categories": {"sex": (0, 1)}}, "categories of 'sex' must be different texts"),
         ({"categories": {"sex": ("f", "f")}}, "categories of 'sex' must be different"),
         ({"decimal": "'"}, "decimal must be"),
         ({"thousands": "."}, "thousands must be one of .* not the decimal mark '.', got '.'"),
@@ -217,6 +225,16 @@ def test_marks_of_thousands_are_declared(tmp_path, thousands, decimal, cells):
         path.write_text(f"a;b\n1;0\n{bad};0\n", encoding="utf-8")
         with pytest.raises(ValueError, match=r"line 3 of .* has text in the column 'a'"):
             from_csv(path, **options)
+
+
+def test_a_constant_is_a_number_or_a_text_as_the_column_has_it(tmp_path):
+    path = written(tmp_path, "a;b\n1.500,5;0\n;0\n")
+    options = {"delimiter": ";", "decimal": ",", "thousands": "."}
+    for constant in (2500.5, "2.500,5", "2500,5"):
+        source = from_csv(path, missing={"a": constant}, **options)
+        assert source.gather([0, 1])["features"][:, 0].tolist() == [1500.5, 2500.5]
+    with pytest.raises(ValueError, match=r"missing must be a number for 'a', got '2500\.5'"):
+        from_csv(path, missing={"a": "2500.5"}, **options)
 
 
 def test_a_label_without_classes_is_a_number(tmp_path):

@@ -641,6 +641,28 @@ def test_resume_with_frozen_parameters_moving_average_and_bfloat16(tmp_path):
         assert np.array_equal(np.asarray(one), np.asarray(other))
 
 
+def test_parameters_without_entries_are_kept_and_paid_once(tmp_path):
+    def loss(params, example):
+        return (example["features"] @ params["head"] - example["label"]) ** 2 + params["none"].sum()
+
+    trainer = finetune.dp_sgd(
+        loss,
+        optax.sgd(0.01, momentum=0.9),
+        sampler=data.PoissonSampler(len(BLOBS), 0.2),
+        clip_norm=1.0,
+        noise_multiplier=1.0,
+        physical_batch_size=8,
+        ema_decay=0.9,
+    )
+    params = {"head": jnp.ones(2), "none": jnp.zeros((0, 3)), "lacks": None}
+    ledger = blobs_ledger(delta=1e-5)
+    for stop in (2, 4):
+        state = fit(trainer, ledger, params=params, workdir=tmp_path, steps=stop)
+    assert sum(composition(ledger.events("blobs")[None]).values()) == 4
+    assert state.params["none"].shape == state.ema["none"].shape == (0, 3)
+    assert jax.tree.structure(state.params) == jax.tree.structure(params)
+
+
 @pytest.mark.filterwarnings("ignore:.*(hold NaN|has a NaN)")
 def test_nan_in_the_data_does_not_stop_training():
     features = BLOBS.gather(np.arange(60))["features"].copy()

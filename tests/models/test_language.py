@@ -196,8 +196,24 @@ def test_mistakes_are_sentences(tmp_path):
         jaxdp.data.from_texts(["a"], length=4, encode=lambda text: [7, -1])  # -1 is padding
     with pytest.raises(ValueError, match="length must be at least 2"):
         jaxdp.data.from_texts(["a"], length=1)
+    with pytest.raises(ValueError, match="without lone surrogates") as caught:
+        jaxdp.data.from_texts(["secret\udc80"], length=4)
+    # A traceback shows the causes too.
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
+    for given, options, message in (
+        ("ab", {}, r"several texts, got one\. Give \[text\]"),
+        (["a", None], {}, "texts must be texts, got NoneType among them"),
+        (["a"], {"encode": lambda text: [1.7]}, "encode must return whole numbers, got dtype f"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            jaxdp.data.from_texts(given, length=4, **options)
+    with pytest.raises(TypeError, match=r"prompt must have token ids, .* got \[1\.5\]"):
+        models.generate(public.apply_fn, public.params, [1.5], length=4, seed=0)
+    size = public.model.num_classes
     for prompt, options, message in (
         ([], {}, "prompt must have 1 to length - 1 = 3 tokens, got 0"),
+        ([0, size], {}, rf"prompt must have tokens in \[0, {size}\), got \[0, {size}\]"),
+        ([-1], {}, r"prompt must have tokens in .* got \[-1\]"),
         ([1], {"temperature": -1.0}, "temperature must be finite"),
     ):
         with pytest.raises(ValueError, match=message):

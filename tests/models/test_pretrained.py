@@ -139,6 +139,20 @@ def test_what_is_no_pytree_of_arrays_is_refused(tmp_path):
         models.load_params(tmp_path / "missing")
 
 
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"a": jnp.ones(2, jnp.float8_e4m3fn)}, TypeError, "dtype float8_e4m3fn at 'a'.* Cast it"),
+        ({"a": jnp.ones(2, jnp.int4)}, TypeError, "dtype int4 at 'a'"),
+        ({"__metadata__": jnp.ones(2)}, ValueError, "no leaf '__metadata__'"),
+    ],
+)
+def test_what_could_not_be_read_again_is_not_written(tmp_path, params, error, message):
+    with pytest.raises(error, match=message):
+        models.save_params(tmp_path / "params.safetensors", params)
+    assert not (tmp_path / "params.safetensors").exists()
+
+
 def test_a_backbone_of_another_library_gets_a_new_head():
     fresh, old = (
         {"body": [jnp.full(2, x)], "head": Pair(jnp.full(k, x), None)}

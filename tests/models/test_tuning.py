@@ -123,6 +123,23 @@ def test_lora_without_a_layer_or_a_rank_is_refused():
         ValueError, match=r"must match a dense layer, .* There are block_0/attention/key, .*head"
     ):
         with_lora(vit(), seed=0, rank=1, layers="block_7/.*")
+    with pytest.raises(TypeError, match=r"rank must be an int, got float 2\.0"):
+        with_lora(vit(), seed=0, rank=2.0)
+
+
+def test_factors_of_lora_are_not_lost_by_new_ones():
+    tuned = with_lora(vit(), seed=0, rank=1)
+    with pytest.raises(ValueError, match=r"must have no factors of LoRA, .* Merge them first"):
+        with_lora(tuned, seed=1, rank=1)
+    filled = jax.tree.map(jnp.ones_like, tuned.params["lora"])
+    params = merge_lora({**tuned.params, "lora": filled})
+    merged = Pretrained(tuned.model, params, tuned.preprocessing, tuned.constants)
+    again = with_lora(merged, seed=1, rank=1)
+    np.testing.assert_allclose(
+        jax.jit(again.apply_fn)(again.params, IMAGES),
+        jax.jit(tuned.apply_fn)({**tuned.params, "lora": filled}, IMAGES),
+        atol=1e-5,
+    )
 
 
 def test_a_head_on_mapped_features_folds_back_into_the_plain_model():

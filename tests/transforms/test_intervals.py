@@ -1096,6 +1096,42 @@ def test_points_are_points():
     assert contains(large, 2.0**24 + 1)
 
 
+WRAPS = {
+    "add": lambda x: x + x[::-1],
+    "sub": lambda x: x - x[::-1],
+    "mul": lambda x: x * x[::-1],
+    "scaled": lambda x: x * jnp.asarray(3, x.dtype),
+    "square": lambda x: x * x,
+    "power": lambda x: x**3,
+    "neg": lambda x: -x,
+    "abs": jnp.abs,
+    "sum": lambda x: jnp.sum(x, dtype=x.dtype),
+    "cumsum": lambda x: jnp.cumsum(x, dtype=x.dtype),
+    "conversion": lambda x: (x.astype(jnp.float32) * 1.5).astype(x.dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint32", "int32"])
+def test_integers_may_wrap_around(dtype):
+    """Each point of a box is inside, and a box far from the limits stays exact."""
+    limits = np.iinfo(dtype)
+    ends = ((0, 1), (1, 4), (limits.min, limits.min + 2), (limits.max - 2, limits.max))
+    ends += ((limits.max // 2, limits.max // 2 + 2), (limits.min // 2, limits.min // 2 + 2))
+    found = jax.jit(lambda x: {name: jaxdp.interval(f)(x) for name, f in WRAPS.items()})
+    values = jax.jit(jax.vmap(lambda x: {name: f(x) for name, f in WRAPS.items()}))
+    for (first, last), (other, end) in itertools.product(ends, ends):
+        box_of_two = jaxdp.Interval(np.array([first, other], dtype), np.array([last, end], dtype))
+        axes = ([first, first + 1, last], [other, other + 1, end])
+        points = np.array(list(itertools.product(*axes)), dtype)
+        bounds, at_points = jax.device_get((found(box_of_two), values(points)))
+        for name, point in at_points.items():
+            assert np.all(bounds[name].lower <= point), name
+            assert np.all(point <= bounds[name].upper), name
+    small = found(jaxdp.Interval(np.array([1, 2], dtype), np.array([2, 4], dtype)))
+    assert (small["square"].lower.tolist(), small["square"].upper.tolist()) == ([1, 4], [4, 16])
+    assert (int(small["sum"].lower), int(small["sum"].upper)) == (3, 6)
+
+
 @pytest.mark.slow
 def test_what_cannot_be_bounded_is_refused():
     x = box([1.0, 2.0], [2.0, 3.0])
@@ -1106,6 +1142,7 @@ def test_what_cannot_be_bounded_is_refused():
         (lambda x: x.astype(jnp.int32) & 1, "bitwise"),
         (lambda x: x.astype(jnp.int32) // 2, "integer division|no interval rule"),
         (lambda x: jnp.prod(x.astype(jnp.int32)), "products over an interval of integers"),
+        (lambda x: x.astype(jnp.int32) @ x.astype(jnp.int32), "products over an interval of int"),
         (lambda x: lax.sort((x, x), num_keys=2), "does not sort by several keys"),
         (lambda x: jnp.zeros(4)[x.astype(jnp.int32)], "depends on an interval"),
         (

@@ -36,6 +36,7 @@ from jaxdp.transforms.interval_rules import (
     reductions,
     softmax,
 )
+from jaxdp.transforms.interval_rules.conversions import WRAPPING, as_real, whole_if_wrapping
 from jaxdp.transforms.interval_rules.endpoints import NoRuleError, without_nan
 from jaxdp.transforms.interval_rules.exact import EXACT
 from jaxdp.transforms.interval_rules.products import (
@@ -48,7 +49,9 @@ from jaxdp.transforms.interval_rules.softmax import certain_argmax, pairwise_gap
 
 __all__ = [
     "EXACT",
+    "WRAPPING",
     "NoRuleError",
+    "as_real",
     "certain_argmax",
     "control",
     "conversions",
@@ -65,5 +68,6 @@ __all__ = [
     "reductions",
     "softmax",
     "use_zero_sum",
+    "whole_if_wrapping",
     "without_nan",
 ]

@@ -117,6 +117,41 @@ def _to_integer(
     return Box(low, high)
 
 
+# The operations of integers that may wrap around.
+WRAPPING = {
+    *("add", "add_any", "sub", "mul", "x_plus_xy", "neg", "abs", "square", "integer_pow"),
+    *("reduce_sum", "cumsum", "reduce_window_sum"),
+}
+
+
+def as_real(x: Operand) -> Box:
+    """Returns float32 bounds of integers, which do not wrap around."""
+    low = lower(x).astype(jnp.float32)
+    high = upper(x).astype(jnp.float32)
+    return Box(*widen(low, high))
+
+
+def whole_if_wrapping(result: Operand, real: Operand) -> Box:
+    """Returns bounds of integers, and the whole range where they may have wrapped around.
+
+    Args:
+      result: Bounds computed in integers.
+      real: Bounds of the same numbers by `as_real`.
+    """
+    largest, smallest = empty_hull(result.dtype)
+
+    def margin(limit: float) -> float:
+        # The rounding of large numbers exceeds 1.
+        return 0.5 if abs(limit) < 2.0**20 else -(2.0**-20) * abs(limit)
+
+    above = float(largest) + margin(float(largest))
+    below = float(smallest) - margin(float(smallest))
+    may_wrap = (upper(real) >= above) | (lower(real) <= below)
+    low = jnp.where(may_wrap, smallest, lower(result))
+    high = jnp.where(may_wrap, largest, upper(result))
+    return Box(low, high, nonnegative=is_unsigned(result.dtype))
+
+
 @register_rule("reduce_precision")
 def _reduce_precision(eqn: Equation, x: Operand) -> Operand:
     """Bounds both the rounded and the given value, because the rounding is intended."""

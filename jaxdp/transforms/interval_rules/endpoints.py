@@ -20,6 +20,7 @@ from jaxdp.transforms.boxes import (
     are_nonnegative,
     is_float,
     is_nonnegative,
+    is_unsigned,
     lower,
     magnitude,
     moved,
@@ -62,7 +63,9 @@ def empty_hull(dtype: Any) -> tuple[Any, Any]:
         return True, False
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.inf, -jnp.inf
-    return jnp.iinfo(dtype).max, jnp.iinfo(dtype).min
+    limits = jnp.iinfo(dtype)
+    # A Python int above 2^31 would be read as int32.
+    return np.asarray(limits.max, dtype), np.asarray(limits.min, dtype)
 
 
 def hull_of_cases(index: Operand, cases: Sequence[Operand]) -> Box:
@@ -83,6 +86,8 @@ def hull_of_cases(index: Operand, cases: Sequence[Operand]) -> Box:
 
 def absolute(x: Operand) -> Box:
     """Bounds |x|."""
+    if is_unsigned(x.dtype):  # -x would wrap around
+        return Box(lower(x), upper(x), nonnegative=True)
     # The lower end is negative where x may be zero. Box raises it to 0.
     low = jnp.maximum(lower(x), -upper(x))
     return Box(low, magnitude(x), nonnegative=True)

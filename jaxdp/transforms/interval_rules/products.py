@@ -23,6 +23,7 @@ from jaxdp.transforms.boxes import (
     are_nonnegative,
     at_least_float32,
     inflate,
+    is_float,
     is_nonnegative,
     lower,
     magnitude,
@@ -35,6 +36,7 @@ from jaxdp.transforms.boxes import (
 )
 from jaxdp.transforms.interval_rules.endpoints import (
     Ends,
+    NoRuleError,
     axes_last,
     corner_products,
     narrow,
@@ -190,6 +192,12 @@ def _product_result(
     return narrow(eqn, *ends, nonnegative=nonnegative, underflows=8 * terms + 8)
 
 
+def _check_float(eqn: Equation) -> None:
+    """Raises NoRuleError if the result has no floating dtype."""
+    if not is_float(eqn.outputs[0]):
+        raise NoRuleError("It does not support products over an interval of integers.")
+
+
 # --- Convolutions -------------------------------------------------------------------------------
 
 _GEOMETRY = (
@@ -209,6 +217,7 @@ def _conv(
     a: Operand,
     b: Operand,
 ) -> Operand:
+    _check_float(eqn)
     geometry = {name: eqn.params[name] for name in _GEOMETRY}
     kernel_axes = eqn.params["dimension_numbers"].rhs_spec[1:]  # all but the output channels
     terms = math.prod(b.shape[axis] for axis in kernel_axes)
@@ -233,6 +242,7 @@ def _dot_general(
     a: Operand,
     b: Operand,
 ) -> Operand:
+    _check_float(eqn)
     a = at_least_float32(a)
     b = at_least_float32(b)
     dims = eqn.params["dimension_numbers"]
