@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from jaxdp.files import check_delta
-from jaxdp.files.text import finite
+from jaxdp.files.text import finite, up
 from jaxdp.privacy import contacts, explanations, group_privacy, report_text, reports, trade_offs
 from jaxdp.privacy.accounting import Adjacency, check_rules
 from jaxdp.privacy.compositions import proven
@@ -389,7 +389,7 @@ class LedgerReader:
                 entry["headline"] = "inf (empirical only)"
             else:
                 epsilon = largest_epsilon(dataset, compositions, at_delta)
-                entry["headline"] = f"{epsilon:.6g}"
+                entry["headline"] = up(epsilon)
             proven_parts = [proven(counts) for counts in compositions]
             proven_epsilon = largest_epsilon(dataset, proven_parts, at_delta)
             entry["proven_epsilon"] = finite(proven_epsilon)
