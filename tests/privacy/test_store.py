@@ -361,6 +361,53 @@ def test_a_restored_backup_is_noticed(path, tmp_path):
         pass
 
 
+def test_a_program_notices_that_all_files_were_restored_below_it(tmp_path):
+    """The anchor is restored too, and only the memory of the process has seen the spend."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example", epsilon=0.25, delta=0.0)
+        ledger.spend("data", TENTH)
+        shutil.copytree(folder, tmp_path / "copy")
+        ledger.spend("data", TENTH)
+        for file in (tmp_path / "copy").iterdir():
+            shutil.copyfile(file, folder / file.name)  # into the files that are open
+        with pytest.raises(LedgerDamaged, match=r"this process has seen spend 2\. An older copy"):
+            ledger.spend("data", TENTH)
+
+
+def test_a_relative_path_stays_that_of_the_first_folder(tmp_path, monkeypatch):
+    """A program changes its folder, to one with a copy of its files or with none."""
+    first, copy, empty = (tmp_path / name for name in ("first", "copy", "empty"))
+    first.mkdir()
+    empty.mkdir()
+    monkeypatch.chdir(first)
+    with Ledger("ledger.sqlite") as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
+        ledger.spend("data", TENTH)
+        with Ledger("ledger.sqlite") as same:
+            same.backup(tmp_path / "backup.sqlite")
+        copy.mkdir()
+        for suffix in ("", ".head"):
+            shutil.copy(f"{tmp_path / 'backup.sqlite'}{suffix}", copy / f"ledger.sqlite{suffix}")
+        for folder in (copy, empty):
+            monkeypatch.chdir(folder)
+            with ledger.spend("data", TENTH):
+                pass
+        # A daemon forks, and then changes its folder.
+        child = os.fork()
+        if not child:
+            try:
+                ledger.spend("data", TENTH)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert ledger.head.spend == 4 and not list(empty.iterdir())
+    with Ledger(copy / "ledger.sqlite", read_only=True) as old:
+        assert old.head.spend == 1
+
+
 @pytest.mark.parametrize("spent", [False, True])
 def test_a_ledger_without_an_anchor_says_so_once(path, spent):
     with Ledger(path) as ledger:
