@@ -62,8 +62,8 @@ def _values(entry: Mapping[str, Any]) -> dict[str, float]:
         "jaxdp_ledger_epsilon": _or_infinite(proven),
         "jaxdp_ledger_budget": _or_infinite(entry["budget"]),
         "jaxdp_ledger_remaining": _or_infinite(entry["remaining"]),
-        "jaxdp_ledger_spends": sum(row["spends"] for row in entry["spends"]),
-        "jaxdp_ledger_open": len(entry["open"]),
+        "jaxdp_ledger_spends": entry["charges"],
+        "jaxdp_ledger_open": entry["unfinished"],
     }
     times = [run["last_at"] for run in entry["runs"]]
     if times:

@@ -259,6 +259,19 @@ def test_a_monitor_reads_gauges_and_an_exit_status(path, tmp_path, capsys):
     assert "ALERT hospital 0: epsilon 0.5 of a budget of 1\n" in capsys.readouterr().err
 
 
+def test_metrics_count_what_the_lists_of_a_report_leave_out(tmp_path, capsys):
+    file = tmp_path / "jaxdp.prom"
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.register("stream", adjacency="zero_out", unit="visit", delta=1e-5)
+        requests = [("stream", GaussianDpEvent(1000.0 + place)) for place in range(1001)]
+        ledger.spend_all(requests)
+        (entry,) = ledger.report()["datasets"]
+        assert len(entry["spends"]) == len(entry["open"]) == 1000
+    said(capsys, "show", ledger.path, "--metrics", file)
+    for gauge in ("spends", "open"):
+        assert re.search(rf"^jaxdp_ledger_{gauge}{{.*}} 1001$", file.read_text(), re.MULTILINE)
+
+
 def test_a_page_shows_the_account_and_whether_the_file_is_whole(path, tmp_path, capsys):
     before, page = path.read_bytes(), tmp_path / "page.html"
     assert "page.html: the page of" in said(

@@ -363,10 +363,11 @@ class LedgerReader:
             number of rows of `contact_history`. Each dataset has its terms, its `contacts`, its
             `delta`, the declared number of `records` or None, and the number of `partitions`. At
             its `delta` it has the `headline` (text), `proven_epsilon` and `remaining` (None for
-            infinity). `spends` has one row per partition and event, at most 1000 of `rows`. `runs`
-            lists the latest 1000 runs that spent, with user, host and version. `open` has at most
-            1000 spends that did not commit (running, failed or killed) and count in full. `holds`
-            count in no number.
+            infinity). `spends` has one row per partition and event, at most 1000 of `rows`.
+            `charges` and `unfinished` are the numbers of all spends and of those that did not
+            commit. `runs` lists the latest 1000 runs that spent, with user, host and version.
+            `open` has at most 1000 spends that did not commit (running, failed or killed) and count
+            in full. `holds` count in no number.
         """
         # Everything is read in one transaction, so that rows, numbers and head belong together.
         with self._transaction("DEFERRED") as db:
