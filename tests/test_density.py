@@ -25,6 +25,7 @@ MANY_OPTIONS = {
     "jaxdp/models/training.py": ["fit_public"],
     "jaxdp/prediction/answers.py": ["private_predict", "private_values"],
     "jaxdp/privacy/ledger.py": ["register"],
+    "jaxdp/recalibration/recalibrate.py": ["acc_t", "nll_t", "ece_t"],
     "jaxdp/transforms/model_check.py": ["check"],
 }
 

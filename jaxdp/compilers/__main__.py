@@ -4,7 +4,8 @@ import json
 import pathlib
 import sys
 
-from jaxdp.compilers.process import ANSWER, compiled
+from jaxdp.compilers.process import compiled
+from jaxdp.compilers.targets import ANSWER
 
 if __name__ == "__main__":
     [folder] = sys.argv[1:]

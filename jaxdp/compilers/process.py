@@ -11,8 +11,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,8 +21,6 @@ from jax.extend.core import jaxpr_as_fun
 from jaxdp.compilers import hlo, schedules, targets
 
 PROGRAM = "program.bin"
-QUESTION = "question.json"
-ANSWER = "answer.json"
 # What the compiler of a TPU says of a program that does not fit: "Used 17.90G of 15.75G hbm", or
 # that the memory "required for HLO temporaries (640.00G) exceeds" what there is.
 _REFUSED = re.compile(
@@ -140,14 +136,12 @@ def compiled(folder: str | os.PathLike[str]) -> dict[str, Any]:
     It runs in the other process.
     """
     root = pathlib.Path(folder)
-    question = json.loads((root / QUESTION).read_text())
+    question = json.loads((root / targets.QUESTION).read_text())
     target = question["target"]
     donated = question["donated"]
     program = jax.export.deserialize(bytearray((root / PROGRAM).read_bytes()))
     try:
-        executable, _, seconds = targets.compile_for(
-            target, program.call, program.in_avals, donated, keep_unused=True
-        )
+        executable, seconds = targets.compile_for(target, program.call, program.in_avals, donated)
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error)}
     bundles = schedules.of_kernels(target, executable.as_text())
@@ -174,39 +168,13 @@ def _answer(
     donated: tuple[int, ...],
     seconds: float | None,
     assumed: hlo.Assumed,
-) -> dict[str, Any]:
+) -> Mapping[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         environment = targets.environment(target)
         question = json.dumps({"target": target, "donated": donated, "assumed": assumed})
         pathlib.Path(folder, PROGRAM).write_bytes(program)
-        pathlib.Path(folder, QUESTION).write_text(question)
-        return _run_compiler(folder, environment, seconds)
-
-
-def _run_compiler(
-    folder: str, environment: Mapping[str, str], seconds: float | None
-) -> dict[str, Any]:
-    """Runs the other process on a folder, and returns its answer, or an error."""
-    command = [sys.executable, "-m", "jaxdp.compilers", folder]
-    package = str(pathlib.Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH")]))
-    try:
-        process = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            env={**environment, "PYTHONPATH": path},
-            timeout=seconds,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"it was not compiled in {seconds:g} s"}
-    file = pathlib.Path(folder, ANSWER)
-    if process.returncode or not file.exists():
-        lines = [line for line in process.stderr.splitlines() if line.strip()]
-        return {"error": lines[-1] if lines else f"its process ended with {process.returncode}"}
-    answer: dict[str, Any] = json.loads(file.read_text())
-    return answer
+        pathlib.Path(folder, targets.QUESTION).write_text(question)
+        return targets.answered("jaxdp.compilers", folder, environment, seconds)
 
 
 def _devices(x: Any) -> int:

@@ -12,7 +12,6 @@ import math
 import os
 import pathlib
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -22,8 +21,6 @@ import jax
 
 from jaxdp.compilers import hlo, targets
 
-_QUESTION = "kernels.json"
-_ANSWER = "bundles.json"
 _OPTIONS = (
     "--xla_jf_dump_llo_text=true",
     "--xla_jf_dump_llo_pass_label_regex=final_bundles",
@@ -67,22 +64,18 @@ def _kernel(program: hlo.Program, step: hlo.Step) -> dict[str, Any]:
 
 def _in_process(folder: str, question: Mapping[str, Any]) -> list[float | None]:
     """Returns the bundles of kernels, None for those that were not compiled."""
-    pathlib.Path(folder, _QUESTION).write_text(json.dumps(question))
+    pathlib.Path(folder, targets.QUESTION).write_text(json.dumps(question))
     environment = targets.environment(question["target"])
     options = [f"--xla_jf_dump_to={folder}", *_OPTIONS]
     environment["LIBTPU_INIT_ARGS"] = " ".join(options)
-    command = [sys.executable, "-m", "jaxdp.compilers.schedules", folder]
-    ended = subprocess.run(command, env=environment, capture_output=True, check=False)
-    answer = pathlib.Path(folder, _ANSWER)
-    if ended.returncode or not answer.exists():
-        return [None] * len(question["kernels"])
-    bundles: list[float | None] = json.loads(answer.read_text())
+    answer = targets.answered("jaxdp.compilers.schedules", folder, environment)
+    bundles: list[float | None] = answer.get("bundles", [None] * len(question["kernels"]))
     return bundles
 
 
 def scheduled(folder: str) -> list[float | None]:
     """Returns the bundles of the kernels in a folder. It runs in the other process."""
-    question = json.loads(pathlib.Path(folder, _QUESTION).read_text())
+    question = json.loads(pathlib.Path(folder, targets.QUESTION).read_text())
     bundles = []
     for kernel in question["kernels"]:
         try:
@@ -162,4 +155,5 @@ def bundles(text: str) -> float:
 
 if __name__ == "__main__":
     [dumped] = sys.argv[1:]
-    pathlib.Path(dumped, _ANSWER).write_text(json.dumps(scheduled(dumped)))
+    answer = {"bundles": scheduled(dumped)}
+    pathlib.Path(dumped, targets.ANSWER).write_text(json.dumps(answer))

@@ -369,7 +369,7 @@ def _read_image_table(
                 "must have a path inside of the folder in the column 'path'. Correct the path.", row
             )
     if SUBFOLDER in texts and SUBFOLDER not in rows.columns:
-        cells = tuple(_subfolder(rows, row) for row in range(len(rows.columns["path"])))
+        cells = tuple(_subfolder(rows, row) for row in range(len(rows)))
         rows = dataclasses.replace(rows, columns={**rows.columns, SUBFOLDER: cells})
     if "image" in rows.columns:
         raise ValueError(

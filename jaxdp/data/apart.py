@@ -77,9 +77,10 @@ def check_owners_apart(specs: Mapping[str, "DataSpec"], sources: Mapping[str, Ex
         kind = spec.role.partition(" ")[0]  # "sources" of "sources 0"
         if kind in _PUBLIC_ROLES and spec.group not in _columns(sources[role]):
             continue
-        owners = set(read_ids(sources[role], spec.group))
         if spec.separator:
             owners = split_owners(sources[role], spec.group, spec.separator)
+        else:
+            owners = set(read_ids(sources[role], spec.group))
         for owner in owners:
             first = first_with.setdefault(owner, spec)
             if first is not spec:

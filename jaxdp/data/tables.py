@@ -58,6 +58,10 @@ class Table:
     def __len__(self) -> int:
         return len(self.lines)
 
+    def where(self, column: str) -> str:
+        """Returns what an error calls a column."""
+        return f"column {column!r} of {shown(os.fspath(self.path))}"
+
     def error(self, what: str, row: int) -> ValueError:
         """Returns an error about a row, with the file and the line."""
         return ValueError(f"line {self.lines[row]} of {shown(os.fspath(self.path))} {what}")
@@ -96,10 +100,10 @@ def read_table(
         raise FileNotFoundError(f"{where} does not exist. Give the path of a table.")
     text = _text(path.read_bytes(), where, encoding)
     rows = _rows(text, where, delimiter or ",")
+    needed_names = ", ".join(map(repr, needed)) or "names"
+    must_have = f"{where} must have rows, and a header with {needed_names}."
     if not rows:
-        raise ValueError(
-            f"{where} must have rows, and a header with {', '.join(map(repr, needed)) or 'names'}."
-        )
+        raise ValueError(must_have)
     first_line, header = rows.pop(0)
     names = [name.strip() for name in header]
     missing = [name for name in needed if name not in names]
@@ -108,9 +112,7 @@ def read_table(
         _check_separator("".join(names), f"line {first_line} of {where}", delimiter)
     _check_names(names, where)
     if missing or not rows:
-        has = shown(", ".join(names))
-        with_names = ", ".join(map(repr, needed)) or "names"
-        raise ValueError(f"{where} must have rows, and a header with {with_names}. It has {has}.")
+        raise ValueError(f"{must_have} It has {shown(', '.join(names))}.")
     for line, row in rows:
         if len(row) != len(names):
             raise ValueError(
@@ -315,7 +317,7 @@ def number_column(table: Table, name: str, cells: Sequence[str]) -> np.ndarray |
             f"texts=({name!r},) if the column is text.",
             not_numbers[0],
         )
-    where = f"column {name!r} of {shown(os.fspath(table.path))}"
+    where = table.where(name)
     if all(map(_WHOLE.fullmatch, cells)):
         integers = [int(cell) for cell in cells]
         fits = [-(2**63) <= number < 2**63 for number in integers]

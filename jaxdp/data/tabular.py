@@ -373,7 +373,7 @@ class _Columns:
         if self.decimal == ",":
             mark = "decimal='.' if a point is its decimal mark"
         if len(others) == len(table):
-            raise ValueError(f"{_place(table, column)} is text. {remedy} Or give {mark}.")
+            raise ValueError(f"{table.where(column)} is text. {remedy} Or give {mark}.")
         if others:
             raise table.error(
                 f"has text in the column {column!r}, whose other cells are numbers. Correct the "
@@ -407,7 +407,7 @@ class _Columns:
         assert numbers is not None
         # int32 has more digits than float32.
         digits = numbers.astype(np.float64)
-        check_digits(digits, _place(table, column))
+        check_digits(digits, table.where(column))
         return numbers.astype(np.float32)
 
     def _scaled(self, column: str, numbers: np.ndarray) -> np.ndarray:
@@ -431,10 +431,6 @@ def is_range(limits: Any) -> bool:
     low, high = limits
     are_numbers = isinstance(low, numbers.Real) and isinstance(high, numbers.Real)
     return are_numbers and -math.inf < low < high < math.inf
-
-
-def _place(table: Table, column: str) -> str:
-    return f"column {column!r} of {shown(os.fspath(table.path))}"
 
 
 def _refuse_missing(table: Table, cells: Mapping[str, _Cells]) -> None:

@@ -408,7 +408,8 @@ class _Translation:
     def __init__(self, naming: str, tensors: Tensors):
         self.variables: Variables = {}
         self.problems: list[str] = []
-        self._naming = naming
+        self._name = naming
+        self._naming = NAMINGS[naming]
         self._tensors = tensors
         self._used: set[str] = set()
 
@@ -416,9 +417,9 @@ class _Translation:
         """Translates the tensor of one variable of ours, or adds a problem."""
         _, *keys = path
         where = "/".join(keys)
-        place = NAMINGS[self._naming].find(where)
+        place = self._naming.find(where)
         if place is None:
-            self.problems.append(f"{where} of the model: not in the naming {self._naming!r}")
+            self.problems.append(f"{where} of the model: not in the naming {self._name!r}")
             return
         self._used.add(place.name)
         # The head of the file counts as used, so that it is not superfluous.
@@ -429,7 +430,7 @@ class _Translation:
         if tensor is None:
             self.problems.append(f"{place.name}: missing, for {where} {expected.shape}")
             return
-        if where == "positions" and NAMINGS[self._naming].resizes_positions:
+        if where == "positions" and self._naming.resizes_positions:
             tensor = _positions_for(tensor, expected.shape)
         array = self._converted(tensor, place, where)
         if array is None or array.shape != expected.shape:
@@ -443,12 +444,11 @@ class _Translation:
 
     def _converted(self, tensor: np.ndarray, place: TensorPart, where: str) -> np.ndarray | None:
         """Returns our array, or None if the number of axes of the tensor does not fit."""
-        naming = NAMINGS[self._naming]
         try:
             if place.part:
                 number = ("query", "key", "value").index(place.part)  # in one tensor
-                tensor = np.split(tensor, 3, naming.outputs_axis)[number]
-            return naming.convert(where, tensor)
+                tensor = np.split(tensor, 3, self._naming.outputs_axis)[number]
+            return self._naming.convert(where, tensor)
         except (ValueError, IndexError, TypeError):
             return None
 
@@ -457,5 +457,5 @@ class _Translation:
         return [
             f"{name}: superfluous, shape {self._tensors[name].shape}"
             for name in sorted(set(self._tensors) - self._used)
-            if not NAMINGS[self._naming].ignores(name)
+            if not self._naming.ignores(name)
         ]

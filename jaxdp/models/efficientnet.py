@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import Conv, Dense, Norm, normalise_channels
+from jaxdp.models.layers import Dense, Norm, normalised_conv
 
 
 class _Stage(NamedTuple):
@@ -76,22 +76,10 @@ class EfficientNetLite(nn.Module):
         stride: int = 1,
         groups: int = 1,
     ) -> jax.Array:
-        """Returns a normalised convolution with the names `name` and `name`_norm."""
-        padding: Any = "SAME" if self.same_padding else size // 2
-        common: Any = {"padding": padding, "use_bias": self.norm is None, "dtype": self.dtype}
-        init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-        y = Conv(
-            width,
-            (size, size),
-            strides=(stride, stride),
-            feature_group_count=groups,
-            kernel_init=init,
-            name=name,
-            **common,
-        )(x)
-        return normalise_channels(
-            self.norm, self.groups, self.dtype, f"{name}_norm", y, epsilon=self.norm_epsilon
-        )
+        options: Any = {"feature_group_count": groups, "epsilon": self.norm_epsilon}
+        if self.same_padding:
+            options["padding"] = "SAME"
+        return normalised_conv(self, name, width, size, stride, x, **options)
 
     def _block(
         self,

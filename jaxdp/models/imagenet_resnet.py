@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxdp.models.layers import Conv, Dense, Norm, max_pool, normalise_channels
+from jaxdp.models.layers import Dense, Norm, max_pool, normalised_conv
 
 
 class ImageNetResNet(nn.Module):
@@ -33,25 +33,6 @@ class ImageNetResNet(nn.Module):
     width: int = 64
     dtype: Any = None
 
-    def _conv(
-        self,
-        name: str,
-        width: int,
-        size: int,
-        stride: int,
-        x: jax.Array,
-    ) -> jax.Array:
-        """Returns a normalised convolution with the names `name` and `name`_norm."""
-        init = nn.initializers.variance_scaling(2.0, "fan_out", "normal")
-        common: Any = {
-            "padding": size // 2,
-            "use_bias": self.norm is None,
-            "dtype": self.dtype,
-            "kernel_init": init,
-        }
-        y = Conv(width, (size, size), strides=(stride, stride), name=name, **common)(x)
-        return normalise_channels(self.norm, self.groups, self.dtype, f"{name}_norm", y)
-
     def _branch(
         self,
         name: str,
@@ -61,16 +42,16 @@ class ImageNetResNet(nn.Module):
     ) -> jax.Array:
         """Returns the residual branch of a block."""
         if not self.bottleneck:
-            y = nn.relu(self._conv(f"{name}_conv_0", width, 3, stride, x))
-            return self._conv(f"{name}_conv_1", width, 3, 1, y)
-        y = nn.relu(self._conv(f"{name}_conv_0", width, 1, 1, x))
-        y = nn.relu(self._conv(f"{name}_conv_1", width, 3, stride, y))
-        return self._conv(f"{name}_conv_2", 4 * width, 1, 1, y)
+            y = nn.relu(normalised_conv(self, f"{name}_conv_0", width, 3, stride, x))
+            return normalised_conv(self, f"{name}_conv_1", width, 3, 1, y)
+        y = nn.relu(normalised_conv(self, f"{name}_conv_0", width, 1, 1, x))
+        y = nn.relu(normalised_conv(self, f"{name}_conv_1", width, 3, stride, y))
+        return normalised_conv(self, f"{name}_conv_2", 4 * width, 1, 1, y)
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
-        x = nn.relu(self._conv("conv", self.width, 7, 2, x))
+        x = nn.relu(normalised_conv(self, "conv", self.width, 7, 2, x))
         x = max_pool(x, 3, 2, padding=1)
         for stage, depth in enumerate(self.depths):
             for block in range(depth):
@@ -79,7 +60,7 @@ class ImageNetResNet(nn.Module):
                 stride = 2 if is_halved else 1
                 y = self._branch(name, self.width * 2**stage, stride, x)
                 if y.shape != x.shape:
-                    x = self._conv(f"{name}_shortcut", y.shape[-1], 1, stride, x)
+                    x = normalised_conv(self, f"{name}_shortcut", y.shape[-1], 1, stride, x)
                 x = nn.relu(x + y)
         x = jnp.mean(x, axis=(1, 2), dtype=jnp.float32)
         return Dense(self.num_classes, dtype=jnp.float32, name="head")(x)

@@ -204,6 +204,43 @@ def normalise_channels(
     )
 
 
+def normalised_conv(
+    model: Any,
+    name: str,
+    width: int,
+    size: int,
+    stride: int,
+    x: jax.Array,
+    *,
+    epsilon: float = 1e-5,
+    **options: Any,
+) -> jax.Array:
+    """Applies a convolution and its normalisation inside a compact module.
+
+    They have the names `name` and `name`_norm.
+
+    Args:
+      model: The module, with the attributes norm, groups and dtype.
+      name, width, size, stride: Of the convolution.
+      x: [B, H, W, C].
+      epsilon: As in `normalise_channels`.
+      options: More arguments of `Conv`. The padding is size // 2 by default.
+    """
+    conv = Conv(
+        width,
+        (size, size),
+        strides=(stride, stride),
+        use_bias=model.norm is None,
+        dtype=model.dtype,
+        kernel_init=nn.initializers.variance_scaling(2.0, "fan_out", "normal"),
+        name=name,
+        **{"padding": size // 2, **options},
+    )
+    return normalise_channels(
+        model.norm, model.groups, model.dtype, f"{name}_norm", conv(x), epsilon=epsilon
+    )
+
+
 class WSConv(GivenShapes):
     """Convolution whose kernel is standardised per output channel, with a learned gain.
 

@@ -86,14 +86,6 @@ CONVERSIONS: Mapping[str, Callable[[str, np.ndarray], np.ndarray]] = {
     "flax": _from_flax,
     "none": _as_it_is,
 }
-DEFAULTS: Mapping[str, Any] = {
-    "ignored": (),
-    "attributes": {},
-    "leaves": "torch",
-    "outputs_axis": 0,
-    "convert": "torch",
-    "resizes_positions": False,
-}
 
 
 class TensorPart(NamedTuple):
@@ -114,12 +106,12 @@ class Naming:
 
     signature: str
     names: Names
-    ignored: Sequence[str]
-    attributes: Mapping[str, Any]
-    leaves: Names
-    outputs_axis: int
-    convert: Callable[[str, np.ndarray], np.ndarray]
-    resizes_positions: bool
+    ignored: Sequence[str] = ()
+    attributes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    leaves: Names = dataclasses.field(default_factory=lambda: LEAVES["torch"])
+    outputs_axis: int = 0
+    convert: Callable[[str, np.ndarray], np.ndarray] = _from_torch
+    resizes_positions: bool = False
 
     def find(self, path: str) -> TensorPart | None:
         """Returns where the file holds the variable of ours at `path`, or None."""
@@ -146,17 +138,18 @@ def pattern(starred: str) -> str:
 
 
 def naming_of(section: Mapping[str, Any]) -> Naming:
-    """Returns the naming of a section, with the defaults of the keys that it lacks.
+    """Returns the naming of a section. A key that it lacks has the default of its attribute.
 
     Raises:
       KeyError: The section names leaves or a conversion that do not exist.
       TypeError: The section has a key that no naming has.
     """
-    attributes = {**DEFAULTS, **section}
-    leaves = attributes["leaves"]
+    attributes = dict(section)
+    leaves = attributes.get("leaves")
     if isinstance(leaves, str):
         attributes["leaves"] = LEAVES[leaves]
-    attributes["convert"] = CONVERSIONS[attributes["convert"]]
+    if "convert" in attributes:
+        attributes["convert"] = CONVERSIONS[attributes["convert"]]
     return Naming(**attributes)
 
 

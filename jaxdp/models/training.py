@@ -5,10 +5,11 @@ epochs for data on the device. `fit_until_steady` does so too, and stops by the 
 Split Adaptation and its attackers use these two, many times on a few images.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Required, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import optax
 
 from jaxdp.data import FixedBatchSampler, check_batch, check_source
 from jaxdp.data.storage import zeros_on_device
-from jaxdp.files import check_numbers, shows_keywords
+from jaxdp.files import check_count, check_numbers
 from jaxdp.report import progress_bar
 from jaxdp.transforms.parameters import check_finite
 
@@ -105,12 +106,31 @@ def fit_public(
 Loss = Callable[[Any, Any, Any, jax.Array], jax.Array]
 
 
-class StepSettings(TypedDict, total=False):
-    """Arguments of `fit_in_memory` that `fit_until_steady` passes on."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """The options of a training by Adam. The defaults are those of Split Adaptation.
 
-    learning_rate: Required[float]
-    epochs: Required[int]
-    batch_size: Required[int]
+    Attributes:
+      learning_rate: The constant learning rate.
+      epochs: Passes over the images, or over all copies of them.
+      batch_size: Images of a step. At most as many as there are.
+      patience: Training stops early, after so many epochs in a row without a new smallest training
+          loss: the rule of section A.2, with 1 read literally. 0 runs all epochs.
+
+    Raises:
+      ValueError: A number is not positive, or patience is negative.
+    """
+
+    learning_rate: float = 1e-5
+    epochs: int = 100
+    batch_size: int = 32
+    patience: int = 0
+
+    def __post_init__(self) -> None:
+        check_positive(
+            learning_rate=self.learning_rate, epochs=self.epochs, batch_size=self.batch_size
+        )
+        check_count("patience", self.patience, 0)
 
 
 def fit_in_memory(
@@ -148,13 +168,8 @@ def fit_in_memory(
       ValueError: There is no data, or a learning rate, number of epochs or batch size is not
           positive.
     """
-    settings: StepSettings = {
-        "learning_rate": learning_rate,
-        "epochs": epochs,
-        "batch_size": batch_size,
-    }
-    fitted = fit_until_steady(loss_fn, params, data, key=key, frozen=frozen, patience=0, **settings)
-    return fitted.params
+    training = Training(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
+    return fit_until_steady(loss_fn, params, data, training, key=key, frozen=frozen).params
 
 
 class Fitted(NamedTuple):
@@ -164,16 +179,14 @@ class Fitted(NamedTuple):
     epochs: int
 
 
-@shows_keywords(StepSettings, {})
 def fit_until_steady(
     loss_fn: Loss,
     params: Any,
     data: Any,
+    training: Training,
     *,
     key: jax.Array,
-    patience: int,
     frozen: Any = None,
-    **settings: Unpack[StepSettings],
 ) -> Fitted:
     """Trains as `fit_in_memory` does, until the training loss does not decrease.
 
@@ -181,27 +194,22 @@ def fit_until_steady(
 
     Args:
       loss_fn, params, data, key, frozen: As in `fit_in_memory`.
-      patience: Training stops after so many epochs in a row whose loss is not below that of all
-          epochs before them. 0 runs all epochs.
-      settings: learning_rate, epochs and batch_size of `fit_in_memory`. epochs is the most.
+      training: The options. `epochs` is the most.
 
     Raises:
-      ValueError: patience is not a whole number of at least 0, or as in `fit_in_memory`.
+      ValueError: There is no data.
     """
-    learning_rate, epochs, batch_size = _checked_settings(**settings)
-    if not (isinstance(patience, int) and patience >= 0):
-        raise ValueError(f"patience must be a whole number of at least 0, got {patience!r}.")
     count = len(jax.tree.leaves(data)[0])
     if count == 0:
         raise ValueError("data must have at least one example, got none.")
     state = adam_state(params)
-    size = min(batch_size, count)
+    size = min(training.batch_size, count)
     # An array, so that another rate is no other program.
-    rate = np.float32(learning_rate)
+    rate = np.float32(training.learning_rate)
     smallest = math.inf
     since = 0  # epochs since the smallest loss
     taken = 0
-    epoch_keys = jax.random.split(key, epochs)
+    epoch_keys = jax.random.split(key, training.epochs)
     for epoch_key in progress_bar(epoch_keys, label="training", unit="epoch"):
         batches = epoch_batches(epoch_key, count, size)
         after = _epoch(loss_fn, params, state, frozen, data, batches, rate)
@@ -211,14 +219,9 @@ def fit_until_steady(
         if loss < smallest:
             since = 0
             smallest = float(loss)
-        if since == patience > 0:  # 0 never stops
+        if since == training.patience > 0:  # 0 never stops
             break
     return Fitted(params, taken)
-
-
-def _checked_settings(learning_rate: float, epochs: int, batch_size: int) -> tuple[float, int, int]:
-    check_positive(learning_rate=learning_rate, epochs=epochs, batch_size=batch_size)
-    return learning_rate, epochs, batch_size
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -202,7 +202,7 @@ def private_predict(
     row = _mechanism(mechanism, "labels")
     members = _members(bounds)
     steps = _certified_steps(members, account, fixed_parts=fixed_parts)
-    count, outputs = check_queries(apply_fn, members[0].params, queries, may_be_empty=True)
+    count, outputs = _check_members([member.params for member in members], apply_fn, queries)
     # One logit decides between two classes.
     classes = max(outputs, 2)
     noisy_vote = None
@@ -254,6 +254,23 @@ def _members(bounds: Any) -> list[Any]:
     if hasattr(bounds, "params"):
         return [bounds]
     return list(bounds)
+
+
+def _check_members(params: Sequence[Any], apply_fn: ApplyFn, queries: Any) -> tuple[int, int]:
+    """Returns the number of queries, and of the logits of each, which all members must share.
+
+    A vote for a class that the first member lacks would raise an error in the mechanism, and so
+    show a vote. So it is refused here, by shapes.
+    """
+    shapes = [check_queries(apply_fn, of, queries, may_be_empty=True) for of in _kinds(params)]
+    count, outputs = shapes[0]
+    others = sorted({logits for _, logits in shapes} - {outputs})
+    if others:
+        raise ValueError(
+            f"members must have the same number of logits, got {[outputs, *others]}. Train all of "
+            "them for all classes, also for classes that a part of the data lacks."
+        )
+    return count, outputs
 
 
 def _with_prior(
@@ -417,7 +434,7 @@ def pate_predict(
     # The token of the release would miss the code of a subclass.
     if type(mechanism) is not ensembles.ConfidentGNMax:
         raise TypeError(f"mechanism must be a ConfidentGNMax, got {type(mechanism).__name__}.")
-    count, outputs = check_queries(apply_fn, members[0], queries, may_be_empty=True)
+    count, outputs = _check_members(members, apply_fn, queries)
     if count == 0:
         return np.zeros(0, np.int32)
     # One logit decides between two classes.

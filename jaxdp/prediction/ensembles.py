@@ -329,8 +329,9 @@ class ConfidentGNMax:
     def __post_init__(self) -> None:
         if not math.isfinite(self.threshold):
             raise ValueError(f"threshold must be finite, got {self.threshold!r}.")
-        positive("sigma_threshold", self.sigma_threshold)
-        positive("sigma_votes", self.sigma_votes)
+        # A quotient of a scalar of NumPy or JAX would be rounded to its type.
+        for name in ("sigma_threshold", "sigma_votes"):
+            object.__setattr__(self, name, positive(name, getattr(self, name)))
 
     @classmethod
     def calibrated(

@@ -521,6 +521,7 @@ def cauchy_values(
         beta = default_beta(epsilon)
     if not 0 < beta < epsilon:
         raise ValueError(f"beta={beta!r} must lie in (0, epsilon={epsilon:g}).")
+    beta = float(beta)  # sums with a scalar of 16 bits would be rounded to 16 bits
     sensitivity = smooth_sensitivity(values, lower, upper, beta=beta, output_range=output_range)
     scale = cauchy_multiplier(epsilon, beta) * sensitivity
     return _add_noise(noise.cauchy, key, values, scale, output_range)

@@ -483,8 +483,7 @@ class LogisticBinning(Binning):
         def step(_: int, line: jax.Array) -> jax.Array:
             q = jax.nn.sigmoid(design @ line)
             slope = total * q * (1 - q)  # derivative of the expected residual in the log-odds
-            of_noise = variance * ((1 - q) ** 2 + q**2)
-            weight = slope / jnp.maximum(of_noise + slope, 1e-6)
+            weight = slope / jnp.maximum(variance * ((1 - q) ** 2 + q**2) + slope, 1e-6)
             gradient = design.T @ (weight * ((1 - q) * right - q * wrong))
             gradient -= precision @ (line - prior)
             curvature = (design * (weight * slope)[:, None]).T @ design + precision

@@ -304,8 +304,7 @@ def _tabulate(
     bin_of = jnp.where(counted, bin_of, bins)  # `segment_sum` leaves out an index beyond its end
     counts = jax.ops.segment_sum(jnp.ones_like(bin_of), bin_of, bins)
     right = jax.ops.segment_sum(jnp.asarray(correct, jnp.int32), bin_of, bins)
-    mean_confidence = _sum_by_bin(confidence, bin_of, bins) / counts
-    return Reliability(counts, mean_confidence, right / counts)
+    return Reliability(counts, _sum_by_bin(confidence, bin_of, bins) / counts, right / counts)
 
 
 def _sum_by_bin(confidence: jax.Array, bin_of: jax.Array, bins: int) -> jax.Array:

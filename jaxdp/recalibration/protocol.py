@@ -173,22 +173,19 @@ def noise_scale(
             f"{method!r} has a sensitivity of {max(sensitivities)!r}. Exact sums hold at most "
             f"{largest:g}."
         )
-    least_steps = sum(math.ceil(s / _COARSEST) for s in sensitivities)
-    smallest = least_steps / noise.LARGEST_DISCRETE_SCALE
+    smallest = sum(math.ceil(s / _COARSEST) for s in sensitivities) / noise.LARGEST_DISCRETE_SCALE
     if epsilon < smallest:
         raise ValueError(
             f"epsilon={epsilon!r} needs more noise than exact sums hold. Use at least {smallest!r}."
         )
-    scale = sum(sensitivities) / epsilon
-    fine_enough = math.floor(math.log2(scale / _STEPS_PER_SCALE))
+    fine_enough = math.floor(math.log2(sum(sensitivities) / epsilon / _STEPS_PER_SCALE))
     coarse_enough = math.ceil(math.log2(max(sensitivities) / _LARGEST_CONTRIBUTION))
     step = min(max(2.0**fine_enough, 2.0**coarse_enough, _FINEST), _COARSEST)
     # Rounding is monotone, and ranges of contributions start or end at a whole number of steps. So
     # contributions at most s apart stay at most ceil(s / step) steps apart.
     steps = sum(math.ceil(s / step) for s in sensitivities)
     # Of fractions, since a rounded quotient could be too small.
-    quotient = fractions.Fraction(steps) / fractions.Fraction(float(epsilon))
-    return Scale(step, noise.upward(quotient))
+    return Scale(step, noise.upward(fractions.Fraction(steps) / fractions.Fraction(float(epsilon))))
 
 
 def event(epsilon: float) -> DpEvent:

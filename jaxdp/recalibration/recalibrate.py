@@ -9,14 +9,14 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, Required, TypedDict, Unpack
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.labels import check_logits
-from jaxdp.files import check_choice, shows_keywords
+from jaxdp.files import check_choice
 from jaxdp.privacy import Account, DpEvent, NoOpDpEvent, SelfComposedDpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.recalibration.methods import (
@@ -305,7 +305,8 @@ def _play(
         if method.rounds == 1:
             return of_round(k)
         if shape not in drawn:
-            drawn[shape] = jax.vmap(of_round)(jnp.arange(method.rounds))
+            numbers = jnp.arange(method.rounds, dtype=jnp.int32)  # at most 32 bits under x64 too
+            drawn[shape] = jax.vmap(of_round)(numbers)
         return drawn[shape][k]
 
     def ask(k: int, temperature: jax.Array) -> jax.Array:
@@ -328,36 +329,26 @@ def _confidence(method: Method, parameters: Any, logits: jax.Array) -> jax.Array
 # --- By name ------------------------------------------------------------------------------------
 
 # Each function is the flat form of `recalibrate(method, sources, ...)`: the options of the method
-# and the terms of the release are its keywords.
+# and the terms of the release are its keywords. That is why some have more than eight parameters.
 
 
-class Terms(TypedDict, total=False):
-    """The terms of a release, which are keywords of all functions. `recalibrate` documents them."""
-
-    epsilon: Required[float]
-    key: jax.Array | None
-    adjacency: Adjacency
-    workdir: Workdir
-
-
-_DEFAULTS = {"key": None, "adjacency": "add_remove", "workdir": None}
-
-
-@shows_keywords(Terms, _DEFAULTS)
 def acc_t(
     sources: Sources,
     *,
+    epsilon: float,
+    key: jax.Array | None = None,
     iterations: int = 5,
     bracket: tuple[float, float] = (0.5, 3.0),
     spacing: Spacing = "log",
     search: Search = "golden",
     split: bool | None = None,
-    **terms: Unpack[Terms],
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Runs Acc-T: the temperature at which mean confidence equals accuracy (Section 4).
 
     Args:
-      sources, terms: As in `recalibrate`.
+      sources, epsilon, key, adjacency, workdir: As in `recalibrate`.
       iterations: K, reductions of the bracket: K + 1 releases with golden-section search, K with
           bisection.
       bracket: Public range of temperatures. Very over-confident models need more than the published
@@ -372,23 +363,27 @@ def acc_t(
     kind = AccBisection if search == "bisection" else AccT
     if split is None:
         # Under "add_remove" this would be less noise with two classes only.
-        split = terms.get("adjacency") == "replace_one"
+        split = adjacency == "replace_one"
     method = kind(
         bracket=Bracket.of(bracket, spacing), iterations=iterations, search=search, split=split
     )
-    return recalibrate(method, sources, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
-@shows_keywords(Terms, _DEFAULTS)
 def nll_t(
     sources: Sources,
     *,
+    epsilon: float,
+    key: jax.Array | None = None,
     iterations: int = 5,
     bracket: tuple[float, float] = (0.5, 3.0),
     spacing: Spacing = "log",
     search: Literal["golden", "grid"] = "golden",
     bound: float = 10.0,
-    **terms: Unpack[Terms],
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Runs NLL-T: the temperature of least negative log likelihood (Section 3.3, C.2.1).
 
@@ -398,19 +393,23 @@ def nll_t(
     method = NllT(
         bracket=Bracket.of(bracket, spacing), iterations=iterations, search=search, bound=bound
     )
-    return recalibrate(method, sources, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
-@shows_keywords(Terms, _DEFAULTS)
 def ece_t(
     sources: Sources,
     *,
+    epsilon: float,
+    key: jax.Array | None = None,
     iterations: int = 5,
     bracket: tuple[float, float] = (0.5, 3.0),
     spacing: Spacing = "log",
     search: Literal["golden", "grid"] = "golden",
     bins: int = 15,
-    **terms: Unpack[Terms],
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Runs ECE-T: the temperature of least error in bins of equal width (Section 3.3, C.2.2).
 
@@ -419,39 +418,49 @@ def ece_t(
     method = EceT(
         bracket=Bracket.of(bracket, spacing), iterations=iterations, search=search, bins=bins
     )
-    return recalibrate(method, sources, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
-@shows_keywords(Terms, _DEFAULTS)
 def histogram_binning(
     sources: Sources,
     *,
+    epsilon: float,
+    key: jax.Array | None = None,
     bins: int = 15,
     form: Form = "split",
     monotone: bool = False,
-    **terms: Unpack[Terms],
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Runs `HistogramBinning`: each bin's confidence becomes its accuracy (Section 3.3, C.2.3).
 
     Other arguments are as in `recalibrate`.
     """
     method = HistogramBinning(bins=bins, form=form, monotone=monotone)
-    return recalibrate(method, sources, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
-@shows_keywords(Terms, _DEFAULTS)
 def logistic_binning(
     sources: Sources,
     *,
+    epsilon: float,
+    key: jax.Array | None = None,
     edges: Sequence[float] = LogisticBinning.edges,
-    **terms: Unpack[Terms],
+    adjacency: Adjacency = "add_remove",
+    workdir: Workdir = None,
 ) -> Recalibration:
     """Fits two numbers to all noisy bins at once, beyond the paper. See `LogisticBinning`.
 
     Other arguments are as in `recalibrate`.
     """
     method = LogisticBinning(edges=tuple(edges))
-    return recalibrate(method, sources, **terms)
+    return recalibrate(
+        method, sources, epsilon=epsilon, key=key, adjacency=adjacency, workdir=workdir
+    )
 
 
 def none() -> Recalibration:

@@ -311,8 +311,7 @@ def adapt(
     trained, frozen = divide_trained(recipe, params)
     loss = training_loss(recipe.training)
     examples = inputs, on_device(labels)
-    settings = dataclasses.asdict(options)
-    fitted = fit_until_steady(loss, trained, examples, key=key, frozen=frozen, **settings)
+    fitted = fit_until_steady(loss, trained, examples, options, key=key, frozen=frozen)
     tuned_params = unflatten_dict({**frozen, **fitted.params}, sep="/")
     return Adapted(recipe, tuned_params, fitted.epochs)
 

@@ -512,7 +512,7 @@ def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
     if not isinstance(mode, str) or mode not in MODES:
         raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}.")
     if mode == "private":
-        return _private_upload(package, shipment)
+        return _private_upload(package, shipment, limits)
     tokens = describe_frontend(shipment.backbone).tokens
     if mode == "published":
         count = _length(arrays, "copies", 1)
@@ -526,8 +526,12 @@ def _upload(package: Package, shipment: Shipment, limits: Limits) -> Upload:
     return NoisyOnce(arrays["representations"], num_classes)
 
 
-def _private_upload(package: Package, shipment: Shipment) -> Private:
+def _private_upload(package: Package, shipment: Shipment, limits: Limits) -> Private:
     _, fields, arrays = package
+    # The server makes `label_noise_matrix` in float64, which this number alone would fill memory
+    # with.
+    matrix = 8 * fields["num_classes"] ** 2
+    limits.check("bytes", matrix, "the label noise of a private upload")
     if shipment.projection is None:
         raise ValueError(
             "mode='private' needs a frontend with a projection. Ask the server for one."

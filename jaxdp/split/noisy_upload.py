@@ -154,7 +154,7 @@ def clip_representation(x: Any, clip_norm: float, *, order: Literal[1, 2] = 2) -
       RuntimeError: `XLA_FLAGS` has options that `jaxdp.transforms.compiler` refuses.
     """
     check_options()
-    _check_norm(clip_norm)
+    clip_norm = _check_norm(clip_norm)
     check_choice("order", order, (1, 2))
     x = _float32(x)
     if x.ndim != 2 or not 1 <= x.shape[1] <= _WIDEST:
@@ -270,7 +270,11 @@ class PrivateRelease:
 
     def __post_init__(self) -> None:
         check_choice("mechanism", self.mechanism, Mechanism)
-        check_numbers(noise_multiplier=self.noise_multiplier, label_epsilon=self.label_epsilon)
+        check_numbers(clip_norm=self.clip_norm, noise_multiplier=self.noise_multiplier)
+        check_numbers(label_epsilon=self.label_epsilon)
+        # A product with a scalar of NumPy or JAX would be rounded to its type.
+        for name in ("clip_norm", "noise_multiplier", "label_epsilon"):
+            object.__setattr__(self, name, float(getattr(self, name)))
         _check_norm(self.clip_norm)
         low, high = noise.range_of(np.float32)
         if self.noise_multiplier != 0 and not low <= self.noise_scale <= high:
@@ -595,7 +599,7 @@ def event(
     else:
         # The privacy loss of a vector differs from the loss of one Laplace number. Its pure epsilon
         # for 2 C is a bound.
-        features = privacy.PureDpEvent(2 / noise_multiplier)
+        features = privacy.PureDpEvent(2 / float(noise_multiplier))
     return privacy.ComposedDpEvent([features, labels])
 
 
@@ -626,11 +630,14 @@ def _float32(x: Any) -> jax.Array:
         return on_device(x, jnp.float32)
 
 
-def _check_norm(clip_norm: float) -> None:
+def _check_norm(clip_norm: Any) -> float:
+    """Returns a clip norm as a float, since a scalar of 16 bits has no room for rounding."""
     check_numbers(clip_norm=clip_norm)
+    norm = float(clip_norm)
     low, high = _SMALLEST_NORM, _LARGEST_NORM
-    if not low <= clip_norm <= high:
+    if not low <= norm <= high:
         raise ValueError(f"clip_norm must be in [{low:g}, {high:g}], got {clip_norm!r}.")
+    return norm
 
 
 def _check_labels(labels: Any, num_classes: int) -> np.ndarray:

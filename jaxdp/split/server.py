@@ -12,7 +12,6 @@
 All images here are the server's own. A client's representations come from `jaxdp.split.client`.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, Unpack
@@ -200,8 +199,7 @@ def tune_backend(
     loss = mixup_loss(backbone, beta)
     examples = on_device(images), on_device(labels)
     frozen = front, tuple(frontends)
-    settings = dataclasses.asdict(options)
-    fitted = fit_until_steady(loss, back, examples, key=key, frozen=frozen, **settings)
+    fitted = fit_until_steady(loss, back, examples, options, key=key, frozen=frozen)
     tuned: dict[str, Any] = fitted.params
     return tuned
 
@@ -311,8 +309,7 @@ def adapt(
         label_noise = jax.device_put(np.eye(num_classes, dtype=np.float32))
     loss = copies_loss(backbone)
     frozen = copies, on_device(labels), label_noise
-    settings = dataclasses.asdict(options)
-    fitted = fit_until_steady(loss, back, copies.index(), key=key, frozen=frozen, **settings)
+    fitted = fit_until_steady(loss, back, copies.index(), options, key=key, frozen=frozen)
     return Adapted(backbone, fitted.params, fitted.epochs)
 
 

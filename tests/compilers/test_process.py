@@ -137,11 +137,11 @@ def test_an_array_of_several_devices_is_refused():
 @pytest.mark.slow
 def test_a_process_that_ends_is_an_error_and_so_is_one_that_is_late(tmp_path):
     environment = dict(os.environ)
-    assert process._run_compiler(str(tmp_path), environment, 0.01) == {
+    assert targets.answered("jaxdp.compilers", str(tmp_path), environment, 0.01) == {
         "error": "it was not compiled in 0.01 s"
     }
-    found = process._run_compiler(str(tmp_path), environment, None)  # an empty folder
-    assert found["error"].startswith("FileNotFoundError") and process.QUESTION in found["error"]
+    found = targets.answered("jaxdp.compilers", str(tmp_path), environment)  # an empty folder
+    assert found["error"].startswith("FileNotFoundError") and targets.QUESTION in found["error"]
 
 
 @needs_libtpu

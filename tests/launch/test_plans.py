@@ -287,7 +287,7 @@ def sent(monkeypatch):
     there."""
     programs = []
 
-    def answer(target, program, donated, seconds):
+    def answer(target, program, donated, seconds, assumed):
         programs.append((jax.export.deserialize(bytearray(program)), donated))
         sizes = {"argument": 1000, "output": 100, "temp": 10, "alias": 0}
         return {

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxdp.models.training import epoch_batches, fit_in_memory, fit_until_steady
+from jaxdp.models.training import Training, epoch_batches, fit_in_memory, fit_until_steady
 
 KEY = jax.random.key(0)
 RNG = np.random.default_rng(0)
@@ -114,16 +114,15 @@ def steady(params, frozen, batch, key):
 @pytest.mark.slow
 def test_training_ends_when_the_loss_does_not_decrease():
     def epochs(patience, most=12):
-        settings = {"learning_rate": 0.5, "epochs": most, "batch_size": 4}
+        training = Training(learning_rate=0.5, epochs=most, batch_size=4, patience=patience)
         # Adam moves by the learning rate, so the loss is 2, 1.5, 1 and then 0.9.
         fitted = fit_until_steady(
             steady,
             jnp.float32(2),
             jnp.ones(4),
+            training,
             key=KEY,
-            patience=patience,
             frozen=jnp.float32(0.9),
-            **settings,
         )
         return fitted.epochs
 
@@ -131,7 +130,7 @@ def test_training_ends_when_the_loss_does_not_decrease():
     assert epochs(1, most=3) == 3
     # The twin: without the rule nothing ends it.
     assert epochs(0) == 12
-    with pytest.raises(ValueError, match="patience must be a whole number of at least 0, got -1"):
+    with pytest.raises(ValueError, match="patience must be at least 0, got -1"):
         epochs(-1)
 
 

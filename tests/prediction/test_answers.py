@@ -439,6 +439,34 @@ def test_pate_charges_its_plan_and_answers_where_members_agree():
     assert (half == -1).all()
 
 
+def test_members_of_other_classes_are_refused_before_anything_is_spent():
+    # One member never saw class 2. An error about a vote for it would show the vote.
+    def logits(params, query):
+        return params["w"] + 0 * query["x"]
+
+    narrow, wide = jnp.array([1.0, 0.0]), jnp.array([0.0, 0.0, 1.0])
+    ledger = ledger_for()
+    mechanism = ensembles.ConfidentGNMax(threshold=1.0, sigma_threshold=1.0, sigma_votes=1.0)
+    with pytest.raises(ValueError, match=r"same number of logits, got \[2, 3\]"):
+        prediction.pate_predict(
+            [{"w": narrow}, {"w": wide}],
+            logits,
+            {"x": np.zeros(2, np.float32)},
+            account=account(ledger),
+            mechanism=mechanism,
+            max_answers=1,
+        )
+    members = [
+        prediction.Bounds({"w": w}, {"w": w[None]}, {"w": w[None]}, (0,), "add_remove", (True,))
+        for w in (narrow, wide)
+    ]
+    with pytest.raises(ValueError, match=r"same number of logits, got \[2, 3\]"):
+        prediction.private_predict(
+            members, logits, {"x": np.zeros(2, np.float32)}, account=account(ledger), epsilon=1.0
+        )
+    assert not ledger.events("data")
+
+
 # --- what a crash leaves ------------------------------------------------------------------------
 
 

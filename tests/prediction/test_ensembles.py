@@ -8,6 +8,7 @@ import collections
 import itertools
 import math
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -378,6 +379,16 @@ def test_confident_gnmax_costs_its_two_gaussians():
     for adjacency in ("add_remove", "replace_one"):
         at = {"delta": 1e-5, "adjacency": adjacency}
         assert epsilon_at(event, **at) == pytest.approx(epsilon_at(single, **at), rel=1e-3)
+
+
+@pytest.mark.parametrize("scalar", [np.float32, np.float16, jnp.bfloat16])
+def test_confident_gnmax_charges_for_its_noise_also_of_few_digits(scalar):
+    # In 16 bits the quotient by sqrt(2) would be rounded.
+    for sigma in (17.7, 8.3):
+        mechanism = ensembles.ConfidentGNMax(10.0, scalar(sigma), scalar(sigma))
+        exact = float(scalar(sigma))
+        expected = ensembles.ConfidentGNMax(10.0, exact, exact)
+        assert mechanism.event(5, max_answers=2) == expected.event(5, max_answers=2)
 
 
 def test_confident_gnmax_calibrates():

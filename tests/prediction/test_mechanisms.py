@@ -440,6 +440,21 @@ def test_values_and_answers_stay_in_the_declared_range():
     assert stats.kstest(inner, law).pvalue > ACCEPT
 
 
+def test_a_beta_of_few_digits_does_not_shrink_the_noise():
+    # In 16 bits epsilon - beta = 0.0003 would become 0.0005, and the noise 0.8 of what is needed.
+    beta = np.float16(0.7)
+    epsilon = float(beta) + 0.0003
+    values = np.linspace(0.2, 0.8, 50)
+    boxes = np.tile(values, (3, 1))
+
+    def answer(beta):
+        return mechanisms.cauchy_values(
+            key("beta"), values, boxes, boxes, epsilon=epsilon, beta=beta, output_range=(0.0, 1e6)
+        )
+
+    np.testing.assert_array_equal(answer(beta), answer(float(beta)))
+
+
 def test_default_beta_is_free_or_useful():
     for epsilon in (0.1, 1.0, 10.0, 1000.0):
         beta = mechanisms.default_beta(epsilon)

@@ -296,6 +296,16 @@ def test_a_key_repeats_its_noise_and_without_one_noise_is_fresh():
     assert len({tuple(counts()) for _ in range(5)}) == 5
 
 
+@pytest.mark.parametrize("name", BY_NAME)
+def test_numbers_of_64_bits_change_no_method(name):
+    source = people(40)
+    exact = BY_NAME[name]([source], epsilon=math.inf)
+    with jax.enable_x64(True):
+        BY_NAME[name]([source], epsilon=1.0, key=KEY)
+        wide = BY_NAME[name]([source], epsilon=math.inf)
+    np.testing.assert_allclose(wide.apply(source[0]), exact.apply(source[0]), rtol=1e-4)
+
+
 def test_payments_never_share_noise():
     with registered({f"source {i}": None for i in range(len(SOURCES))}) as ledger:
         paying = [

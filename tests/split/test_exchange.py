@@ -1,5 +1,7 @@
 """What the parties tell each other: all that must be told, nothing else, and only if it fits."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -464,6 +466,11 @@ def test_uploads_that_do_not_fit_are_neither_sent_nor_taken(vit, shipment, uploa
     refused(
         "noise_multiplier of a private upload must be finite and positive, got 0.0",
         Private(private.released, exact),
+    )
+    wide = dataclasses.replace(RELEASE, num_classes=2**16)
+    refused(
+        "the label noise of a private upload declares 34359738368 bytes, more than the limit",
+        Private(private.released, wide),
     )
     one = pack_upload(NoisyOnce(x[:1], 3), shipment._replace(n_patches=0))  # needs no neighbours
     with pytest.raises(ValueError, match="the package was made with another frontend"):

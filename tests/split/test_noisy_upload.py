@@ -184,6 +184,18 @@ def test_wide_rows_of_equal_entries_stay_below_the_clip_norm(order):
     assert 0.99 < norms(clipped, order)[0] <= 1
 
 
+NARROW = [np.float32, np.float16, jnp.float16, jnp.bfloat16]
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("scalar", NARROW)
+def test_no_row_is_longer_than_a_clip_norm_of_few_digits(scalar, order):
+    # In 16 bits the room below the clip norm would be rounded away.
+    x = np.random.default_rng(2).normal(size=(2000, 7)).astype(np.float32)
+    clipped = clip_representation(x, scalar(0.25), order=order)
+    assert (norms(clipped, order) <= 0.25).all()
+
+
 def test_one_bad_number_empties_its_row_only():
     x = np.ones((4, 3), np.float64)
     x[0, 1], x[1, 2], x[2, 0] = math.nan, -math.inf, 1e300  # the last is infinite in float32
@@ -349,6 +361,20 @@ def test_gaussian_epsilon_is_exact(multiplier, label_epsilon):
         lambda e: gaussian_delta(e, 2 * 2.0, release.noise_scale) - 1e-5, 0, 100
     )
     assert features < stated <= features + label_epsilon + 2e-3
+
+
+@pytest.mark.parametrize("scalar", NARROW)
+def test_noise_is_what_is_charged_for_numbers_of_few_digits(scalar):
+    # In 16 bits the product of multiplier and clip norm would be rounded.
+    for name, value in (("clip_norm", 3.1), ("noise_multiplier", 1.2345)):
+        settings = {"clip_norm": 2.0, "noise_multiplier": 1.2345, name: scalar(value)}
+        release = config(**settings)
+        multiplier, clip_norm = settings["noise_multiplier"], settings["clip_norm"]
+        assert release.noise_scale == float(multiplier) * float(clip_norm)
+        gaussian, _ = release.event.events
+        assert gaussian == GaussianDpEvent(release.noise_multiplier)
+    laplace = noisy_upload.event(scalar(1.3), 1.0, mechanism="laplace")
+    assert laplace.events[0] == PureDpEvent(2 / float(scalar(1.3)))
 
 
 def test_laplace_epsilon_is_the_sum():

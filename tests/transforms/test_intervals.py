@@ -959,6 +959,23 @@ def test_patterns_are_recognised_only_where_they_are_what_they_seem():
 # --- dtypes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (6, 6), (1, 1), "VALID"),
+        lambda x: jnp.cumsum(x, axis=0),
+    ],
+)
+def test_sums_that_16_bits_round_after_every_addition_are_contained(function, dtype):
+    rng = np.random.default_rng(0)
+    for x in (rng.uniform(0.5, 1.0, (24, 24)), rng.normal(size=(24, 24))):
+        x = jnp.asarray(x, dtype)
+        box = jax.jit(jaxdp.interval(function))(jaxdp.Interval.point(x))
+        assert np.isfinite(np.asarray(box.upper, np.float32)).all()
+        assert box.contains(jax.jit(function)(x))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_is_sound(dtype):

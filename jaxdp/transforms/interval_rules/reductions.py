@@ -45,7 +45,11 @@ def _sum(eqn: Equation, x: Operand) -> Operand:
         terms = math.prod(x.shape[axis] for axis in eqn.params["axes"])
     else:
         terms = x.shape[eqn.params["axis"]]
-    low, high = eqn.ends(inflate(at_least_float32(x), terms + 2))
+    summands = x
+    if eqn.name != "reduce_sum" and jnp.finfo(x.dtype).bits < 32:
+        # XLA rounds each of these sums to 16 bits after every addition.
+        summands = inflate(x, terms + 2)
+    low, high = eqn.ends(inflate(at_least_float32(summands), terms + 2))
     return narrow(eqn, low, high, nonnegative=is_nonnegative(x), underflows=terms + 1)
 
 
