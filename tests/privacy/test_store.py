@@ -376,36 +376,41 @@ def test_a_program_notices_that_all_files_were_restored_below_it(tmp_path):
             ledger.spend("data", TENTH)
 
 
-def test_a_relative_path_stays_that_of_the_first_folder(tmp_path, monkeypatch):
+MOVING = """
+import os, sys
+from jaxdp.privacy import Ledger, PureDpEvent
+first, *others = sys.argv[1:]
+os.chdir(first)
+ledger = Ledger("ledger.sqlite")
+for folder in others:
+    os.chdir(folder)
+    with ledger.spend("data", PureDpEvent(0.1)):
+        pass
+# A daemon forks, and then works in the last folder.
+child = os.fork()
+if not child:
+    ledger.spend("data", PureDpEvent(0.1))
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert ledger.head.spend == 4
+"""
+
+
+def test_a_relative_path_stays_that_of_the_first_folder(tmp_path):
     """A program changes its folder, to one with a copy of its files or with none."""
     first, copy, empty = (tmp_path / name for name in ("first", "copy", "empty"))
-    first.mkdir()
-    empty.mkdir()
-    monkeypatch.chdir(first)
-    with Ledger("ledger.sqlite") as ledger:
+    for folder in (first, copy, empty):
+        folder.mkdir()
+    with Ledger(first / "ledger.sqlite") as ledger:
         ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
         ledger.spend("data", TENTH)
-        with Ledger("ledger.sqlite") as same:
-            same.backup(tmp_path / "backup.sqlite")
-        copy.mkdir()
-        for suffix in ("", ".head"):
-            shutil.copy(f"{tmp_path / 'backup.sqlite'}{suffix}", copy / f"ledger.sqlite{suffix}")
-        for folder in (copy, empty):
-            monkeypatch.chdir(folder)
-            with ledger.spend("data", TENTH):
-                pass
-        # A daemon forks, and then changes its folder.
-        child = os.fork()
-        if not child:
-            try:
-                ledger.spend("data", TENTH)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert ledger.head.spend == 4 and not list(empty.iterdir())
-    with Ledger(copy / "ledger.sqlite", read_only=True) as old:
-        assert old.head.spend == 1
+        ledger.backup(copy / "ledger.sqlite")
+    done = forked.run(MOVING, first, copy, empty, modules=forked.LEDGERS)
+    assert done.returncode == 0, done.stderr
+    assert not list(empty.iterdir())
+    for folder, spends in ((first, 4), (copy, 1)):
+        with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
+            assert ledger.head.spend == spends
 
 
 @pytest.mark.parametrize("spent", [False, True])
