@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import check_folder, shown, write_durably
-from jaxdp.files.text import aligned, finite
+from jaxdp.files.text import aligned, finite, up
 from jaxdp.privacy import (
     BudgetExceeded,
     GroupPrivacy,
@@ -288,7 +288,7 @@ def _sentence(answer: dict[str, Any]) -> str:
 
 
 def _epsilon(value: float | None) -> str:
-    return "inf" if value is None else f"{value:.6g}"
+    return "inf" if value is None else up(value)
 
 
 def _explain(options: argparse.Namespace) -> None:
@@ -395,7 +395,7 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.6g}"
+        return up(value)  # an epsilon or a delta
     text = shown(str(value))
     is_formula = isinstance(value, str) and text[:1] in ("=", "+", "-", "@")
     return f"'{text}" if is_formula else text

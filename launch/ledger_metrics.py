@@ -5,6 +5,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jaxdp.files.text import up
+
 _GAUGES = {
     "jaxdp_ledger_epsilon": "Epsilon that was spent, at the delta of the data set.",
     "jaxdp_ledger_budget": "The budget of epsilon. +Inf without a budget.",
@@ -46,7 +48,7 @@ def alerts(report: Mapping[str, Any], share: float) -> Iterator[str]:
         if math.isinf(spent):
             yield f"{entry['name']}: a release has no proof of privacy"
         elif spent >= share * budget:
-            yield f"{entry['name']}: epsilon {spent:.6g} of a budget of {budget:g}"
+            yield f"{entry['name']}: epsilon {up(spent)} of a budget of {budget:g}"
 
 
 def _labels(path: str, entry: Mapping[str, Any]) -> str:
@@ -60,8 +62,8 @@ def _values(entry: Mapping[str, Any]) -> dict[str, float]:
         "jaxdp_ledger_epsilon": _or_infinite(proven),
         "jaxdp_ledger_budget": _or_infinite(entry["budget"]),
         "jaxdp_ledger_remaining": _or_infinite(entry["remaining"]),
-        "jaxdp_ledger_spends": sum(row["spends"] for row in entry["spends"]),
-        "jaxdp_ledger_open": len(entry["open"]),
+        "jaxdp_ledger_spends": entry["charges"],
+        "jaxdp_ledger_open": entry["unfinished"],
     }
     times = [run["last_at"] for run in entry["runs"]]
     if times:

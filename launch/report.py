@@ -22,6 +22,7 @@ from typing import Any
 
 from jaxdp.files import read_json, shown
 from jaxdp.models.released import CARD
+from jaxdp.privacy import Ledger
 from jaxdp.report import runs, signatures, verification
 from jaxdp.report.books import Books
 from jaxdp.report.past import Past
@@ -81,6 +82,11 @@ def verify(
             run_report.write(root, output=output, past=past)
 
     answer = verification.verify(page, rewrite, ledger=ledger)
+    if answer.is_true and card.exists():
+        # The card says which accounts and measurements the page shows, and is its writer's word.
+        said = "Which accounts it shows, and what was measured, was compared with card.json alone."
+        lines = [answer.text, said, *_left_out(root, card, ledger)]
+        return dataclasses.replace(answer, text="\n".join(lines))
     if not answer.is_true and root.is_file():
         hint = (
             "It was compared with the page of the ledger alone. For that of a run give its "
@@ -88,6 +94,35 @@ def verify(
         )
         return dataclasses.replace(answer, text=f"{answer.text}\n{hint}")
     return answer
+
+
+def _left_out(
+    root: pathlib.Path, card: pathlib.Path, ledger: str | os.PathLike[str] | None
+) -> list[str]:
+    """Returns a sentence if the run of a release has spent on accounts that its card leaves out.
+
+    Of a ledger alone it is about all spends. A release may leave out what is no part of its model.
+    """
+    payer = _payer(root)
+    runs_of_root = [frame.run_of(root)] if not root.is_file() else []
+    named = payer
+    if (payer / runs.FILE).exists():
+        run = read_json(payer / runs.FILE, keys=("ledger", "runs"))
+        runs_of_root += run["runs"]
+        named = payer / (run["ledger"] or "")
+    path = pathlib.Path(ledger or named)
+    if not path.is_file():  # no account was ever opened
+        return []
+    with Ledger(path, read_only=True) as opened:
+        history = opened.history()
+    known = set(filter(None, runs_of_root))
+    spent_on = {row["dataset"] for row in history if not known or row["run"] in known}
+    names = {row["name"] for row in read_json(card, keys=("guarantees",))["guarantees"]}
+    left_out = ", ".join(map(shown, sorted(spent_on - names)))
+    if not left_out:
+        return []
+    whose = "this run" if known else "runs"
+    return [f"It leaves out spends of {whose} in {shown(path)}, on {left_out}."]
 
 
 def _payer(root: pathlib.Path) -> pathlib.Path:

@@ -17,6 +17,7 @@ import pytest
 import jaxdp
 from jaxdp import compilers
 from jaxdp.command import main
+from jaxdp.files.text import down, up
 from jaxdp.privacy import (
     GaussianDpEvent,
     Ledger,
@@ -89,7 +90,7 @@ def test_the_trade_off_curve_is_printed(path, capsys):
     with Ledger(path, read_only=True) as ledger:
         curve = ledger.trade_off("hospital 1")
     text = said(capsys, "curve", path, "hospital 1")
-    assert f"mu {curve.mu:.6g}, and {curve.mu:.6g} up to a slack of 0" in text
+    assert f"mu {up(curve.mu)}, and {up(curve.mu)} up to a slack of 0" in text
     assert re.search(r"0\.1 +0\.8351", text)  # 1 - 0.1 exp(0.5), rounded down
     points = list(csv.DictReader(io.StringIO(said(capsys, "curve", path, "hospital 1", "--csv"))))
     assert [float(row["alpha"]) for row in points] == list(curve.alpha)
@@ -113,7 +114,7 @@ def test_what_a_family_loses_is_printed(path, capsys):
 def test_renyi_dp_is_printed_for_other_accountants(path, capsys):
     with Ledger(path, read_only=True) as ledger:
         statement = ledger.renyi("train")
-    assert f"zCDP rho {statement.rho:.6g}, adjacency add" in said(capsys, "renyi", path, "train")
+    assert f"zCDP rho {up(statement.rho)}, adjacency add" in said(capsys, "renyi", path, "train")
     rows = list(csv.DictReader(io.StringIO(said(capsys, "renyi", path, "train", "--csv"))))
     assert [float(row["order"]) for row in rows] == list(statement.orders)
     assert [float(row["rdp"]) for row in rows] == list(statement.rdp)
@@ -136,7 +137,7 @@ def test_what_if(path, capsys, event, verdict):
     text = said(capsys, "show", path, "--if", f"train: {event}")
     with Ledger(path, read_only=True) as ledger:
         after = ledger.would_cost("train", parse(event))
-    assert f"epsilon {after:.6g} at delta 1e-05" in text and verdict in text
+    assert f"epsilon {up(after)} at delta 1e-05" in text and verdict in text
     assert path.read_bytes() == before
 
 
@@ -256,6 +257,19 @@ def test_a_monitor_reads_gauges_and_an_exit_status(path, tmp_path, capsys):
     with pytest.raises(SystemExit, match="3"):  # the hospitals have spent half of it
         main(["ledger", "show", str(path), "--alert", "0.5"])
     assert "ALERT hospital 0: epsilon 0.5 of a budget of 1\n" in capsys.readouterr().err
+
+
+def test_metrics_count_what_the_lists_of_a_report_leave_out(tmp_path, capsys):
+    file = tmp_path / "jaxdp.prom"
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.register("stream", adjacency="zero_out", unit="visit", delta=1e-5)
+        requests = [("stream", GaussianDpEvent(1000.0 + place)) for place in range(1001)]
+        ledger.spend_all(requests)
+        (entry,) = ledger.report()["datasets"]
+        assert len(entry["spends"]) == len(entry["open"]) == 1000
+    said(capsys, "show", ledger.path, "--metrics", file)
+    for gauge in ("spends", "open"):
+        assert re.search(rf"^jaxdp_ledger_{gauge}{{.*}} 1001$", file.read_text(), re.MULTILINE)
 
 
 def test_a_page_shows_the_account_and_whether_the_file_is_whole(path, tmp_path, capsys):
@@ -412,10 +426,8 @@ def test_a_plan_says_what_a_ledger_has_left(path, capsys):
             PoissonSampledDpEvent(192 / 50_000, GaussianDpEvent(2.01469)), 10
         )
         before, after = ledger.epsilon("train"), ledger.would_cost("train", event)
-    assert (
-        f"epsilon {before:.4g} is spent at delta 1e-05, {after:.4g} afterwards, {2 - after:.4g} "
-        "left" in rows["ledger"]
-    )
+    said = f"epsilon {up(before, 4)} is spent at delta 1e-05, {up(after, 4)} afterwards"
+    assert f"{said}, {down(2 - after, 4)} left" in rows["ledger"]
     more = {"records": None, "batch_size": 2000, "noise_multiplier": 0.5, "epsilon": None}
     rows = planned(capsys, f"--ledger={path}", "--dataset=train", **more)
     assert "REFUSES" in rows["ledger"]

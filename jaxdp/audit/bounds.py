@@ -11,6 +11,7 @@ import numpy as np
 from scipy import stats
 
 from jaxdp.files import check_delta
+from jaxdp.files.text import down, up
 
 Claim = Literal["approximate", "gaussian"]
 Verdict = Literal["VIOLATED", "consistent", "cannot tell"]
@@ -71,9 +72,9 @@ class Audit:
     def describe(self) -> str:
         """Returns the verdict and the bounds in one line."""
         return (
-            f"{self.verdict}: epsilon >= {self.lower:.4g} with confidence {self.confidence:g} "
+            f"{self.verdict}: epsilon >= {down(self.lower, 4)} with confidence {self.confidence:g} "
             f"({self.method}, {self.trials} trials, ceiling {self.ceiling:.4g}), epsilon <= "
-            f"{self.upper:.4g} by the ledger, at delta {self.delta:g}"
+            f"{up(self.upper, 4)} by the ledger, at delta {self.delta:g}"
         )
 
 

@@ -1,8 +1,9 @@
 """Texts of other writers: strict JSON, and messages without control characters. Lines of tables.
 
-Numbers for JSON.
+Numbers for JSON, and numbers that are rounded to one side.
 """
 
+import decimal
 import json
 import math
 import os
@@ -45,6 +46,32 @@ def aligned(table: Sequence[Sequence[str]]) -> Iterable[str]:
 def indented(table: Sequence[Sequence[str]]) -> list[str]:
     """Returns the lines of a table, each behind two blanks."""
     return [f"  {line}" for line in aligned(table)]
+
+
+def up(value: float, digits: int = 6) -> str:
+    """Returns a number as the format "g" does, but never less than the number.
+
+    It is for epsilons: 3.0000049 is "3.00001", which "g" makes 3.
+    """
+    return _rounded(value, digits, decimal.ROUND_CEILING)
+
+
+def down(value: float, digits: int = 6) -> str:
+    """Returns a number as the format "g" does, but never more than the number.
+
+    It is for what is left of a budget, and for proven lower bounds.
+    """
+    return _rounded(value, digits, decimal.ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, direction: str) -> str:
+    if not math.isfinite(value) or not value:
+        return f"{value:g}"
+    # As exact as budgets are, so that 1e-5 and 3 * 0.1 stay themselves.
+    exact = decimal.Decimal(f"{value:.12g}")
+    place = exact.adjusted() + 1 - digits
+    rounded = exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction)
+    return f"{float(rounded):.{digits}g}"
 
 
 def finite(value: Any) -> Any:

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from jaxdp.files.text import up
 from jaxdp.privacy.accounting import Tally, check_rules
 from jaxdp.privacy.compositions import is_proven
 from jaxdp.privacy.events import Counts, DpEvent, compose, describe
@@ -131,12 +132,12 @@ class Undecided(Exception):
         would_spend = self._largest_use(self._after)
         # inf - inf would be NaN where the request alone is infinite.
         held = would_spend - alone if alone < would_spend else 0.0
-        share = f", {held:.6g} of which is room that others hold" if held else ""
+        share = f", {up(held)} of which is room that others hold" if held else ""
         remedy = "Use"
         if held:
             remedy = "Wait until the others are done (the report lists their holds), or use"
         return BudgetExceeded(
-            f"{subject}: {spent:.6g} is spent and {event} would make it {would_spend:.6g}{share}. "
+            f"{subject}: {up(spent)} is spent and {event} would make it {up(would_spend)}{share}. "
             f"Nothing was run or charged. {remedy} more noise, fewer steps or other data. "
             "privacy.calibrate_noise computes the noise.",
             dataset=dataset.name,

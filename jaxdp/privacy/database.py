@@ -100,7 +100,7 @@ def check_writable(*paths: pathlib.Path) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
 
 
-def rights_missing(path: str, *, read_only: bool = False) -> str:
+def rights_missing(path: str | os.PathLike[str], *, read_only: bool = False) -> str:
     """Returns which files of a ledger this user cannot write, with the remedy, or "".
 
     With `read_only` it is those that this user cannot read.

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from jaxdp.files import shown
-from jaxdp.files.text import finite, indented
+from jaxdp.files.text import down, finite, indented, up
 from jaxdp.privacy.compositions import maximal
 from jaxdp.privacy.events import Counts, composition, describe, from_json, kind
 from jaxdp.privacy.spent_epsilon import epsilon_of, remaining_epsilon, used_epsilon
@@ -88,15 +88,15 @@ class Explanation:
         """Returns the explanation as a table for people."""
         budget = "no budget"
         if self.budget is not None:
-            budget = f"budget {self.budget:g}, remaining {self.remaining:.6g}"
-        lines = [f"{shown(self.dataset)}: epsilon {self.epsilon:.6g} at delta {self.delta:g}"]
+            budget = f"budget {self.budget:g}, remaining {down(self.remaining)}"
+        lines = [f"{shown(self.dataset)}: epsilon {up(self.epsilon)} at delta {self.delta:g}"]
         lines[0] += f", {budget}"
         if not self.costs:
             return f"{lines[0]}\n  Nothing was spent."
         table = [["releases", self.by, "alone", "marginal", "without", "remaining without"]]
         for cost in self.costs:
-            numbers = [cost.alone, cost.marginal, cost.without, cost.remaining_without]
-            texts = [f"{number:.6g}" for number in numbers]
+            texts = [up(cost.alone), up(cost.marginal), up(cost.without)]
+            texts.append(down(cost.remaining_without))
             table.append([str(cost.releases), shown(cost.group) or "-", *texts])
         lines += indented(table)
         if self.omitted:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.files import shown
-from jaxdp.files.text import finite, indented
+from jaxdp.files.text import finite, indented, up
 from jaxdp.privacy.accounting import epsilon_of_counts
 from jaxdp.privacy.events import (
     Counts,
@@ -107,7 +107,7 @@ class GroupPrivacy:
         table = [[many, "epsilon", "by"]]
         for row in self.groups:
             way = "losses" if row.is_composed else "conversion"
-            table.append([str(row.size), f"{row.epsilon:.6g}", way])
+            table.append([str(row.size), up(row.epsilon), way])
         return "\n".join([*lines, *indented(table)])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from jaxdp.files import check_delta
-from jaxdp.files.text import finite
+from jaxdp.files.text import finite, up
 from jaxdp.privacy import contacts, explanations, group_privacy, report_text, reports, trade_offs
 from jaxdp.privacy.accounting import Adjacency, check_rules
 from jaxdp.privacy.compositions import proven
@@ -363,10 +363,11 @@ class LedgerReader:
             number of rows of `contact_history`. Each dataset has its terms, its `contacts`, its
             `delta`, the declared number of `records` or None, and the number of `partitions`. At
             its `delta` it has the `headline` (text), `proven_epsilon` and `remaining` (None for
-            infinity). `spends` has one row per partition and event, at most 1000 of `rows`. `runs`
-            lists the latest 1000 runs that spent, with user, host and version. `open` has at most
-            1000 spends that did not commit (running, failed or killed) and count in full. `holds`
-            count in no number.
+            infinity). `spends` has one row per partition and event, at most 1000 of `rows`.
+            `charges` and `unfinished` are the numbers of all spends and of those that did not
+            commit. `runs` lists the latest 1000 runs that spent, with user, host and version.
+            `open` has at most 1000 spends that did not commit (running, failed or killed) and count
+            in full. `holds` count in no number.
         """
         # Everything is read in one transaction, so that rows, numbers and head belong together.
         with self._transaction("DEFERRED") as db:
@@ -389,7 +390,7 @@ class LedgerReader:
                 entry["headline"] = "inf (empirical only)"
             else:
                 epsilon = largest_epsilon(dataset, compositions, at_delta)
-                entry["headline"] = f"{epsilon:.6g}"
+                entry["headline"] = up(epsilon)
             proven_parts = [proven(counts) for counts in compositions]
             proven_epsilon = largest_epsilon(dataset, proven_parts, at_delta)
             entry["proven_epsilon"] = finite(proven_epsilon)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxdp.files.text import down, up
 from jaxdp.privacy.accounting import Adjacency, Method, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
 from jaxdp.privacy.events import (
@@ -196,13 +197,17 @@ def facts(
     for row in range(1, rows + 1):
         end = min(steps, every * math.ceil(chunks * row / rows))
         growth[end] = epsilon(event(0, end), delta=delta, adjacency=adjacency)
+    ends = [f"{end}: {up(spent, 4)}" for end, spent in growth.items()]
     return [
         (units, f"{records}"),
         ("batch size", f"{batch_size:g} expected, sampling probability {batch_size / records:.6g}"),
         ("noise multiplier", noise_multiplier),
         ("steps", f"{steps}"),
-        ("epsilon", f"{growth[steps]:.6g} at delta {delta:g}, {adjacency}"),
-        ("epsilon after steps", ", ".join(f"{end}: {spent:.4g}" for end, spent in growth.items())),
+        ("epsilon", f"{up(growth[steps])} at delta {delta:g}, {adjacency}"),
+        (
+            "epsilon after steps",
+            ", ".join(ends),
+        ),
         (f"delta * {units}", f"{delta * records:.4g}"),
     ]
 
@@ -213,14 +218,14 @@ def left_after(account: Account, event: DpEvent) -> str:
     before = account.epsilon(delta=delta)
     after = account.would_cost(event, delta=delta)
     remaining = account.remaining()
-    text = f"epsilon {before:.4g} is spent at delta {delta:g}, {after:.4g} afterwards"
+    text = f"epsilon {up(before, 4)} is spent at delta {delta:g}, {up(after, 4)} afterwards"
     try:
         account.check(event)
     except BudgetExceeded:
-        return f"{text}: the budget has {remaining:.4g} left and REFUSES this"
+        return f"{text}: the budget has {down(remaining, 4)} left and REFUSES this"
     if remaining == math.inf:
         return f"{text}, without a budget"
-    return f"{text}, {max(0.0, remaining - (after - before)):.4g} left"
+    return f"{text}, {down(max(0.0, remaining - (after - before)), 4)} left"
 
 
 # `plan_training` has an argument of this name.
@@ -239,6 +244,6 @@ def _event(sampling_probability: float, noise_multiplier: float, steps: int) -> 
 def _check_reach(what: str, cost: float, target: float) -> None:
     if cost > target:
         raise ValueError(
-            f"epsilon={target:g} must be at least {cost:.4g}, the cost of one {what}. Use more "
+            f"epsilon={target:g} must be at least {up(cost, 4)}, the cost of one {what}. Use more "
             "noise."
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import shown
-from jaxdp.files.text import indented
+from jaxdp.files.text import down, indented, up
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.privacy.relations import LABELS, PROTECTED
 from jaxdp.privacy.times import local
@@ -65,7 +65,7 @@ def _terms(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> lis
     if first["budget"] is not None:
         budget = f"epsilon {first['budget']:g} at delta {first['delta']:g}"
     if first["remaining"] is not None:
-        budget += f", remaining {first['remaining']:.6g}"
+        budget += f", remaining {down(first['remaining'])}"
     lines = [
         names,
         f"  adjacency    {first['adjacency']}, unit {shown(first['unit'])}, accounting "
@@ -82,7 +82,7 @@ def _terms(group: Sequence[Mapping[str, Any]], timezone: datetime.tzinfo) -> lis
     if has_public_owners(first):
         lines.append(f"  protects     what records contain: {OWNERS_PUBLIC}")
     if first["headline"] == "inf (empirical only)":
-        proven = "inf" if first["proven_epsilon"] is None else f"{first['proven_epsilon']:.6g}"
+        proven = "inf" if first["proven_epsilon"] is None else up(first["proven_epsilon"])
         lines.append(f"  proven part  {proven} at delta {first['delta']:g}")
     if first["partitions"]:
         lines.append(

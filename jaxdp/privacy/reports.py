@@ -25,7 +25,10 @@ _SPENDS = (
 )
 _SUMS = (
     "SELECT count(*) AS rows, count(DISTINCT nullif(partition, '')) AS partitions, "
-    'coalesce(max(json LIKE \'%"type":"Unproven"%\'), 0) AS unproven '
+    'coalesce(max(json LIKE \'%"type":"Unproven"%\'), 0) AS unproven, '
+    # The lists of spends end at 1000 rows, and these numbers do not.
+    "coalesce(sum(spends), 0) AS charges, "
+    f"(SELECT count(*) FROM spends WHERE dataset = :dataset AND {_OPEN}) AS unfinished "
     "FROM totals JOIN events ON events.id = event WHERE dataset = :dataset"
 )
 _RUNS = (

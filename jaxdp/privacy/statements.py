@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jaxdp.files import shown
-from jaxdp.files.text import finite, indented
+from jaxdp.files.text import finite, indented, up
 from jaxdp.privacy.events import (
     Counts,
     DpEvent,
@@ -58,13 +58,13 @@ class RenyiStatement:
 
     def text(self) -> str:
         """Returns rho and some orders for people."""
-        rho = "none" if self.rho is None else f"{self.rho:.6g}"
+        rho = "none" if self.rho is None else up(self.rho)
         lines = [f"{shown(self.dataset)}: zCDP rho {rho}, adjacency {self.adjacency}"]
         if not self.rdp:
             return f"{lines[0]}\n  A release has no rule for Renyi DP."
         few = [row for row in self.rows() if len(self.rdp) == 1 or row["order"] in _SHOWN]
         table = [["order", "Renyi DP"]]
-        table += [[f"{row['order']:g}", f"{row['rdp']:.6g}"] for row in few]
+        table += [[f"{row['order']:g}", up(row["rdp"])] for row in few]
         lines += indented(table)
         return "\n".join(lines)
 

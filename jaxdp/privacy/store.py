@@ -71,10 +71,12 @@ class Store:
         self.lock = threading.RLock()
         _STORES.add(self)
         self._in_memory = path == ":memory:"
-        self._head_path = pathlib.Path(f"{path}.head")
-        self._anchor_path = anchor_of(path)
+        # A program may change its folder while a ledger is open, or before a fork opens it again.
+        self._file = pathlib.Path(path).absolute()
+        self._head_path = pathlib.Path(f"{self._file}.head")
+        self._anchor_path = anchor_of(self._file)
         self._head_file = -1  # its descriptor while the lock is held
-        if not self._in_memory and not pathlib.Path(path).absolute().parent.is_dir():
+        if not self._in_memory and not self._file.parent.is_dir():
             raise ValueError(
                 f"path {path!r} lies in a directory that does not exist. Create the directory "
                 "first."
@@ -105,7 +107,7 @@ class Store:
                 is_ledger = self._head_path.exists() or "not a database" not in str(error)
                 if isinstance(error, sqlite3.Error) and is_damage(error) and is_ledger:
                     raise damaged(self.path, f"is damaged: {error}") from error
-                remedy = database.rights_missing(self.path, read_only=self.read_only)
+                remedy = database.rights_missing(self._file, read_only=self.read_only)
                 raise ValueError(
                     f"path {self.path!r} cannot be opened as a ledger: {shown(error)}. "
                     f"{remedy}".rstrip()
@@ -117,7 +119,7 @@ class Store:
         self.db = files.enter_context(contextlib.closing(database.connect(path)))
 
     def _open_to_write(self, files: contextlib.ExitStack) -> None:
-        path = pathlib.Path(self.path)
+        path = self._file
         # They are looked at first, because a process that makes a ledger makes them last.
         witnesses = [file for file in (self._head_path, self._anchor_path) if file.exists()]
         if not path.exists():
@@ -134,7 +136,7 @@ class Store:
         with contextlib.suppress(FileNotFoundError):
             unread_log = wal.read_bytes()
         try:
-            self._connect(files, self.path)
+            self._connect(files, os.fspath(path))
             # Before the head is made, because another program's file gets none.
             schema.version_of(self.db, self.path)
             # Writers lock the head, so it exists from here on, if only empty.
@@ -159,7 +161,7 @@ class Store:
             raise
 
     def _open_to_read(self, files: contextlib.ExitStack) -> None:
-        path = database.existing(self.path)
+        path = database.existing(self._file)
         # These are read first, because the database may grow meanwhile.
         head = self._read(self._head_path, "head")
         anchor = self._read(self._anchor_path, "anchor")
@@ -184,7 +186,7 @@ class Store:
 
     def _migrate(self) -> None:
         """Migrates a file of version 1 to this version. An unchanged copy stays beside it."""
-        old_copy = pathlib.Path(f"{self.path}.version1")
+        old_copy = pathlib.Path(f"{self._file}.version1")
         # It exists if a process died while it migrated.
         if not old_copy.exists():
             database.copy_database(self.db, old_copy)
@@ -265,10 +267,10 @@ class Store:
                 if isinstance(error, sqlite3.Error) and is_damage(error):
                     raise damaged(self.path, f"is damaged: {error}") from error
                 if isinstance(error, sqlite3.OperationalError):
-                    missing = database.rights_missing(self.path, read_only=self.read_only)
+                    missing = database.rights_missing(self._file, read_only=self.read_only)
                     remedy = missing or (
-                        f"Free space on its disk ({free_bytes(self.path)} bytes are free), or wait "
-                        "for the process that holds it, and try again."
+                        f"Free space on its disk ({free_bytes(self._file)} bytes are free), or "
+                        "wait for the process that holds it, and try again."
                     )
                     raise OSError(
                         f"ledger {self.path!r} cannot be read or written: {shown(error)}. "
@@ -366,6 +368,12 @@ class Store:
             problem = self._find_lost_history(head)
             if problem is not None:
                 raise damaged(self.path, problem)
+        # All files may have been restored from a copy while this process had them open.
+        if self._seen is not None and self._seen != head:
+            problem = self._find_lost_history(self._seen)
+            if problem is not None:
+                problem = problem.replace("its head has", "this process has")
+                raise damaged(self.path, f"{problem}. An older copy was restored")
         self._seen = head
 
     def _read_head(self) -> Head | None:
@@ -391,7 +399,8 @@ class Store:
             raise OSError(
                 f"the head of ledger {self.path!r} cannot be written: {error}. The reservation "
                 "counts, but its body does not run. Its disk has "
-                f"{free_bytes(self.path)} bytes free. Free space or repair the disk, and try again."
+                f"{free_bytes(self._file)} bytes free. Free space or repair the disk, and try "
+                "again."
             ) from error
         # After the checkpoint, a copy of the database without its -wal file is complete.
         self.db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()

@@ -20,7 +20,7 @@ import numpy as np
 from scipy import special
 
 from jaxdp.files import shown
-from jaxdp.files.text import finite, indented
+from jaxdp.files.text import finite, indented, up
 from jaxdp.privacy.events import (
     Counts,
     DpEvent,
@@ -88,7 +88,7 @@ class TradeOff:
     def text(self) -> str:
         """Returns mu and some points for people."""
         lines = [
-            f"{shown(self.dataset)}: mu {self.mu:.6g}, and {self.mu_up_to_slack:.6g} up to a slack "
+            f"{shown(self.dataset)}: mu {up(self.mu)}, and {up(self.mu_up_to_slack)} up to a slack "
             f"of {self.slack:g}"
         ]
         table = [["false alarms", "misses at least"]]

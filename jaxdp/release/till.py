@@ -156,7 +156,8 @@ class Till:
         secrets.check_seed(seed)
         self._hosts = hosts or Hosts()
         self._process = OwnProcess()
-        self.workdir = None if workdir is None else pathlib.Path(workdir)
+        # Absolute, so that the seed is deleted also where a program changes its folder meanwhile.
+        self.workdir = None if workdir is None else pathlib.Path(workdir).absolute()
         self._given_seed = seed
         self._seed_in_memory = seed  # without a workdir
         self._forget = forget

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import read_json, shown, understood, write_durably, write_json
+from jaxdp.files.text import up
 from jaxdp.privacy import Ledger
 from jaxdp.report.books import Books, accounts_of, check, checked
 from jaxdp.report.document import page
@@ -244,6 +245,8 @@ def _history(root: pathlib.Path) -> list[dict[str, str]]:
         if "epsilon" not in row:
             continue
         numbers = {name: _text(row[name]) for name in row if name not in _NOT_SHOWN}
+        if isinstance(row["epsilon"], float):
+            numbers["epsilon"] = up(row["epsilon"])
         rows.append({"step": str(row["step"]), **numbers})
     return rows
 

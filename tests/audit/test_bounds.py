@@ -220,11 +220,11 @@ def test_a_finding_says_what_it_is():
     )
     assert not found.violated and found.verdict == "consistent"
     assert found.describe() == (
-        "consistent: epsilon >= 1.235 with confidence 0.95 (one run, 100 trials, ceiling 6), "
+        "consistent: epsilon >= 1.234 with confidence 0.95 (one run, 100 trials, ceiling 6), "
         "epsilon <= 2.5 by the ledger, at delta 1e-05"
     )
     broken = dataclasses.replace(found, upper=1.0)
-    assert broken.violated and broken.describe().startswith("VIOLATED: epsilon >= 1.235")
+    assert broken.violated and broken.describe().startswith("VIOLATED: epsilon >= 1.234")
     assert not dataclasses.replace(found, upper=found.lower).violated
     for blind in (
         dataclasses.replace(found, ceiling=2.5),

@@ -1,12 +1,15 @@
 """Texts of other writers: strict JSON, and messages without control characters."""
 
 import json
+import math
 import pathlib
 
 import numpy as np
 import pytest
 
+import jaxdp
 from jaxdp.files import Limits, check_finite, parse_json, read_json, read_npz, shown, understood
+from jaxdp.files.text import down, up
 
 HOSTILE = "a\x1b[31mb\x07\x9b2J\u202e\n\x7fc"
 
@@ -118,3 +121,38 @@ def test_a_message_names_hostile_texts_without_their_control_characters(name, tm
     with pytest.raises(ValueError, match=r"a\\x1b\[31mb") as error:
         read()
     assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("value", "above", "below"),
+    [
+        (3.0000049, "3.00001", "3"),
+        (3 * 0.1, "0.3", "0.3"),
+        (1e-5, "1e-05", "1e-05"),
+        (8.0, "8", "8"),
+        (0.0, "0", "0"),
+        (123456789.5, "1.23457e+08", "1.23456e+08"),
+        (9.9999999, "10", "9.99999"),
+        (-1.0000049, "-1", "-1.00001"),
+        (math.inf, "inf", "inf"),
+        (math.nan, "nan", "nan"),
+    ],
+)
+def test_numbers_are_rounded_to_the_safe_side(value, above, below):
+    assert (up(value), down(value)) == (above, below)
+
+
+def test_what_a_ledger_says_is_never_below_its_epsilon():
+    """3.0000049 is 3 in the format "g", which is less than what was released."""
+    with jaxdp.Ledger.in_memory() as ledger:
+        ledger.register("x", adjacency="add_remove", unit="record", epsilon=9.0, delta=0.0)
+        with ledger.spend("x", jaxdp.privacy.PureDpEvent(3.0000049)):
+            pass
+        (entry,) = ledger.report()["datasets"]
+        assert float(entry["headline"]) >= ledger.epsilon("x")
+        said = ledger.report_text()
+        assert "epsilon      3.00001 at" in said and "remaining 5.99999" in said
+        assert "epsilon 3.00001 at" in ledger.explain("x").text()
+        assert ledger.group_privacy("x", [2]).text().split()[-2] == "6.00001"
+        with pytest.raises(jaxdp.BudgetExceeded, match=r"3.00001 is spent .* make it 9.00001"):
+            ledger.spend("x", jaxdp.privacy.PureDpEvent(6.0))

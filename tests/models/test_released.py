@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 
 from jaxdp.models import ModelCard, check_released, load_released, save_params, write_release
+from jaxdp.privacy import GaussianDpEvent, Ledger
+from jaxdp.report.books import Books, accounts_of
 from launch.report import verify
 from tests.report.test_runs import workdir
 
@@ -145,6 +147,29 @@ def test_its_report_is_verified_by_the_workdir(folder, copied):
     assert not answer.is_true and "98.0" in answer.text
     with pytest.raises(ValueError, match="Give the workdir too"):
         verify(page)
+
+
+def test_a_true_report_that_leaves_out_an_account_says_so(folder, tmp_path):
+    """The card names the accounts of the page, and its writer may leave some out."""
+    root = shutil.copytree(folder.parent, tmp_path / "here")
+    assert "leaves out" not in verify(root / "release" / "report.html", root / "run").text
+    options = {"card": CARD, "probe": PROBE}
+    public = write_release(tmp_path / "public", predict, PARAMS, workdir=None, **options)
+    answer = verify(public / "report.html", root / "run")
+    assert answer.is_true and "spends of this run in" in answer.text
+    assert answer.text.endswith("on patients.")
+    ledger = root / "ledger.sqlite"
+    with Ledger(ledger, run="another") as opened:
+        opened.register("others", unit="patient", adjacency="add_remove", delta=1e-5)
+        opened.spend("others", GaussianDpEvent(0.1))
+    # Another run paid for these, so they are no matter of this release.
+    assert "leaves out" not in verify(root / "release" / "report.html", root / "run").text
+    some = Books(accounts_of({"": ledger}, ["patients"]))
+    hiding = write_release(tmp_path / "some", predict, PARAMS, workdir=some, **options)
+    answer = verify(hiding / "report.html", ledger=ledger)
+    assert answer.is_true and answer.text.endswith("on others.")
+    honest = write_release(tmp_path / "all", predict, PARAMS, workdir=ledger, **options)
+    assert "leaves out" not in verify(honest / "report.html", ledger=ledger).text
 
 
 @pytest.mark.parametrize("name", sorted(NAMES - {"SHA256SUMS"}))

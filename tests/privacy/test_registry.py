@@ -62,6 +62,34 @@ def test_a_few_shared_records_are_chance(registry, tmp_path, shared, is_same):
         registry.claim(tmp_path / "b.sqlite", "x", others)
 
 
+def test_a_sample_of_many_sets_is_counted_there(registry, tmp_path):
+    """It shares 4 % with each of 25 sets, and all of its records are counted."""
+    starts = range(0, 2500, 100)
+    for start in starts:
+        registry.claim(tmp_path / f"{start}.sqlite", "x", digests(*range(start, start + 100)))
+    sample = [start + place for start in starts for place in range(4)]
+    with pytest.raises(CountedElsewhere, match=r"100 of these 100 records .* and 24 more"):
+        registry.claim(tmp_path / "all.sqlite", "y", digests(*sample))
+    # Four of 100 records are chance, also if two sets have two each.
+    few = [0, 1, 100, 101, *range(5000, 5096)]
+    registry.claim(tmp_path / "all.sqlite", "y", digests(*few))
+    # A set grows into those of others step by step.
+    with pytest.raises(CountedElsewhere, match="6 of these 102 records"):
+        registry.claim(tmp_path / "all.sqlite", "y", digests(*few, 200, 201))
+    assert len(registry.claims(digests(200))) == 1
+
+
+def test_an_earlier_claim_stays_when_others_share_a_few_of_its_records_later(registry, tmp_path):
+    first = digests(*range(100))
+    registry.claim(tmp_path / "first.sqlite", "x", first)
+    for k in range(2):
+        later = digests(*range(3 * k, 3 * k + 3), *range(1000 * (k + 1), 1000 * (k + 1) + 97))
+        registry.claim(tmp_path / f"{k}.sqlite", "y", later)
+    registry.claim(tmp_path / "first.sqlite", "x", first)
+    with pytest.raises(CountedElsewhere, match="7 of these 101 records"):
+        registry.claim(tmp_path / "first.sqlite", "x", digests(*range(100), 1050))
+
+
 def test_names_and_records_belong_together(registry, tmp_path):
     ledger = tmp_path / "a.sqlite"
     registry.claim(ledger, "x", digests(1, 2, 3))

@@ -361,6 +361,58 @@ def test_a_restored_backup_is_noticed(path, tmp_path):
         pass
 
 
+def test_a_program_notices_that_all_files_were_restored_below_it(tmp_path):
+    """The anchor is restored too, and only the memory of the process has seen the spend."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with Ledger(folder / "ledger.sqlite") as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example", epsilon=0.25, delta=0.0)
+        ledger.spend("data", TENTH)
+        shutil.copytree(folder, tmp_path / "copy")
+        ledger.spend("data", TENTH)
+        for file in (tmp_path / "copy").iterdir():
+            shutil.copyfile(file, folder / file.name)  # into the files that are open
+        with pytest.raises(LedgerDamaged, match=r"this process has seen spend 2\. An older copy"):
+            ledger.spend("data", TENTH)
+
+
+MOVING = """
+import os, sys
+from jaxdp.privacy import Ledger, PureDpEvent
+first, *others = sys.argv[1:]
+os.chdir(first)
+ledger = Ledger("ledger.sqlite")
+for folder in others:
+    os.chdir(folder)
+    with ledger.spend("data", PureDpEvent(0.1)):
+        pass
+# A daemon forks, and then works in the last folder.
+child = os.fork()
+if not child:
+    ledger.spend("data", PureDpEvent(0.1))
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert ledger.head.spend == 4
+"""
+
+
+def test_a_relative_path_stays_that_of_the_first_folder(tmp_path):
+    """A program changes its folder, to one with a copy of its files or with none."""
+    first, copy, empty = (tmp_path / name for name in ("first", "copy", "empty"))
+    for folder in (first, copy, empty):
+        folder.mkdir()
+    with Ledger(first / "ledger.sqlite") as ledger:
+        ledger.register("data", adjacency="add_remove", unit="example", epsilon=1.0, delta=0.0)
+        ledger.spend("data", TENTH)
+        ledger.backup(copy / "ledger.sqlite")
+    done = forked.run(MOVING, first, copy, empty, modules=forked.LEDGERS)
+    assert done.returncode == 0, done.stderr
+    assert not list(empty.iterdir())
+    for folder, spends in ((first, 4), (copy, 1)):
+        with Ledger(folder / "ledger.sqlite", read_only=True) as ledger:
+            assert ledger.head.spend == spends
+
+
 @pytest.mark.parametrize("spent", [False, True])
 def test_a_ledger_without_an_anchor_says_so_once(path, spent):
     with Ledger(path) as ledger:

@@ -557,3 +557,24 @@ def test_a_release_that_is_counted_twice_is_paid_in_each_count():
     for count in ("one", "one", "other"):
         Till(seed=bytes(16)).release(release_of(ledger, seen=seen, once_in=count))
     assert len(set(seen)) == 1 and charged(ledger) == 2
+
+
+def test_a_program_may_change_its_folder_during_a_release(tmp_path, monkeypatch):
+    """The seed of a relative workdir is deleted where it lies."""
+    ledger = new_ledger()
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    what = release_of(ledger)
+
+    def moving(secret):
+        assert (tmp_path / "run" / secrets.FILE).exists()
+        monkeypatch.chdir(elsewhere)
+        return what.compute(secret)
+
+    with Till("run") as till:
+        name = till.name
+        till.release(dataclasses.replace(what, compute=moving))
+        assert till.name == name
+    assert not (tmp_path / "run" / secrets.FILE).exists()
+    assert not list((elsewhere / "run").iterdir())
