@@ -533,6 +533,7 @@ MISTAKES = {
         ),
         ({"private.clip_norm": 0.0}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
         ({"pretrain.steps": 0}, "config.pretrain.steps must be at least 1 with public examples"),
+        ({"data.parts.test": 1e-5}, "config.data.parts.test must have at least one record"),
         ({"data.source": "web"}, TFDS_OR_NPZ),
         (
             {"data.name": "breast_cancer"},
