@@ -92,6 +92,7 @@ def test_every_method_is_a_candidate_with_the_event_of_its_trainer(tmp_path):
         ("grid", {"method": ("dp_sgd", "sgd")}, "private.method has 'sgd'"),
         ("grid", {"clip_norm": ("a",)}, "tune.grid.clip_norm must have values such as 1.0"),
         ("grid", {"epsilon": (1.0, 2.0)}, "tune.grid has 'epsilon'"),
+        ("grid", {"allow_nonfinite": (False, True)}, "tune.grid has 'allow_nonfinite'"),
         ("grid", {"learning_rate": ()}, "tune.grid.learning_rate must have at least one"),
         ("grid", {"clip_norm": (0.0,)}, "tune.grid.clip_norm must be"),
     ],
