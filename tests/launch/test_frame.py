@@ -666,6 +666,7 @@ MISTAKES = {
             "config.attack.attackers must have aggregating and noise-aware, got",
         ),
         ({"seeds": ()}, "config.seeds must have at least one"),
+        ({"client.laplace": 0.0}, "config.client.laplace must be positive, got 0"),
         ({"model.num_classes": 4}, "num_classes must be 5"),
         ({"data.pretrain_fraction": 1.0}, "pretrain_fraction must be in"),
     ],
