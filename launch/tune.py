@@ -152,6 +152,10 @@ def with_grid(config: Any, text: str) -> Any:
         inner = grid
         for group in groups:
             inner = inner.setdefault(group, {})
+            if not isinstance(inner, dict):
+                break
+        if not isinstance(inner, dict) or name in inner:
+            raise ValueError(f"--tune must name each field once, got {field!r} again in {text!r}.")
         inner[name] = tuple(map(_value, values.split(",")))
     searched = config.copy_and_resolve_references()
     with searched.unlocked():

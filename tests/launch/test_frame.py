@@ -362,6 +362,12 @@ def test_a_library_that_is_needed_at_the_end_is_missed_at_the_start(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_watch_of_none_watches_nothing(tmp_path):
+    frame.check_watch(config(watch=None))
+    with frame.watching(config(watch=None), tmp_path) as writers:
+        assert writers == []
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
