@@ -190,6 +190,8 @@ def _trials(result: Result) -> str:
         for cell in cells.values():
             for part in cell.values():
                 standard_errors += part["ece_error"]
+    if result["trials"] == 1:
+        return "Scores are of one trial, which has no standard error."
     largest = max(standard_errors)
     return (
         f"Scores are means of {result['trials']} trials. The standard error of an ECE is at most "

@@ -65,6 +65,11 @@ def _cells(config: Any) -> Iterator[Point]:
             f"config.curve.learning_rates must have one rate for each of {len(epsilons)} "
             f"epsilons, got {len(rates)}."
         )
+    if len({*epsilons}) < len(epsilons):
+        raise ValueError(
+            f"config.curve.epsilons must have each epsilon once, got {tuple(epsilons)}. A point "
+            "has one learning rate."
+        )
     for run in range(config.curve.runs):
         for epsilon in frame.some("curve.epsilons", epsilons):
             yield Point(epsilon, run)

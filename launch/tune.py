@@ -60,7 +60,10 @@ _DEFAULTS: Mapping[str, Any] = {
     "score_noise_multiplier": 20.0,
 }
 # What a search must not change: the budget, and what a run does not depend on.
-_FIXED = ("epsilon", "delta", "accountant", "noise_multiplier", "checkpoint_every")
+_FIXED = (
+    *("epsilon", "delta", "accountant", "noise_multiplier", "scaler_noise_multiplier"),
+    *("checkpoint_every", "evaluate_every", "allow_nonfinite"),
+)
 # Studies that have no search, by the part of the config that makes them.
 _NO_SEARCH = {
     "labels": (
@@ -149,6 +152,10 @@ def with_grid(config: Any, text: str) -> Any:
         inner = grid
         for group in groups:
             inner = inner.setdefault(group, {})
+            if not isinstance(inner, dict):
+                break
+        if not isinstance(inner, dict) or name in inner:
+            raise ValueError(f"--tune must name each field once, got {field!r} again in {text!r}.")
         inner[name] = tuple(map(_value, values.split(",")))
     searched = config.copy_and_resolve_references()
     with searched.unlocked():

@@ -474,6 +474,7 @@ def test_a_plan_counts_units_by_their_name(tmp_path, capsys, unit, units):
             "noise_multiplier must be > 0 and finite, got -1",
         ),
         ({"epsilon": None, "records": None}, "--records must be given"),
+        ({"epsilon": None, "every": -1}, "--every must be at least 1, got -1"),
         (
             {"epsilon": None, "target": "v5e"},
             "--target=v5e compiles the private steps of a config. Give its --config",

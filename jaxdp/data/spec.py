@@ -175,9 +175,13 @@ def open_parts(
       images: Whether each source must have images.
 
     Raises:
-      ValueError: Two parts share an owner, or a source has no images. Or as `open`.
+      ValueError: A part has no records, two parts share an owner, or a source has no images. Or as
+        `open`.
     """
     sources = {role: open(spec, prepare=prepare) for role, spec in specs.items()}
+    for role, source in sources.items():
+        if not len(source):
+            raise ValueError(f"{specs[role].field} must have at least one record, got none.")
     check_owners_apart(specs, sources)
     if images:
         for role, source in sources.items():

@@ -77,4 +77,4 @@ def check_watch(config: Any) -> None:
 
 
 def _watch(config: Any) -> list[str]:
-    return list(filter(None, config.get("watch", "").split(",")))
+    return list(filter(None, (config.get("watch") or "").split(",")))

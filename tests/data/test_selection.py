@@ -19,6 +19,13 @@ def test_the_seeded_order_never_changes():
     assert choose(10, 4, seed=3).tolist() == ORDER[:4]
 
 
+@pytest.mark.parametrize("seed", [None, 1.5, -1])
+def test_an_order_needs_a_seed(seed):
+    """Before, None divided a set otherwise at each call."""
+    with pytest.raises((TypeError, ValueError), match="seed must be"):
+        bundled("digits").split([0.5, 0.5], seed=seed)
+
+
 def test_divisions_choices_and_streams_have_the_same_order():
     source = bundled("digits").take(np.arange(50))
     order = shuffled(50, seed=9).tolist()

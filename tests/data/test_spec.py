@@ -54,6 +54,11 @@ def test_a_mistake_names_the_field_of_the_config(fields, message):
         data.specs(digits(**fields), "private")
 
 
+def test_a_part_of_no_records_is_refused():
+    with pytest.raises(ValueError, match=r"data\.parts\.test must have at least one record"):
+        data.parts(digits(parts={"private": 0.25, "test": 1e-5}), "private", "test")
+
+
 def test_a_whole_set_keeps_some_classes_and_names_its_field():
     config = ConfigDict({"source": "bundled", "name": "digits", "classes": (3, 1)})
     found = jaxdp.data.open(data.whole(config))

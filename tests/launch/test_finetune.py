@@ -7,6 +7,7 @@ import pathlib
 import re
 import signal
 import time
+from unittest import mock
 
 import jax
 import ml_collections
@@ -181,6 +182,21 @@ def test_the_saved_model_has_the_accuracy_that_is_reported(finished):
     assert result_of(workdir)["private"] == pytest.approx(
         (found == rows["label"]).mean(), abs=1.5 / len(test)
     )
+
+
+def test_a_reference_has_the_epsilon_of_its_own_ledger(monkeypatch):
+    """The private model's ledger also counts an earlier run here."""
+    changes = {"before": 0.1, "after": 0.5, "gained": 5, "lost": 1}
+    rows = [
+        {"model": "private", "accuracy": 0.5, "epsilon": 2.5, **changes},
+        {"model": "no_pretraining", "accuracy": 0.4, "epsilon": 2.0, **changes},
+    ]
+    monkeypatch.setattr(trainers, "curves", lambda folder: {})
+    work = mock.MagicMock(shared=launched._Opened(mock.MagicMock(), mock.MagicMock()))
+    work.config.private.delta = 1e-5
+    work.shared.task.spec.terms = {"unit": "example", "adjacency": "add_remove"}
+    table = table_of(launched._summary(launched._result(rows, work)))
+    assert (table["private"], table["no pre-training"]) == ((0.5, 2.5), (0.4, 2.0))
 
 
 def test_references_have_a_ledger_of_their_own(tmp_path):

@@ -362,6 +362,12 @@ def test_a_library_that_is_needed_at_the_end_is_missed_at_the_start(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_watch_of_none_watches_nothing(tmp_path):
+    frame.check_watch(config(watch=None))
+    with frame.watching(config(watch=None), tmp_path) as writers:
+        assert writers == []
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -533,6 +539,7 @@ MISTAKES = {
         ),
         ({"private.clip_norm": 0.0}, "config.private.clip_norm must be between 1e-08 and 1e.08"),
         ({"pretrain.steps": 0}, "config.pretrain.steps must be at least 1 with public examples"),
+        ({"data.parts.test": 1e-5}, "config.data.parts.test must have at least one record"),
         ({"data.source": "web"}, TFDS_OR_NPZ),
         (
             {"data.name": "breast_cancer"},
@@ -665,6 +672,7 @@ MISTAKES = {
             "config.attack.attackers must have aggregating and noise-aware, got",
         ),
         ({"seeds": ()}, "config.seeds must have at least one"),
+        ({"client.laplace": 0.0}, "config.client.laplace must be positive, got 0"),
         ({"model.num_classes": 4}, "num_classes must be 5"),
         ({"data.pretrain_fraction": 1.0}, "pretrain_fraction must be in"),
     ],

@@ -16,7 +16,7 @@ from jaxdp import models
 from jaxdp.privacy import Ledger, PureDpEvent
 from jaxdp.privacy.events import composition
 from launch import calibration, frame, optimizers, recalibrate, release
-from launch.simulation import Order
+from launch.simulation import Order, Outcome
 from tests.launch import program, settling, tiny
 
 pytestmark = pytest.mark.slow
@@ -96,7 +96,9 @@ def test_the_baseline_is_judged_on_what_each_trial_leaves_over(finished):
                 *(float64_scores(logits[rest], labels[rest]) for rest in kept), strict=True
             )
             assert found["ece"][k] == pytest.approx(np.mean(eces), abs=1e-5)
-            assert found["ece_error"][k] == pytest.approx(np.std(eces) / math.sqrt(5), abs=1e-5)
+            assert found["ece_error"][k] == pytest.approx(
+                np.std(eces, ddof=1) / math.sqrt(5), abs=1e-5
+            )
             assert found["brier"][k] == pytest.approx(np.mean(briers), abs=1e-5)
     assert result["accuracy"]["pixelate"] == pytest.approx(np.mean(logits.argmax(1) == labels))
 
@@ -155,6 +157,13 @@ def test_tables_hold_what_was_kept(finished):
         0.5 * math.sqrt(2 * 4), rel=0.01
     )
     assert [costs[name][2] for name in costs] == ["2", "2", "inf", "0"]
+
+
+def test_one_trial_has_no_standard_error():
+    (one, two) = (recalibrate._moments([Outcome(np.full(n, 0.5), np.full(n, 0.2))]) for n in (1, 2))
+    assert (one["ece_error"], two["ece_error"]) == ([None], [0.0])
+    found = {"trials": 1, "cells": {"clean": {"none": {"centre": one}}}}
+    assert calibration._trials(found) == "Scores are of one trial, which has no standard error."
 
 
 def test_settings_are_not_mixed_up(finished):

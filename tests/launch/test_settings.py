@@ -50,6 +50,7 @@ def test_every_config_passes(path):
         ("method_options.DeYO.something", math.nan, "finite"),
         ("protocol.seeds", 0, "an integer of at least 1"),
         ("data.severity", 6, r"an integer in 1\.\.5"),
+        ("data.split_seed", None, "an integer of at least 0"),
     ],
 )
 def test_mistakes_are_refused_with_field_value_and_remedy(field, value, message):

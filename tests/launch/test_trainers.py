@@ -1,10 +1,10 @@
-"""The clip norms that a config's `clip_parts` describes."""
+"""What the fields of a config for private training mean."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from launch import trainers
+from launch import curve, trainers
 from launch.config_dict import ConfigDict
 
 PARAMS = {"body": {"w": jnp.zeros((3, 4))}, "head": {"b": jnp.zeros(4)}}
@@ -37,3 +37,9 @@ def test_what_is_no_part_is_refused(text):
     config = ConfigDict({"clip_norm": 2.0, "clip_parts": text})
     with pytest.raises(ValueError, match=r"config.private.clip_parts must be .* got '"):
         trainers._clip_norm(config, PARAMS, None, "private")
+
+
+def test_a_point_of_a_curve_has_one_learning_rate():
+    points = {"epsilons": (1.0, 1.0), "learning_rates": (0.1, 0.5), "runs": 1}
+    with pytest.raises(ValueError, match=r"curve.epsilons must have each epsilon once, got \(1.0"):
+        list(curve._cells(ConfigDict({"curve": points})))

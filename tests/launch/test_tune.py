@@ -92,6 +92,7 @@ def test_every_method_is_a_candidate_with_the_event_of_its_trainer(tmp_path):
         ("grid", {"method": ("dp_sgd", "sgd")}, "private.method has 'sgd'"),
         ("grid", {"clip_norm": ("a",)}, "tune.grid.clip_norm must have values such as 1.0"),
         ("grid", {"epsilon": (1.0, 2.0)}, "tune.grid has 'epsilon'"),
+        ("grid", {"allow_nonfinite": (False, True)}, "tune.grid has 'allow_nonfinite'"),
         ("grid", {"learning_rate": ()}, "tune.grid.learning_rate must have at least one"),
         ("grid", {"clip_norm": (0.0,)}, "tune.grid.clip_norm must be"),
     ],
@@ -119,5 +120,8 @@ def test_a_grid_of_the_command_line_makes_a_search_of_any_config():
     for wrong in ("learning_rate", "learning_rate=", "=1"):
         with pytest.raises(ValueError, match="--tune must name fields"):
             with_grid(plain, wrong)
+    for twice in ("clip_norm=1 clip_norm=2", "method_options=1 method_options.gep.anchors=2"):
+        with pytest.raises(ValueError, match="--tune must name each field once"):
+            with_grid(plain, twice)
     with pytest.raises(ValueError, match="part 'labels': noisy labels are paid once"):
         with_grid(labels.get_config(), "learning_rate=0.1,0.3")
