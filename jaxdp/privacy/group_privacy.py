@@ -17,6 +17,10 @@ Where an event has no such rule, the whole is converted (Vadhan 2017, lemma 2.2)
     (epsilon, delta) for one unit is (m epsilon, (1 + e^epsilon + ... + e^((m-1) epsilon)) delta)
 
 for m units, at the best epsilon on a grid.
+
+The rule of Poisson samples also holds for units in several groups of cyclic Poisson sampling, with
+independent noise. With correlated noise and q < 1 it has no proof for them. Their events are the
+same, so the rule is applied. docs/design/proofs.md, proof 6, has both.
 """
 
 import dataclasses

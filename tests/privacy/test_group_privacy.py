@@ -1,5 +1,6 @@
 """`Ledger.group_privacy`: epsilon for several units, by formulas and by independent sums."""
 
+import itertools
 import json
 import math
 
@@ -93,6 +94,43 @@ def test_a_family_in_a_sample_is_a_mixture():
     assert epsilons(STEP, sizes=(1,))[0] < 0.9 * exact
     together = PoissonSampledDpEvent(0.1, GaussianDpEvent(2.0 / 3))
     assert accounting.epsilon(together, delta=DELTA) != pytest.approx(exact, rel=0.05)
+
+
+def moments(means, weights, sigma):
+    """E_Q (P / Q)^k for k = 2, 3, of a mixture P of normals against a centred one Q."""
+    products = np.exp(means @ means.T / sigma**2)
+    joint = weights[:, None] * products * weights
+    return np.array([joint.sum(), (joint * ((products * weights) @ products)).sum()])
+
+
+def moments_of_run(strategy, groups, sigma, *, cycle, q):
+    """The same for C G + Z, of units of these groups against none, over all their samples."""
+    starts = range(0, len(strategy), cycle)
+    columns = np.stack([strategy[:, start + group] for start in starts for group in groups])
+    samples = np.array(list(itertools.product([0, 1], repeat=len(columns))))
+    sizes = samples.sum(axis=1)
+    return moments(samples @ columns, q**sizes * (1 - q) ** (len(columns) - sizes), sigma)
+
+
+@pytest.mark.parametrize("first_column", [[1.0, 0.0, 0.0], [1.0, 0.5, 0.2], [1.0, 1.0, 1.0]])
+@pytest.mark.parametrize("q", [0.05, 0.5, 1.0])
+@pytest.mark.parametrize("groups", [(0, 0), (0, 1), (0, 2), (0, 1, 2)])
+def test_a_family_in_several_groups_of_a_cycle(first_column, q, groups):
+    """Independent and correlated noise: no sampled run exceeds the pair. See proof 6."""
+    cycle, cycles, sigma = 3, 3, 1.5
+    column = np.array(first_column) / np.linalg.norm(first_column)
+    size = cycle * cycles
+    strategy = sum(column[i] * np.eye(size, k=-i) for i in range(cycle))
+    found = moments_of_run(strategy, groups, sigma, cycle=cycle, q=q)
+
+    def pair(units):
+        joined = np.arange(units + 1)
+        weights = stats.binom.pmf(joined, units, q)
+        return moments(joined[:, None] * 1.0, weights, sigma) ** cycles
+
+    assert (found <= pair(len(groups)) * (1 + 1e-12)).all()
+    # A broken twin: the pair of one unit.
+    assert (found > pair(1) * (1 + 1e-6)).all()
 
 
 def test_owners_with_several_records_add_them():
