@@ -21,6 +21,7 @@ from jaxdp.privacy.accounting import delta, epsilon
 from jaxdp.privacy.calibration import calibrate_noise
 from jaxdp.privacy.events import (
     ComposedDpEvent,
+    CorrelatedSampleDpEvent,
     DiscreteLaplaceDpEvent,
     DpEvent,
     GaussianDpEvent,
@@ -73,6 +74,7 @@ __all__ = [
     "BudgetExceeded",
     "Claim",
     "ComposedDpEvent",
+    "CorrelatedSampleDpEvent",
     "CountedElsewhere",
     "DiscreteLaplaceDpEvent",
     "DpEvent",

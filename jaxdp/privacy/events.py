@@ -43,6 +43,7 @@ from jaxdp.files import parse_json, shown
 
 __all__ = [
     "ComposedDpEvent",
+    "CorrelatedSampleDpEvent",
     "Counts",
     "DiscreteLaplaceDpEvent",
     "DpEvent",
@@ -148,6 +149,22 @@ class OwnedGaussianDpEvent(DpEvent):
     sampling_probability: float
     noise_multiplier: float
     records: int
+
+
+class CorrelatedSampleDpEvent(PoissonSampledDpEvent):
+    """One cycle of a run with cyclic Poisson sampling and correlated noise, about one unit.
+
+    Its accounting is that of `PoissonSampledDpEvent` (Choquette-Choo et al. 2023, arXiv 2306.08153,
+    theorem 4). Cycles are separate releases about one unit only: what two units of different groups
+    move overlaps from one cycle to the next. So group privacy has no rule for this event, and
+    converts from one unit.
+
+    Attributes:
+        sampling_probability: q, with which a record of the group of a step is sampled.
+        event: The Gaussian whose noise counts over the longest column of the strategy.
+    """
+
+    __slots__ = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,6 +321,7 @@ _FIELDS: Mapping[type[DpEvent], Mapping[str, Callable[[Any], Any]]] = {
         "records": _integer(1),
     },
     PoissonSampledDpEvent: {"sampling_probability": _real(0, 1), "event": _event},
+    CorrelatedSampleDpEvent: {"sampling_probability": _real(0, 1), "event": _event},
     SampledWithoutReplacementDpEvent: {
         "source_dataset_size": _integer(1),
         "sample_size": _integer(0),

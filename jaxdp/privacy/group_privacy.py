@@ -19,8 +19,8 @@ Where an event has no such rule, the whole is converted (Vadhan 2017, lemma 2.2)
 for m units, at the best epsilon on a grid.
 
 The rule of Poisson samples also holds for units in several groups of cyclic Poisson sampling, with
-independent noise. With correlated noise and q < 1 it has no proof for them. Their events are the
-same, so the rule is applied. docs/design/proofs.md, proof 6, has both.
+independent noise. With correlated noise it has no proof for them, so `CorrelatedSampleDpEvent` has
+no rule. docs/design/proofs.md, proof 6, has both.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ from jaxdp.files import shown
 from jaxdp.files.text import finite, indented, up
 from jaxdp.privacy.accounting import epsilon_of_counts
 from jaxdp.privacy.events import (
+    CorrelatedSampleDpEvent,
     Counts,
     DiscreteLaplaceDpEvent,
     DpEvent,
@@ -195,6 +196,8 @@ def _leaf_of_group(leaf: DpEvent, size: int, adjacency: Adjacency) -> DpEvent | 
         case ZCDpEvent(rho=rho, xi=xi):
             harmonic = math.fsum(1 / i for i in range(1, size + 1))
             return ZCDpEvent(size**2 * rho, size * harmonic * xi)
+        case CorrelatedSampleDpEvent():
+            return leaf if size == 1 else None
         case PoissonSampledDpEvent(sampling_probability=q, event=GaussianDpEvent() as inner):
             if adjacency != "replace_one":
                 return OwnedGaussianDpEvent(q, inner.noise_multiplier, size)
@@ -254,7 +257,7 @@ def of_account(account: Mapping[str, Any]) -> GroupPrivacy | None:
     if not any(compositions) or any(map(is_boundless, compositions)):
         return None
     dataset = terms_of(account)
-    # Whether an event has a rule does not depend on the size.
+    # Whether an event has a rule is the same for all sizes from 2 on.
     if any(_counts_of_group(counts, 2, dataset) is None for counts in compositions):
         return None
     return group_privacy_of(dataset, compositions, account["delta"], SIZES)

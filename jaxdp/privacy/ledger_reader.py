@@ -331,8 +331,7 @@ class LedgerReader:
             A `GroupPrivacy` of upper bounds. They are those of the accounting for a sum of which
             the units move as many norms, if every event has such a rule
             (`jaxdp.privacy.group_privacy`). They are exact for Gaussians. Other compositions and
-            "renyi_filter" datasets are converted from one unit, which is far looser. For several
-            units, correlated noise with cyclic Poisson sampling has no proof.
+            "renyi_filter" datasets are converted from one unit, which is far looser.
 
         Raises:
             ValueError: As in `epsilon`, or a size is out of range.

@@ -28,6 +28,7 @@ from scipy import linalg
 
 from jaxdp.files import check_count, check_numbers
 from jaxdp.privacy.events import (
+    CorrelatedSampleDpEvent,
     DpEvent,
     GaussianDpEvent,
     MonteCarloDpEvent,
@@ -61,6 +62,10 @@ def cyclic_poisson_event(
         strategy: C, float [T, T], lower triangular with at most b bands, or the first column [T]
             of a Toeplitz matrix. None is DP-SGD.
 
+    Returns:
+        ceil(T / b) events, `PoissonSampledDpEvent`, or `CorrelatedSampleDpEvent` if noise ties
+        several cycles together.
+
     Raises:
         TypeError, ValueError: An argument is not as above.
     """
@@ -70,8 +75,12 @@ def cyclic_poisson_event(
     if matrix is not None:
         # No column of a Toeplitz matrix is longer than the first.
         norm = float(np.linalg.norm(matrix, axis=0).max())
-    step = PoissonSampledDpEvent(sampling_probability, GaussianDpEvent(noise_multiplier / norm))
-    return SelfComposedDpEvent(step, -(-steps // cycle_length))
+    cycles = -(-steps // cycle_length)
+    # Correlated noise ties a cycle to the next one, for units of different groups.
+    is_tied = cycles > 1 and matrix is not None and _correlates(matrix)
+    kind = CorrelatedSampleDpEvent if is_tied else PoissonSampledDpEvent
+    step = kind(sampling_probability, GaussianDpEvent(noise_multiplier / norm))
+    return SelfComposedDpEvent(step, cycles)
 
 
 def balls_in_bins_event(
@@ -267,6 +276,12 @@ def checked_strategy(
     for name, most in most_bands.items():
         _check_bands(matrix, most, name)
     return matrix
+
+
+def _correlates(matrix: np.ndarray) -> bool:
+    """Returns whether a checked strategy has entries below its diagonal."""
+    below = matrix[1:] if matrix.ndim == 1 else np.tril(matrix, -1)
+    return bool(below.any())
 
 
 def _whole(matrix: np.ndarray) -> np.ndarray:

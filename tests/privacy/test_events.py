@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jaxdp.privacy import events as ev
 from jaxdp.privacy.events import (
     ComposedDpEvent,
+    CorrelatedSampleDpEvent,
     GaussianDpEvent,
     LaplaceDpEvent,
     NonPrivateDpEvent,
@@ -43,6 +44,7 @@ leaves = st.one_of(
     st.builds(RandomizedResponseDpEvent, probability, st.integers(1, 20)),
     st.builds(ev.DiscreteLaplaceDpEvent, positive, st.integers(1, 9)),
     st.builds(PoissonSampledDpEvent, probability, gaussians),
+    st.builds(CorrelatedSampleDpEvent, probability, gaussians),
     st.builds(
         ev.TruncatedSubsampledGaussianDpEvent,
         st.integers(0, 99),

@@ -10,6 +10,7 @@ from scipy import optimize, stats
 
 from jaxdp.privacy import Ledger, accounting
 from jaxdp.privacy.events import (
+    CorrelatedSampleDpEvent,
     DiscreteLaplaceDpEvent,
     GaussianDpEvent,
     LabelDpEvent,
@@ -131,6 +132,16 @@ def test_a_family_in_several_groups_of_a_cycle(first_column, q, groups):
     assert (found <= pair(len(groups)) * (1 + 1e-12)).all()
     # A broken twin: the pair of one unit.
     assert (found > pair(1) * (1 + 1e-6)).all()
+
+
+def test_cycles_that_noise_ties_together_are_converted():
+    tied = SelfComposedDpEvent(CorrelatedSampleDpEvent(0.1, GaussianDpEvent(2.0)), 5)
+    apart = SelfComposedDpEvent(STEP, 5)
+    table = table_of(tied, sizes=(1, 2))
+    assert [row.is_composed for row in table.groups] == [True, False]
+    single, composed = epsilons(apart, sizes=(1, 2))
+    assert table.groups[0].epsilon == single  # about one unit it is a Poisson sample
+    assert table.groups[1].epsilon > composed
 
 
 def test_owners_with_several_records_add_them():

@@ -10,6 +10,7 @@ from jax_privacy.experimental.monte_carlo import sample_generation
 from scipy import integrate, stats
 
 from jaxdp.privacy import (
+    CorrelatedSampleDpEvent,
     GaussianDpEvent,
     Ledger,
     NonPrivateDpEvent,
@@ -202,6 +203,22 @@ def test_cyclic_poisson_divides_the_steps():
         2.0, cycle_length=4, sampling_probability=0.1, steps=10, strategy=strategy
     )
     assert event.event.event.noise_multiplier == pytest.approx(2 / math.sqrt(2))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "steps", "kind"),
+    [
+        (np.eye(10) + np.eye(10, k=-1), 10, CorrelatedSampleDpEvent),
+        (np.eye(10)[0] + 0.5 * np.eye(10)[1], 10, CorrelatedSampleDpEvent),
+        (2 * np.eye(10), 10, PoissonSampledDpEvent),
+        (np.eye(10)[0], 10, PoissonSampledDpEvent),
+        (None, 10, PoissonSampledDpEvent),
+        (np.tri(4), 4, PoissonSampledDpEvent),  # one cycle
+    ],
+)
+def test_cycles_that_noise_ties_together_have_an_event_of_their_own(strategy, steps, kind):
+    terms = {"cycle_length": 4, "sampling_probability": 0.1, "steps": steps}
+    assert type(cyclic_poisson_event(2.0, strategy=strategy, **terms).event) is kind
 
 
 @pytest.mark.parametrize(
