@@ -41,44 +41,15 @@ from dp_accounting.dp_event import (
 
 from jaxdp.files import parse_json, shown
 
-__all__ = [
-    "ComposedDpEvent",
-    "CorrelatedSampleDpEvent",
-    "Counts",
-    "DiscreteLaplaceDpEvent",
-    "DpEvent",
-    "GaussianDpEvent",
-    "LabelDpEvent",
-    "LaplaceDpEvent",
-]
-__all__ += [
-    "MonteCarloDpEvent",
-    "NoOpDpEvent",
-    "NonPrivateDpEvent",
-    "OneOfDpEvent",
-    "OwnedGaussianDpEvent",
-    "PoissonSampledDpEvent",
-    "PureDpEvent",
-    "RandomizedResponseDpEvent",
-]
+__all__ = ["ComposedDpEvent", "CorrelatedSampleDpEvent", "Counts", "DiscreteLaplaceDpEvent"]
+__all__ += ["DpEvent", "GaussianDpEvent", "LabelDpEvent", "LaplaceDpEvent", "MonteCarloDpEvent"]
+__all__ += ["NoOpDpEvent", "NonPrivateDpEvent", "OneOfDpEvent", "OwnedGaussianDpEvent"]
+__all__ += ["PoissonSampledDpEvent", "PureDpEvent", "RandomizedResponseDpEvent"]
 __all__ += ["RepeatAndSelectDpEvent", "SampledWithoutReplacementDpEvent", "SelfComposedDpEvent"]
-__all__ += [
-    "SingleEpochTreeAggregationDpEvent",
-    "TruncatedSubsampledGaussianDpEvent",
-    "UnprovenDpEvent",
-    "ZCDpEvent",
-]
-__all__ += [
-    "compose",
-    "composition",
-    "describe",
-    "from_json",
-    "kind",
-    "parse",
-    "precision",
-    "to_json",
-    "unproven",
-]
+__all__ += ["SingleEpochTreeAggregationDpEvent", "TruncatedSubsampledGaussianDpEvent"]
+__all__ += ["UnprovenDpEvent", "ZCDpEvent"]
+__all__ += ["compose", "composition", "describe", "from_json", "kind", "parse", "precision"]
+__all__ += ["to_json", "unproven"]
 
 Counts = Counter[DpEvent]
 
