@@ -481,7 +481,9 @@ def _apply_rule(
 
 def _without_wraps(equation: Equation, result: Any, operands: Sequence[Any]) -> Operand:
     """Returns bounds of integers that also hold where the operation wraps around."""
-    reals = map(interval_rules.as_real, operands)
+    reals = list(map(interval_rules.as_real, operands))
+    if equation.name == "scatter-add":
+        reals[1] = operands[1]  # positions stay integers
     like_result = jax.ShapeDtypeStruct(equation.outputs[0].shape, jnp.float32)
     in_floats = dataclasses.replace(equation, outputs=(like_result,))
     real: Any = RULES[equation.name](in_floats, *reals)

@@ -965,6 +965,7 @@ def test_patterns_are_recognised_only_where_they_are_what_they_seem():
     [
         lambda x: lax.reduce_window(x, 0.0, lax.add, (6, 6), (1, 1), "VALID"),
         lambda x: jnp.cumsum(x, axis=0),
+        lambda x: jnp.zeros((3, 24), x.dtype).at[np.arange(24) % 3].add(x),
     ],
 )
 def test_sums_that_16_bits_round_after_every_addition_are_contained(function, dtype):
@@ -1107,6 +1108,7 @@ WRAPS = {
     "abs": jnp.abs,
     "sum": lambda x: jnp.sum(x, dtype=x.dtype),
     "cumsum": lambda x: jnp.cumsum(x, dtype=x.dtype),
+    "scatter": lambda x: x.at[np.array([0, 0])].add(x),
     "conversion": lambda x: (x.astype(jnp.float32) * 1.5).astype(x.dtype),
 }
 

@@ -120,7 +120,7 @@ def _to_integer(
 # The operations of integers that may wrap around.
 WRAPPING = {
     *("add", "add_any", "sub", "mul", "x_plus_xy", "neg", "abs", "square", "integer_pow"),
-    *("reduce_sum", "cumsum", "reduce_window_sum"),
+    *("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add"),
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxdp.transforms.boxes import (
     Box,
@@ -65,14 +66,35 @@ def _scatter_add(
     updates: Operand,
 ) -> Operand:
     check_positions([indices])
-    if not is_float(x):
-        return Box(*eqn.ends(x, indices, updates))
     # An entry receives at most one update per index.
     terms = math.prod(indices.shape[:-1]) + 1
-    x = inflate(at_least_float32(x), terms + 1)
-    updates = inflate(at_least_float32(updates), terms + 1)
-    low, high = eqn.ends(x, indices, updates)
+    if is_float(x):
+        x = _inflated(x, terms + 1)
+        updates = _inflated(updates, terms + 1)
+    low = _added(eqn, lower(x), indices, lower(updates))
+    high = _added(eqn, upper(x), indices, upper(updates))
+    if not is_float(x):
+        return Box(low, high)
     return narrow(eqn, low, high, underflows=terms)  # one for each addition
+
+
+def _inflated(x: Operand, roundings: int) -> Operand:
+    """Widens a term for a sum in float32, and for one that XLA rounds to 16 bits as it goes."""
+    if jnp.finfo(x.dtype).bits < 32:
+        x = inflate(x, roundings)
+    return inflate(at_least_float32(x), roundings)
+
+
+def _added(eqn: Equation, x: Any, indices: Any, updates: Any) -> jax.Array:
+    """Adds updates as a scatter-add does, in the dtype of `x`.
+
+    The equation has a program that adds numbers of its own dtype, and takes no others.
+    """
+    params = dict(eqn.params)
+    for of_dtype in ("update_jaxpr", "update_consts"):
+        params.pop(of_dtype)
+    numbers = params.pop("dimension_numbers")
+    return lax.scatter_add(x, indices, updates, numbers, **params)
 
 
 @register_rule("select_n")
