@@ -266,7 +266,10 @@ def deltas_of_counts(
     leaves = tuple(counts.items())
     is_small = len(leaves) <= _LARGEST_CACHED
     compute = _deltas_of_leaves if is_small else _deltas_of_leaves.__wrapped__
-    return compute(leaves, tuple(epsilons.tolist()), least, adjacency, method)
+    deltas = compute(leaves, tuple(epsilons.tolist()), least, adjacency, method)
+    # The cache has the same array for all who ask.
+    deltas.flags.writeable = False
+    return deltas
 
 
 # A report draws the curves of all data sets again after each stage, which spends from a few.
@@ -295,7 +298,6 @@ def _deltas_of_leaves(
         deltas = np.minimum(deltas, by_rdp)
     deltas = np.asarray(np.clip(deltas, _LEAST_DELTA, 1.0))
     deltas[epsilons >= pure_epsilon(counts, adjacency)] = 0.0
-    deltas.flags.writeable = False
     return deltas
 
 

@@ -624,6 +624,14 @@ def test_arguments_are_checked():
     assert epsilon_at(GaussianDpEvent(1.0), delta=np.array(DELTA)) == at_number
 
 
+@pytest.mark.parametrize("leaves", [{}, {NonPrivateDpEvent(): 1}, {GaussianDpEvent(1.0): 2}])
+def test_nobody_can_change_the_deltas_of_the_next_caller(leaves):
+    terms = {"least": DELTA, "adjacency": "add_remove", "method": "auto"}
+    deltas = accounting.deltas_of_counts(leaves, np.array([0.5, 1.0]), **terms)
+    with pytest.raises(ValueError, match="read-only"):
+        deltas[:] = 0.25
+
+
 # --- Renyi conversion ---------------------------------------------------------------------------
 
 
