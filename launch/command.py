@@ -248,7 +248,7 @@ def _planned(options: argparse.Namespace, unit: str) -> tuple[list[tuple[str, st
     missing = [f"--{name}" for name in ("records", "delta") if getattr(options, name) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)} must be given, since no --ledger declares them.")
-    if (options.every or 1) < 1:
+    if options.every is not None and options.every < 1:
         raise ValueError(f"--every must be at least 1, got {options.every}.")
     if options.correlated:
         return _correlated(options)

@@ -475,6 +475,7 @@ def test_a_plan_counts_units_by_their_name(tmp_path, capsys, unit, units):
         ),
         ({"epsilon": None, "records": None}, "--records must be given"),
         ({"epsilon": None, "every": -1}, "--every must be at least 1, got -1"),
+        ({"epsilon": None, "every": 0}, "--every must be at least 1, got 0"),
         (
             {"epsilon": None, "target": "v5e"},
             "--target=v5e compiles the private steps of a config. Give its --config",
