@@ -10,7 +10,7 @@ import dp_accounting
 import numpy as np
 from scipy import stats
 
-from jaxdp.files import check_delta
+from jaxdp.files import check_choice, check_delta
 from jaxdp.files.text import down, up
 
 Claim = Literal["approximate", "gaussian"]
@@ -224,8 +224,7 @@ class Terms:
         check_delta(self.delta)
         if not 0.5 < self.confidence < 1:
             raise ValueError(f"confidence must be in (0.5, 1), got {self.confidence!r}.")
-        if self.claim not in ("approximate", "gaussian"):
-            raise ValueError(f"claim must be 'approximate' or 'gaussian', got {self.claim!r}.")
+        check_choice("claim", self.claim, Claim)
         if self.claim == "gaussian" and self.delta == 0:
             raise ValueError(
                 "claim='gaussian' needs delta > 0: no Gaussian mechanism is pure. Use "

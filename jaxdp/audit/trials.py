@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxdp.audit import bounds
-from jaxdp.files import check_count
+from jaxdp.files import check_choice, check_count
 from jaxdp.privacy import Account, DpEvent
 from jaxdp.privacy.accounting import Adjacency
 from jaxdp.release import claim, new_seed, stream
@@ -88,11 +88,7 @@ class Trials:
     upper: float = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        if self.adjacency not in self.allowed:
-            *others, last = map(repr, self.allowed)
-            raise ValueError(
-                f"adjacency must be {', '.join(others)} or {last}, got {self.adjacency!r}."
-            )
+        check_choice("adjacency", self.adjacency, self.allowed)
         check_count("trials", self.trials, 2)
         upper = claim(self.charge, adjacency=self.adjacency, delta=self.delta)
         object.__setattr__(self, "upper", upper)

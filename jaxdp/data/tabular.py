@@ -353,7 +353,7 @@ class _Columns:
             own = self.features_of(table, column, cells[column])
             if both := sorted(features.keys() & own):
                 raise ValueError(
-                    f"{_place(table, column)} makes the feature {shown(both[0])}, which another "
+                    f"{table.where(column)} makes the feature {shown(both[0])}, which another "
                     "column makes too. Rename one of the two columns in the file."
                 )
             features |= own
@@ -451,10 +451,6 @@ def is_range(limits: Any) -> bool:
     low, high = limits
     are_numbers = isinstance(low, numbers.Real) and isinstance(high, numbers.Real)
     return are_numbers and -math.inf < low < high < math.inf
-
-
-def _place(table: Table, column: str) -> str:
-    return f"column {column!r} of {shown(os.fspath(table.path))}"
 
 
 def _refuse_missing(table: Table, cells: Mapping[str, _Cells], features: Texts) -> None:

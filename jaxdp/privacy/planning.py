@@ -204,10 +204,7 @@ def facts(
         ("noise multiplier", noise_multiplier),
         ("steps", f"{steps}"),
         ("epsilon", f"{up(growth[steps])} at delta {delta:g}, {adjacency}"),
-        (
-            "epsilon after steps",
-            ", ".join(ends),
-        ),
+        ("epsilon after steps", ", ".join(ends)),
         (f"delta * {units}", f"{delta * records:.4g}"),
     ]
 

@@ -3,9 +3,9 @@
 import dataclasses
 import math
 import numbers
-from typing import Literal, get_args
+from typing import Literal
 
-from jaxdp.files import check_delta
+from jaxdp.files import check_choice, check_delta
 from jaxdp.privacy.accounting import (
     RDP_ORDERS,
     RELATIONS,
@@ -42,10 +42,7 @@ class Terms:
             raise ValueError(
                 f"adjacency must be one of {sorted(RELATIONS)}, got {self.adjacency!r}."
             )
-        if self.accounting not in get_args(Accounting):
-            raise ValueError(
-                f"accounting must be 'pld', 'rdp' or 'renyi_filter', got {self.accounting!r}."
-            )
+        check_choice("accounting", self.accounting, Accounting)
         epsilon, delta = self.epsilon, self.delta
         for name, value in (("epsilon", epsilon), ("delta", delta)):
             if isinstance(value, bool) or not isinstance(value, numbers.Real | None):
