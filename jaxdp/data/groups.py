@@ -101,7 +101,8 @@ def by_group(source: Source, group: str | Iterable[Hashable], *, max_records: in
     Raises:
       ValueError: max_records is below 1, group has another length than source, or it lacks a value:
         None, NaN or blanks. source has no such column.
-      TypeError: A value is no identifier: floating point, a flag, a point in time or another type.
+      TypeError: max_records is no int. Or a value is no identifier: floating point, a flag, a point
+        in time or another type.
 
     Formal guarantees:
       An example is a function of the records of one user alone, and so is the choice of those that

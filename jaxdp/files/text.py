@@ -49,7 +49,7 @@ def indented(table: Sequence[Sequence[str]]) -> list[str]:
 
 
 def up(value: float, digits: int = 6) -> str:
-    """Returns a number as the format "g" does, but never less than the number.
+    """Returns a number as the format "g" does, but never less than its first 12 digits.
 
     It is for epsilons: 3.0000049 is "3.00001", which "g" makes 3.
     """
@@ -57,7 +57,7 @@ def up(value: float, digits: int = 6) -> str:
 
 
 def down(value: float, digits: int = 6) -> str:
-    """Returns a number as the format "g" does, but never more than the number.
+    """Returns a number as the format "g" does, but never more than its first 12 digits.
 
     It is for what is left of a budget, and for proven lower bounds.
     """

@@ -118,6 +118,7 @@ class Training:
           loss: the rule of section A.2, with 1 read literally. 0 runs all epochs.
 
     Raises:
+      TypeError: patience is no int.
       ValueError: A number is not positive, or patience is negative.
     """
 

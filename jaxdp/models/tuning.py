@@ -123,6 +123,7 @@ def with_lora(
     Raises:
       ValueError: The rank is below 1, or no dense layer matches. The message lists them. Or the
         model has such factors already.
+      TypeError: The rank is no int.
     """
     check_count("rank", rank, 1)
     if LORA in pretrained.params:
