@@ -557,6 +557,18 @@ def test_init_under_jit_needs_a_key():
     assert (jax.random.key_data(state.key) == jax.random.key_data(KEY)).all()
 
 
+@pytest.mark.parametrize("transform", [jax.jit, lambda fun: lambda x: jax.lax.map(fun, x[None])])
+def test_init_of_closed_over_parameters_under_jit_needs_a_key(transform):
+    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0)
+    params = np.zeros(3, np.float32)
+
+    def release(total):  # params are no argument, and so not traced
+        return privatizer.update(total, privatizer.init(params))[0]
+
+    with pytest.raises(ValueError, match="Call init outside jit"):
+        transform(release)(jnp.ones(3))
+
+
 def test_low_precision_sums_come_out_in_float32_with_float32_noise():
     privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=8.0, key=KEY)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), GRADS)

@@ -405,8 +405,11 @@ def _exact_mean(
 
 
 def _new_key(params: Any) -> jax.Array:
-    """Returns a random key. Raises ValueError where `params` are traced."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    """Returns a random key. Raises ValueError under tracing."""
+    # Parameters that a program closes over are not traced, and an array that it makes is. Under
+    # `jax.vmap` it is the other way round.
+    values = [jnp.zeros((), jnp.int32), *jax.tree.leaves(params)]
+    if any(isinstance(value, jax.core.Tracer) for value in values):
         raise ValueError(
             "privatize.init draws its key from the operating system, and under tracing the "
             "key would be a constant of the program. Call init outside jit, or pass "
