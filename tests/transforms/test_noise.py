@@ -569,6 +569,19 @@ def test_init_of_closed_over_parameters_under_jit_needs_a_key(transform):
         transform(release)(jnp.ones(3))
 
 
+def test_one_key_is_no_key_of_two_parts_of_a_tree():
+    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY)
+    optimizer = optax.multi_transform(
+        {"slow": optax.chain(privatizer, optax.scale(0.5)), "fast": privatizer},
+        {"w": "slow", "v": "fast"},
+    )
+    grads = {"w": ZEROS, "v": ZEROS}
+    out, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads))
+    assert correlation(out["w"], out["v"]) < 5 / math.sqrt(ZEROS.size)
+    again, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads))
+    assert (again["w"] == out["w"]).all() and (again["v"] == out["v"]).all()
+
+
 def test_low_precision_sums_come_out_in_float32_with_float32_noise():
     privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=8.0, key=KEY)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), GRADS)
