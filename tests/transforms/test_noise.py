@@ -8,6 +8,7 @@ import functools
 import hashlib
 import hmac
 import math
+import pickle
 import re
 
 import chex
@@ -542,6 +543,19 @@ def test_steps_have_fresh_noise_and_a_restored_state_goes_on():
     again, _ = privatizer.update(GRADS, restored)
     assert (again["w"] == second["w"]).all()
     assert correlation(first["w"], second["w"]) < 5 / math.sqrt(first["w"].size)
+
+
+def test_a_pickled_state_goes_on_with_the_same_programs():
+    optimizer = optax.chain(
+        noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0), optax.trace(0.9)
+    )
+    update = jax.jit(optimizer.update)
+    _, state = update(GRADS, optimizer.init(GRADS))
+    restored = pickle.loads(pickle.dumps(state))
+    expected, _ = update(GRADS, state)
+    again, _ = update(GRADS, restored)
+    assert (again["w"] == expected["w"]).all()
+    assert update._cache_size() == 1
 
 
 def test_without_a_key_every_init_draws_its_own_entropy():
