@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.files import (
@@ -123,7 +124,8 @@ def write_release(
     root.mkdir(parents=True, exist_ok=True)
     save_params(root / _PARAMS, params)
     write_durably(root / _PROGRAM, bytes(program.serialize()))
-    write_durably(root / _PROBE, lambda file: np.savez(file, inputs=inputs, outputs=outputs))
+    asked, answered = _readable(inputs), _readable(outputs)
+    write_durably(root / _PROBE, lambda file: np.savez(file, inputs=asked, outputs=answered))
     page = root / _REPORT
     place = pathlib.Path() if isinstance(workdir, Books | None) else pathlib.Path(workdir)
     runs.write_page(page, place, books, run, runs.statements(metrics))
@@ -189,6 +191,11 @@ def _answer(program: Any, leaves: list[Any], inputs: np.ndarray) -> np.ndarray:
         outputs = program.call(leaves, np.pad(batch, padding))
         answers.append(np.asarray(outputs)[: len(batch)])
     return np.concatenate(answers)
+
+
+def _readable(array: np.ndarray) -> np.ndarray:
+    """Returns an array whose dtype a .npz file keeps: float32 in place of bfloat16 and smaller."""
+    return array if array.dtype.kind in "biuf" else array.astype(np.float32)
 
 
 def _check_outputs(outputs: np.ndarray, classes: Sequence[str]) -> None:
@@ -367,10 +374,14 @@ def check_released(folder: str | os.PathLike[str], *, tolerance: float = 1e-3) -
     model = load_released(folder)
     path = pathlib.Path(folder) / _PROBE
     probe = read_npz(path, ("inputs", "outputs"), remedy=_REMEDY)
-    outputs = model(probe["inputs"])
+    # The file has float32 in place of bfloat16.
+    inputs = probe["inputs"].astype(jnp.dtype(model.card["input"]["dtype"]))
+    # Differences of integers of few bits would wrap around, and NumPy has none of booleans.
+    outputs = model(inputs).astype(np.float64)
+    kept = probe["outputs"].astype(np.float64)
     smallest = float(np.finfo(np.float32).tiny)  # for outputs that are all zero
-    largest = max(float(np.abs(probe["outputs"]).max()), smallest)
-    difference = float(np.abs(outputs - probe["outputs"]).max()) / largest
+    largest = max(float(np.abs(kept).max()), smallest)
+    difference = float(np.abs(outputs - kept).max()) / largest
     if not difference <= tolerance:  # also for NaN
         raise ValueError(
             f"{shown(folder)} answers its probe with a difference of {difference:.3g} of the "

@@ -42,6 +42,7 @@ class SqueezeNet(nn.Module):
                 f"version={self.version!r}, pool={self.pool!r}."
             )
         width, size, pooled = _VERSIONS[self.version]
+        _, height, length, _ = x.shape
 
         def conv(
             name: str,
@@ -60,6 +61,10 @@ class SqueezeNet(nn.Module):
         x = conv("conv", width, size, x, strides=(2, 2), padding="VALID")
         for k in range(2, 10):
             if k in pooled:
+                if min(x.shape[1:3]) < 2:
+                    raise ValueError(
+                        f"the image must be at least 21x21, got {height}x{length}. Resize it."
+                    )
                 x = max_pool(x, 3, 2, ceil=True)
             squeezed = conv(f"fire_{k}_squeeze", 16 * (k // 2), 1, x)  # 16, 16, 32, 32, 48, ...
             width = 64 * (k // 2)

@@ -198,12 +198,26 @@ def _random_bits(
     return values.reshape(shape).astype(f"uint{bit_width}")
 
 
+# pickle finds functions by their names, which compiled functions do not have. A key is pickled with
+# those of its generator.
+def _children(key: jax.Array, shape: tuple[int, ...]) -> Any:
+    return _split(key, shape)
+
+
+def _child(key: jax.Array, data: Any) -> Any:
+    return _fold_in(key, data)
+
+
+def _bits(key: jax.Array, bit_width: int, shape: tuple[int, ...]) -> Any:
+    return _random_bits(key, bit_width, shape)
+
+
 CHACHA12 = define_prng_impl(
     key_shape=(8,),
     seed=_seed,
-    split=_split,
-    random_bits=_random_bits,
-    fold_in=_fold_in,
+    split=_children,
+    random_bits=_bits,
+    fold_in=_child,
     name="chacha12",
     tag="chacha12",
 )

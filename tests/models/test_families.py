@@ -346,6 +346,8 @@ def test_frozen_statistics_are_constants():
             "distilled=True needs pool='token', got pool='mean'",
         ),
         ("convnext_tiny", {}, "the image must be at least 32x32, got 8x8"),
+        ("squeezenet1_0", {}, "the image must be at least 21x21, got 8x8"),
+        ("squeezenet1_1", {}, "the image must be at least 21x21, got 8x8"),
         ("convnext_tiny", {"widths": (4, 8)}, "one entry per stage"),
         ("cnn", {"widths": (4, 4, 4, 4)}, "too small to halve again at 1x1"),
     ],

@@ -216,3 +216,19 @@ def test_what_cannot_be_released_writes_nothing(tmp_path):
     (place / "old.txt").write_text("")
     with pytest.raises(FileExistsError, match="Give a new or empty folder"):
         write_release(place, predict, PARAMS, **given)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x: x.astype(jnp.bfloat16),
+        lambda x: x > 0,
+        lambda x: (x > 0).astype(jnp.uint8),
+    ],
+)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_probes_of_every_dtype_are_answered_again(tmp_path, of, dtype):
+    card = ModelCard(name="Sign", architecture="none", inputs="numbers")
+    options = {"card": card, "probe": np.array([[-1.5], [2.5]], dtype), "workdir": None}
+    write_release(tmp_path / "release", lambda params, x: of(x), PARAMS, **options)
+    assert check_released(tmp_path / "release") == 0

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import hmac
 import math
+import pickle
 import re
 
 import chex
@@ -544,6 +545,19 @@ def test_steps_have_fresh_noise_and_a_restored_state_goes_on():
     assert correlation(first["w"], second["w"]) < 5 / math.sqrt(first["w"].size)
 
 
+def test_a_pickled_state_goes_on_with_the_same_programs():
+    optimizer = optax.chain(
+        noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0), optax.trace(0.9)
+    )
+    update = jax.jit(optimizer.update)
+    _, state = update(GRADS, optimizer.init(GRADS))
+    restored = pickle.loads(pickle.dumps(state))
+    expected, _ = update(GRADS, state)
+    again, _ = update(GRADS, restored)
+    assert (again["w"] == expected["w"]).all()
+    assert update._cache_size() == 1
+
+
 def test_without_a_key_every_init_draws_its_own_entropy():
     privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0)
     words = [tuple(jax.random.key_data(privatizer.init(GRADS).key).tolist()) for _ in range(20)]
@@ -555,6 +569,31 @@ def test_init_under_jit_needs_a_key():
         jax.jit(noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0).init)(GRADS)
     state = jax.jit(noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY).init)(GRADS)
     assert (jax.random.key_data(state.key) == jax.random.key_data(KEY)).all()
+
+
+@pytest.mark.parametrize("transform", [jax.jit, lambda fun: lambda x: jax.lax.map(fun, x[None])])
+def test_init_of_closed_over_parameters_under_jit_needs_a_key(transform):
+    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0)
+    params = np.zeros(3, np.float32)
+
+    def release(total):  # params are no argument, and so not traced
+        return privatizer.update(total, privatizer.init(params))[0]
+
+    with pytest.raises(ValueError, match="Call init outside jit"):
+        transform(release)(jnp.ones(3))
+
+
+def test_one_key_is_no_key_of_two_parts_of_a_tree():
+    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY)
+    optimizer = optax.multi_transform(
+        {"slow": optax.chain(privatizer, optax.scale(0.5)), "fast": privatizer},
+        {"w": "slow", "v": "fast"},
+    )
+    grads = {"w": ZEROS, "v": ZEROS}
+    out, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads))
+    assert correlation(out["w"], out["v"]) < 5 / math.sqrt(ZEROS.size)
+    again, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads))
+    assert (again["w"] == out["w"]).all() and (again["v"] == out["v"]).all()
 
 
 def test_low_precision_sums_come_out_in_float32_with_float32_noise():

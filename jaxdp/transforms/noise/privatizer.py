@@ -1,12 +1,14 @@
 """The Gaussian mechanism of DP-SGD as an optax transformation."""
 
 import functools
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from dp_accounting import dp_event
 
@@ -171,7 +173,9 @@ def privatize(
         key: Typed noise key. With None, `init` draws 128 bits of OS entropy. Pass a key such as
             `stream(seed, "gradient noise")` to reproduce a run. Two runs on different gradients
             must never share a key, because the noise cancels in the difference of their outputs.
-            Anyone can guess `jax.random.key(0)`.
+            Anyone can guess `jax.random.key(0)`. Where `optax.masked` or `optax.multi_transform`
+            leaves out leaves, `init` derives the key of the others from it and their paths. So the
+            parts of one tree have independent noise.
         steps: The number of updates of the plan, for a schedule. It is then evaluated for all of
             them here, and each multiplier must be positive. None, the default, plans 65,536 updates
             (4,096 of a schedule that returns JAX arrays) and does not check them. `update` under
@@ -256,7 +260,7 @@ def privatize(
         check_key(key)
 
     def init(params: Any) -> PrivatizeState:
-        noise_key = _new_key(params) if key is None else key
+        noise_key = _new_key(params) if key is None else _key_of_part(key, params)
         buffers = privatizer.init_buffers(params)
         return PrivatizeState(noise_key, jnp.zeros((), jnp.int32), buffers)
 
@@ -405,14 +409,38 @@ def _exact_mean(
 
 
 def _new_key(params: Any) -> jax.Array:
-    """Returns a random key. Raises ValueError where `params` are traced."""
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
+    """Returns a random key. Raises ValueError under tracing."""
+    # Parameters that a program closes over are not traced, and an array that it makes is. Under
+    # `jax.vmap` it is the other way round.
+    values = [jnp.zeros((), jnp.int32), *jax.tree.leaves(params)]
+    if any(isinstance(value, jax.core.Tracer) for value in values):
         raise ValueError(
             "privatize.init draws its key from the operating system, and under tracing the "
             "key would be a constant of the program. Call init outside jit, or pass "
             "key=stream(seed, 'gradient noise')."
         )
     return stream(new_seed(), "gradient noise")
+
+
+def _key_of_part(key: jax.Array, params: Any) -> jax.Array:
+    """Returns the key of the leaves that optax does not mask, `key` itself if it masks none.
+
+    `optax.multi_transform` gives each part to a transformation of its own. With one key, leaves of
+    two parts would have equal noise, and their difference none.
+    """
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
+    kept = [jax.tree_util.keystr(path) for path, node in nodes if not is_masked(node)]
+    if len(kept) == len(nodes):
+        return key
+    digest = hashlib.sha256("\n".join(kept).encode()).digest()
+    for start in range(0, 16, 4):
+        word = int.from_bytes(digest[start : start + 4], "little")
+        key = jax.random.fold_in(key, jax.device_put(np.uint32(word)))
+    return key
 
 
 def _multiplier_of(
