@@ -146,7 +146,12 @@ def _lines(config: Any) -> dict[str, list[str]]:
             raise FileNotFoundError(
                 f"config.data.parts.{role} must be a file of texts, got {str(path)!r}."
             )
-        texts[role] = path.read_text(encoding="utf-8").splitlines()
+        # `str.splitlines` also cuts at characters within a text, such as U+2028 and a form feed.
+        # Each part would be a record of its own.
+        lines = path.read_bytes().decode("utf-8").split("\n")
+        if not lines[-1]:
+            lines.pop()  # what follows the last end of a line
+        texts[role] = [line.removesuffix("\r") for line in lines]
     return texts
 
 

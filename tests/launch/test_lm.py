@@ -91,6 +91,15 @@ def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
         frame.run(lm.STUDY, tiny.lora(public, references=True, model__lora__rank=3), root)
 
 
+def test_a_line_is_one_record_whatever_it_holds(tmp_path):
+    lines = ["one\u2028text", "another\x0cone", "a\x85third\x1cone\x0b", "a\rfourth", "", "last"]
+    for ending, end in (("\n", ""), ("\r\n", "\r\n")):
+        (tmp_path / "texts.txt").write_bytes((ending.join(lines) + end).encode())
+        parts = dict.fromkeys(("private", "test"), "texts.txt")
+        config = types.SimpleNamespace(source="lines", path=str(tmp_path), parts=parts)
+        assert lm._texts(config) == dict.fromkeys(parts, lines)
+
+
 def test_texts_without_a_tokenizer_are_bytes(tmp_path):
     opened = lm.STUDY.open(tiny.lm(), tmp_path)
     assert len(opened.private) > 100 and len(opened.test) > 30 and opened.private.num_classes == 256
