@@ -140,11 +140,18 @@ def _texts_of_tfds(config: Any) -> dict[str, list[str]]:
 def _lines(config: Any) -> dict[str, list[str]]:
     """Returns the lines of a file for each role."""
     texts = {}
+    role_of: dict[pathlib.Path, str] = {}
     for role in _roles(config):
         path = pathlib.Path(config.path, config.parts[role])
         if not path.is_file():
             raise FileNotFoundError(
                 f"config.data.parts.{role} must be a file of texts, got {str(path)!r}."
+            )
+        first = role_of.setdefault(path.resolve(), role)
+        if first != role:
+            raise ValueError(
+                f"config.data.parts.{role} must be another file than that of {first}, got "
+                f"{str(path)!r}. No account counts both uses of a text."
             )
         # `str.splitlines` also cuts at characters within a text, such as U+2028 and a form feed.
         # Each part would be a record of its own.

@@ -94,8 +94,9 @@ def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
 def test_a_line_is_one_record_whatever_it_holds(tmp_path):
     lines = ["one\u2028text", "another\x0cone", "a\x85third\x1cone\x0b", "a\rfourth", "", "last"]
     for ending, end in (("\n", ""), ("\r\n", "\r\n")):
-        (tmp_path / "texts.txt").write_bytes((ending.join(lines) + end).encode())
-        parts = dict.fromkeys(("private", "test"), "texts.txt")
+        parts = {"private": "private.txt", "test": "test.txt"}
+        for name in parts.values():
+            (tmp_path / name).write_bytes((ending.join(lines) + end).encode())
         config = types.SimpleNamespace(source="lines", path=str(tmp_path), parts=parts)
         assert lm._texts(config) == dict.fromkeys(parts, lines)
 
@@ -194,6 +195,10 @@ def test_a_search_of_a_language_model_is_one_charge(tmp_path, monkeypatch):
         (
             {"data__parts__test": "none.txt"},
             r"config.data.parts.test must be a file of texts, got '.*none.txt'",
+        ),
+        (
+            {"data__parts__test": "./private.txt"},
+            r"config.data.parts.test must be another file than that of private, got '.*private",
         ),
         (
             {"data__source": "npz"},
