@@ -262,13 +262,20 @@ def _read(config: Any) -> Opened:
         sources[role] = source
         sizes.append(f"{len(source)} {role} ({source.name})")
     print(f"{', '.join(sizes)}.", flush=True)
+    test = sources["test"]
+    tokens = test.gather(np.arange(len(test)))["tokens"]
+    if not (tokens[:, 1:] >= 0).any():
+        raise ValueError(
+            "config.data.parts.test must have a text of two tokens. The model is judged by the "
+            "tokens after the first one."
+        )
     private = sources["private"]
     spec = DataSpec(source=config.data.source, role="private", **data.terms(config.data))
     return Opened(
         spec,
         sources.get("public"),
         private,
-        sources["test"],
+        test,
         network,
         chosen,
         prompts,

@@ -47,6 +47,7 @@ def public(tmp_path_factory):
     ]
     for part in ("private", "test"):
         (folder / f"{part}.txt").write_text("\n".join(texts * 4))
+    (folder / "short.txt").write_text("good\n\nbad\n")
     return folder
 
 
@@ -195,6 +196,10 @@ def test_a_search_of_a_language_model_is_one_charge(tmp_path, monkeypatch):
         (
             {"data__parts__test": "none.txt"},
             r"config.data.parts.test must be a file of texts, got '.*none.txt'",
+        ),
+        (
+            {"data__parts__test": "short.txt"},
+            r"config.data.parts.test must have a text of two tokens",
         ),
         (
             {"data__parts__test": "./private.txt"},
