@@ -140,13 +140,25 @@ def _texts_of_tfds(config: Any) -> dict[str, list[str]]:
 def _lines(config: Any) -> dict[str, list[str]]:
     """Returns the lines of a file for each role."""
     texts = {}
+    role_of: dict[pathlib.Path, str] = {}
     for role in _roles(config):
         path = pathlib.Path(config.path, config.parts[role])
         if not path.is_file():
             raise FileNotFoundError(
                 f"config.data.parts.{role} must be a file of texts, got {str(path)!r}."
             )
-        texts[role] = path.read_text(encoding="utf-8").splitlines()
+        first = role_of.setdefault(path.resolve(), role)
+        if first != role:
+            raise ValueError(
+                f"config.data.parts.{role} must be another file than that of {first}, got "
+                f"{str(path)!r}. No account counts both uses of a text."
+            )
+        # `str.splitlines` also cuts at characters within a text, such as U+2028 and a form feed.
+        # Each part would be a record of its own.
+        lines = path.read_bytes().decode("utf-8").split("\n")
+        if not lines[-1]:
+            lines.pop()  # what follows the last end of a line
+        texts[role] = [line.removesuffix("\r") for line in lines]
     return texts
 
 
@@ -250,13 +262,20 @@ def _read(config: Any) -> Opened:
         sources[role] = source
         sizes.append(f"{len(source)} {role} ({source.name})")
     print(f"{', '.join(sizes)}.", flush=True)
+    test = sources["test"]
+    tokens = test.gather(np.arange(len(test)))["tokens"]
+    if not (tokens[:, 1:] >= 0).any():
+        raise ValueError(
+            "config.data.parts.test must have a text of two tokens. The model is judged by the "
+            "tokens after the first one."
+        )
     private = sources["private"]
     spec = DataSpec(source=config.data.source, role="private", **data.terms(config.data))
     return Opened(
         spec,
         sources.get("public"),
         private,
-        sources["test"],
+        test,
         network,
         chosen,
         prompts,

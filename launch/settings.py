@@ -61,7 +61,7 @@ _NAMES: Mapping[_Rule, str] = {
         "truncated_batch_size augmult "
         "copies n_patches directions microbatch_size warmup_steps evaluate_every crop_padding "
         "images server_images frontends size channels dimensions cut dense head_hidden seed seeds "
-        "init_seed split_seed data_seed query_seed stable.steps"
+        "init_seed split_seed data_seed query_seed stable.steps fewest"
     ),
     _NOT_NEGATIVE: (
         "weight_decay lr_decay lr_min ascent_radius gamma ascent_rate alpha laplace laplace_scale "

@@ -129,12 +129,10 @@ def audit_step(
     noisy = _NoisySums(update=privatizer.update, divisor=divisor, step=step, base=base)
     noise = _noise(noisy, stream(runs.seed, "what the noise is like"))
     distance = functools.partial(_distance, noise.variances)
-    present, absent = runs.farthest(candidates, [base], distance)
-    if not distance(present, absent) > 0:
-        raise ValueError(
-            "rows must name an example that changes the sum. The gradients of these are equal or "
-            "zero."
-        )
+    refusal = (
+        "rows must name an example that changes the sum. The gradients of these are equal or zero."
+    )
+    present, absent = runs.farthest(candidates, [base], distance, refusal)
     weights = _weights(present, absent, noise.variances)
 
     def scores(sums: Any, purpose: str) -> np.ndarray:

@@ -40,7 +40,7 @@ def audit_labels(
     Args:
       release: `jaxdp.labels.release_labels`, or a function with its arguments.
       num_classes, epsilon, prior: As in `release_labels`, with a prior [K].
-      pair: The two labels that the canary may have.
+      pair: The two different labels that the canary may have.
       terms: trials, confidence and seed, as in `jaxdp.audit.trials.Trials`. `trials` canaries of
         either kind are judged, and as many before them train the attacker. delta is 0.
 
@@ -60,6 +60,8 @@ def audit_labels(
         **terms,
     )
     canary, other = pair
+    if canary == other or not {canary, other} <= set(range(num_classes)):
+        raise ValueError(f"pair must be two labels of the {num_classes} classes, got {pair}.")
 
     def answers(label: int, purpose: str) -> Seen:
         """Returns the answers about `label`, each with that about the known label before it."""

@@ -111,7 +111,7 @@ def audit_source(
       independent under `jax.vmap`. `recalibrate` draws keys of the kind "chacha12".
 
     Raises:
-      ValueError, TypeError: As in `recalibrate`.
+      ValueError, TypeError: As in `recalibrate`, or no candidate changes the answers.
     """
     runs = Trials(charge=event(epsilon), delta=0.0, claim="approximate", **terms)
     logits = np.asarray(logits, np.float32)
@@ -155,7 +155,10 @@ def audit_source(
         return float(np.abs(one.result - other.result).sum())
 
     exact = [without_noise(record) for record in canaries]
-    canary, neighbour = runs.farthest(exact, [without_noise(absent)], distance)
+    refusal = (
+        "candidates must hold a record that changes the answers. These change nothing, or the same."
+    )
+    canary, neighbour = runs.farthest(exact, [without_noise(absent)], distance, refusal)
 
     def scores(record: Any, purpose: str) -> np.ndarray:
         noisy = answers(record, epsilon, purpose, runs.trials)

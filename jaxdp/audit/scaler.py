@@ -68,10 +68,9 @@ def audit_scaler(
     def distance(first: np.ndarray, second: np.ndarray) -> float:
         return float(np.linalg.norm(first - second))
 
-    canary, neighbour = runs.farthest(canaries, without, distance)
+    refusal = "rows must name a row that moves the sums. Name some with a cell."
+    canary, neighbour = runs.farthest(canaries, without, distance, refusal)
     change = canary - neighbour
-    if not change.any():
-        raise ValueError("rows must name a row that moves the sums. Name some with a cell.")
 
     def scores(sums: np.ndarray, purpose: str) -> np.ndarray:
         keys = runs.keys(purpose, runs.trials)

@@ -126,14 +126,25 @@ class Trials:
         canaries: Sequence[T],
         absent: Sequence[T],
         distance: Callable[[T, T], float],
+        refusal: str = "",
     ) -> tuple[T, T]:
         """Returns the canary and the neighbour that are farthest apart.
 
-        `absent` are the neighbours, unless they are other candidates ("replace_one").
+        Args:
+          canaries: The candidates.
+          absent: The neighbours, unless they are other candidates ("replace_one").
+          distance: How far two of them are apart.
+          refusal: The text of the error if no pair is apart. Without one such a pair is returned.
+
+        Raises:
+          ValueError: No pair is apart, so that the audit would find nothing in any mechanism.
         """
         neighbours = canaries if self.adjacency == "replace_one" else absent
         pairs = itertools.product(canaries, neighbours)
-        return max(pairs, key=lambda pair: distance(*pair))
+        farthest = max(pairs, key=lambda pair: distance(*pair))
+        if refusal and not distance(*farthest) > 0:
+            raise ValueError(refusal)
+        return farthest
 
     def judge(
         self,

@@ -67,7 +67,7 @@ def audit_stream(
 
     Raises:
       TypeError: The adapter's method is not private.
-      ValueError: An argument is out of range.
+      ValueError: An argument is out of range, or no candidate changes the update.
     """
     if not isinstance(adapter.method, Private):
         raise TypeError(
@@ -118,7 +118,10 @@ def audit_stream(
 
     results = [same_noise(image) for image in candidates]
     empty = same_noise(None)  # padding
-    canary, neighbour = runs.farthest(results, [empty], distance)
+    refusal = (
+        "candidates must hold an image that changes the update. These change nothing, or the same."
+    )
+    canary, neighbour = runs.farthest(results, [empty], distance, refusal)
     direction = canary.result - neighbour.result
     if adapter.method.updates > 1:
         draws = ends(neighbour.data, "what the noise is like", runs.trials)

@@ -64,7 +64,7 @@ def audit_whole_run(
       ratio, where 512 drawn histories stand for the law of a secret sampler.
 
     Raises:
-      ValueError: The noise is not correlated, or a term is out of range.
+      ValueError: The noise is not correlated, a term is out of range, or the canary changes no sum.
     """
     noise = trainer.privatizer.noise
     if noise is None:
@@ -102,9 +102,14 @@ def audit_whole_run(
             noisy.append(np.asarray(jax.device_get(of_call), np.float64))
         return np.concatenate(noisy)[:count]
 
-    covariance = _covariance(released(0.0, "what the noise is like", _HISTORIES))
     # Most histories of a few steps are alike.
     law, counts = np.unique(steps_of(_HISTORIES, "law"), axis=0, return_counts=True)
+    if not (direction.any() and law.any()):
+        raise ValueError(
+            f"row must be an example that changes a sum, got {row}. Its gradient is zero, or no "
+            "step has it."
+        )
+    covariance = _covariance(released(0.0, "what the noise is like", _HISTORIES))
 
     def log_ratio(values: np.ndarray, share: float) -> np.ndarray:
         """Returns the logarithm of the density ratio to no participation, [runs]."""

@@ -23,8 +23,8 @@ _PUBLIC_ROLES = ("upstream", "public", "test")
 def check_records_apart(specs: Mapping[str, "DataSpec"]) -> None:
     """Raises ValueError if two parts share a record, as far as their specs tell.
 
-    Splits of TFDS are compared record by record. Other parts must differ in their names, and CSV
-    files of a folder in their images.
+    Splits of TFDS are compared record by record. Other parts must differ in their names or be
+    different files, and CSV files of a folder must list different images.
 
     Args:
       specs: The specs of all parts of one set, by role.
@@ -33,9 +33,9 @@ def check_records_apart(specs: Mapping[str, "DataSpec"]) -> None:
     if of_tfds:
         check_disjoint({spec.field: _place(spec) for spec in of_tfds.values()})
     others = {role: spec for role, spec in specs.items() if role not in of_tfds}
-    parts_of_roles = [spec.part for spec in others.values()]
+    parts_of_roles = [_part(spec) for spec in others.values()]
     for spec in others.values():
-        if parts_of_roles.count(spec.part) > 1:
+        if parts_of_roles.count(_part(spec)) > 1:
             raise ValueError(
                 f"{spec.where}.parts has {spec.part!r} for several roles, which would share all "
                 "records."
@@ -45,6 +45,13 @@ def check_records_apart(specs: Mapping[str, "DataSpec"]) -> None:
 
 def _place(spec: "DataSpec") -> tuple[str, str, str | None]:
     return spec.name, spec.part, spec.data_dir or None
+
+
+def _part(spec: "DataSpec") -> str:
+    """Returns the name of a part, or the file that it is, which has several names."""
+    if spec.source not in ("csv", "folder", "npz") or spec.share is not None:
+        return spec.part
+    return os.path.realpath(os.path.join(spec.path, spec.part))
 
 
 def _check_images_apart(specs: Mapping[str, "DataSpec"]) -> None:

@@ -80,8 +80,9 @@ def of(study: Study, config: Any, cells: Sequence[Any]) -> dict[Any, Code]:
         own = _words(cell)
         named = [row for name, row in rows if name in own | (words - others)]
         places = [place for place in words if re.fullmatch(r"[\w.]+:\w+", place)]
-        functions = [sys.modules.get(place.partition(":")[0]) for place in places]
-        modules = common | _closure([*named, *filter(None, functions)], rooted=True)
+        modules = common | _closure(named, rooted=True)
+        for place in places:
+            modules |= _of_place(place.partition(":")[0])
         codes[cell] = Code(_library(), dict(sorted(modules.items())))
     return codes
 
@@ -292,6 +293,16 @@ def _closure(objects: Iterable[Any], *, rooted: bool) -> dict[str, str]:
         elif rooted or _is_own(module.__name__, module.__file__):
             digests |= _followed(name)
     return digests
+
+
+def _of_place(name: str) -> dict[str, str]:
+    """Returns the digests of a module whose function a config names, and of what it imports.
+
+    Finished cells are compared before the study opens its data, which imports the module.
+    """
+    if name in sys.modules:
+        return _closure([sys.modules[name]], rooted=True)
+    return _followed(name) if _is_followed(name) else {}
 
 
 def _unwrapped(one: Any) -> Any:

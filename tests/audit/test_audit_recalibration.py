@@ -54,7 +54,8 @@ def test_a_source_of_one_record_that_may_be_null():
 def test_candidates_are_tried_and_the_one_that_shows_most_is_taken():
     undecided = np.zeros((2, CLASSES), np.float32), np.array([0, 1])
     terms = {"epsilon": 8.0, "trials": 100, "adjacency": "replace_one"}
-    assert audit(NllT(bound=10.0, iterations=1), candidates=undecided, **terms).lower == 0.0
+    with pytest.raises(ValueError, match="candidates must hold a record that changes the answers"):
+        audit(NllT(bound=10.0, iterations=1), candidates=undecided, **terms)
     sure = np.vstack([undecided[0], [[0, 50, 0]]]).astype(np.float32), np.array([0, 1, 0])
     assert audit(NllT(bound=10.0, iterations=1), candidates=sure, **terms).lower > 1.0
 
@@ -81,6 +82,16 @@ def test_the_calibrator_asks_at_the_temperature_and_keeps_every_answer():
     np.testing.assert_array_equal(calibrator.finish(state), [0, 0, 1, 1, 2, 2])
     assert np.isnan(calibrator.confidence(calibrator.finish(state), jnp.zeros((4, 3)))).all()
     assert calibrator.sensitivity(0, "replace_one", 3) == AccT().sensitivity(0, "replace_one", 3)
+
+
+@pytest.mark.parametrize(
+    "labels, adjacency", [([-1, -1], "add_remove"), ([0], "replace_one"), ([0, 0], "replace_one")]
+)
+def test_candidates_that_change_no_answer_are_refused(labels, adjacency):
+    """With equal or invalid candidates, the audit would find any mechanism consistent."""
+    candidates = (np.zeros((len(labels), CLASSES), np.float32), labels)
+    with pytest.raises(ValueError, match="candidates must hold a record that changes the answers"):
+        audit(AccT(iterations=1), candidates=candidates, adjacency=adjacency)
 
 
 def test_arguments_are_checked_before_anything_runs():

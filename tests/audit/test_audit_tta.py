@@ -149,6 +149,8 @@ def test_arguments_are_checked():
         ValueError, match="candidates must hold at least 2 images under 'replace_one', got 1"
     ):
         canaries.audit_stream(adapter, BATCH, IMAGES[:1], trials=2, delta=DELTA)
+    with pytest.raises(ValueError, match="candidates must hold an image that changes the update"):
+        canaries.audit_stream(adapter, BATCH, IMAGES[[0, 0]], trials=2, delta=DELTA)
     with pytest.raises(ValueError, match="trials must be at least 2, got 1"):
         audit(adapter, trials=1)
     with pytest.raises(

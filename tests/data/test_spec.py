@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 import jaxdp.data
 from jaxdp.data import DataSpec, bundled, from_arrays
 from jaxdp.data import spec as specs
+from jaxdp.data.apart import check_records_apart
 from launch import data
 
 
@@ -95,3 +96,25 @@ def test_only_a_spec_that_says_so_is_prepared(monkeypatch):
         spec = DataSpec(source="clinic:read", name="scans", part="a", prepare=wanted)
         assert jaxdp.data.open(spec, prepare=len).name == "scans/a"
     assert seen == [None, len]
+
+
+@pytest.mark.parametrize("source", ["csv", "npz", "folder"])
+@pytest.mark.parametrize("other", ["./a.{0}", "../files/a.{0}", "link.{0}"])
+def test_one_file_under_two_names_is_no_two_parts(source, other, tmp_path):
+    """An account counts one part, and a test part has none."""
+    folder, ending = tmp_path / "files", "npz" if source == "npz" else "csv"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.{ending}").write_text("path,label\n" + f"{name}.png,0\n")
+    (folder / f"link.{ending}").symlink_to(folder / f"a.{ending}")
+
+    def check(*parts):
+        of_roles = {}
+        for role, part in zip(("private", "test"), parts, strict=True):
+            part = part.format(ending)
+            of_roles[role] = DataSpec(source=source, role=role, part=part, path=str(folder))
+        check_records_apart(of_roles)
+
+    check("a.{0}", "b.{0}")
+    with pytest.raises(ValueError, match="for several roles, which would share all records"):
+        check("a.{0}", other)

@@ -136,6 +136,16 @@ def test_audits_of_single_steps_refuse_correlated_noise():
         audit_whole_run(trainer_of(noise=None, sampler=POISSON), PARAMS, BLOBS, **terms)
 
 
+@pytest.mark.parametrize("row, feature", [(0, 0.0), (60, 1.0)])
+def test_an_audit_of_a_canary_that_changes_no_sum_is_refused(row, feature):
+    """Without a gradient, or in no batch, the canary would find any mechanism consistent."""
+    source = data.from_arrays(
+        features=np.full((61, 2), feature, np.float32), label=np.ones(61, np.int32)
+    )
+    with pytest.raises(ValueError, match="row must be an example that changes a sum, got"):
+        audit_whole_run(shared_trainer(), PARAMS, source, row=row, trials=40, delta=0.1)
+
+
 # --- Runs ---------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from scipy.stats import binomtest
 
 import jaxdp
 from jaxdp import privacy
+from jaxdp.audit.labels import audit_labels
 from jaxdp.data import from_arrays
 from jaxdp.labels import (
     METHODS,
@@ -224,3 +225,10 @@ def test_a_corrected_loss_is_least_at_the_true_distribution():
     assert loss(best) < min(loss(best - 0.2), loss(best + 0.2))
     with pytest.raises(ValueError, match="likelihood"):
         jaxdp.losses.corrected_cross_entropy(np.zeros(3, np.float32), np.ones(2))
+
+
+@pytest.mark.parametrize("pair", [(1, 1), (0, 3), (-1, 0)])
+def test_an_audit_of_one_label_is_refused(pair):
+    """Nothing tells a label from itself, so any mechanism would be consistent."""
+    with pytest.raises(ValueError, match="pair must be two labels of the 3 classes, got"):
+        audit_labels(release_labels, num_classes=3, epsilon=1.0, trials=400, pair=pair)

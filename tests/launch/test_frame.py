@@ -249,6 +249,30 @@ def test_an_edited_method_is_not_taken_for_the_one_that_made_the_results(tmp_pat
     assert _of_methods(root)[1] == []
 
 
+def test_an_edited_function_that_the_config_names_is_noticed_by_the_next_process(tmp_path, mine):
+    """The next process has not imported its module when it compares the code."""
+    terms = config(kinds=("plain",), numbers=(1.0,))
+    with terms.unlocked():
+        terms.source = "mine:factor"
+    study = dataclasses.replace(
+        STUDY,
+        open=lambda config, root: importlib.import_module("mine"),
+        run=lambda cell, work: {"value": work.shared.factor * cell.number},
+    )
+
+    def run_in_the_next_process():
+        for name in ("mine", "helper"):
+            sys.modules.pop(name, None)
+        return frame.run(study, terms, tmp_path / "run")
+
+    for _ in range(2):
+        assert run_in_the_next_process() == {"total": 2.0}
+    for edited in ({"method": METHOD.replace("factor * n", "3 * n")}, {"helper": "factor = 3\n"}):
+        mine(**edited)
+        with pytest.raises(ValueError, match=r"1 of 1 cells .* changed.*redo"):
+            run_in_the_next_process()
+
+
 def test_results_that_were_set_aside_stay_although_older_ones_are_deleted(tmp_path, mine):
     root = tmp_path / "run"
     _of_methods(root)

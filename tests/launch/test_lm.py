@@ -47,6 +47,7 @@ def public(tmp_path_factory):
     ]
     for part in ("private", "test"):
         (folder / f"{part}.txt").write_text("\n".join(texts * 4))
+    (folder / "short.txt").write_text("good\n\nbad\n")
     return folder
 
 
@@ -89,6 +90,16 @@ def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
     np.testing.assert_allclose(released(tokens), after, atol=1e-6)
     with pytest.raises(ValueError, match=r"another model.lora.rank. Use a new workdir"):
         frame.run(lm.STUDY, tiny.lora(public, references=True, model__lora__rank=3), root)
+
+
+def test_a_line_is_one_record_whatever_it_holds(tmp_path):
+    lines = ["one\u2028text", "another\x0cone", "a\x85third\x1cone\x0b", "a\rfourth", "", "last"]
+    for ending, end in (("\n", ""), ("\r\n", "\r\n")):
+        parts = {"private": "private.txt", "test": "test.txt"}
+        for name in parts.values():
+            (tmp_path / name).write_bytes((ending.join(lines) + end).encode())
+        config = types.SimpleNamespace(source="lines", path=str(tmp_path), parts=parts)
+        assert lm._texts(config) == dict.fromkeys(parts, lines)
 
 
 def test_texts_without_a_tokenizer_are_bytes(tmp_path):
@@ -185,6 +196,14 @@ def test_a_search_of_a_language_model_is_one_charge(tmp_path, monkeypatch):
         (
             {"data__parts__test": "none.txt"},
             r"config.data.parts.test must be a file of texts, got '.*none.txt'",
+        ),
+        (
+            {"data__parts__test": "short.txt"},
+            r"config.data.parts.test must have a text of two tokens",
+        ),
+        (
+            {"data__parts__test": "./private.txt"},
+            r"config.data.parts.test must be another file than that of private, got '.*private",
         ),
         (
             {"data__source": "npz"},
