@@ -26,7 +26,7 @@ from jaxdp.data import DataSpec, Examples, imagenet_r_classes, restrict_classes
 from jaxdp.data import open as open_spec
 from jaxdp.data.order import shuffled
 from jaxdp.data.shifts import Shift
-from jaxdp.files import write_durably
+from jaxdp.files import check_choice, write_durably
 from jaxdp.models import Pretrained
 from jaxdp.privacy import Account, GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
 from jaxdp.report import progress_bar
@@ -382,11 +382,8 @@ def _check(config: Any) -> None:
         )
     frame.some("data.corruptions", config.data.corruptions)
     frame.some("tuning.corruptions", config.tuning.corruptions)
-    if protocol.domain_order not in ("given", "shuffled", "same"):
-        raise ValueError(
-            "config.protocol.domain_order must be 'given', 'shuffled' or 'same', got "
-            f"{protocol.domain_order!r}."
-        )
+    orders = ("given", "shuffled", "same")
+    check_choice("config.protocol.domain_order", protocol.domain_order, orders)
     if protocol.sources < 1 or protocol.seeds % protocol.sources:
         raise ValueError(
             "config.protocol.seeds must be a multiple of config.protocol.sources, one run for "

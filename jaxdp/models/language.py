@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdp.files import check_choice
 from jaxdp.models.layers import Dense, Embed, GivenShapes, LayerNorm, RMSNorm
 from jaxdp.models.vit import attend
 
@@ -108,8 +109,7 @@ class LanguageModel(GivenShapes):
                 f"tokens must have at most positions={self.positions} columns, got "
                 f"{tokens.shape[1]}. Cut the texts, or take a model with more positions."
             )
-        if self.form not in ("gpt2", "llama"):
-            raise ValueError(f"form must be 'gpt2' or 'llama', got {self.form!r}.")
+        check_choice("form", self.form, ("gpt2", "llama"))
         embed = Embed(
             self.num_classes, self.width, embedding_init=_normal(1), dtype=self.dtype, name="embed"
         )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdp.data.images import resize
+from jaxdp.files import check_choice
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -159,8 +160,7 @@ def from_timm(config: Mapping[str, Any]) -> Preprocessing:
     size = config["input_size"][-1]
     side = math.floor(size / config["crop_pct"])
     mode = config.get("crop_mode", "center")
-    if mode not in ("center", "squash"):
-        raise ValueError(f"crop_mode must be 'center' or 'squash', got {mode!r}.")
+    check_choice("crop_mode", mode, ("center", "squash"))
     return Preprocessing(
         size=size,
         mean=config["mean"],

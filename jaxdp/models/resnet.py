@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxdp.files import check_choice
 from jaxdp.models.layers import Conv, Dense, Norm, WSConv, normalise_channels
 
 
@@ -79,8 +80,7 @@ class ResNet(nn.Module):
         """Maps images [B, H, W, C] to float32 logits [B, num_classes]."""
         if self.depth < 8 or (self.depth - 2) % 6:
             raise ValueError(f"depth must be 6 n + 2 with n >= 1, got {self.depth}.")
-        if self.shortcut not in ("pad", "conv"):
-            raise ValueError(f"shortcut must be 'pad' or 'conv', got {self.shortcut!r}.")
+        check_choice("shortcut", self.shortcut, ("pad", "conv"))
         x = self._conv("conv", 16, 3, 1, x)
         x = nn.relu(self._norm("norm", x))
         for stage, width in enumerate((16, 32, 64)):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxdp.files import check_count
+from jaxdp.files import check_choice, check_count
 from jaxdp.models.checkpoints import HEADS, Pretrained
 from jaxdp.models.language import LanguageModel
 
@@ -319,8 +319,7 @@ def text_embeddings(
     if not isinstance(pretrained.model, LanguageModel):
         name = type(pretrained.model).__name__
         raise ValueError(f"pretrained must be a language model, got {name}. See head_inputs.")
-    if pooling not in ("last", "mean"):
-        raise ValueError(f"pooling must be 'last' or 'mean', got {pooling!r}.")
+    check_choice("pooling", pooling, ("last", "mean"))
     (_, states), *_ = _calls(pretrained, tokens, lambda path: path == ("norm",))
     hidden = states.astype(jnp.float32)
     is_token = tokens >= 0

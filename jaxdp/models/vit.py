@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from jaxdp.files import check_choice
 from jaxdp.models.layers import Conv, Dense, GivenShapes, LayerNorm, gelu
 
 _init = nn.initializers.xavier_uniform()
@@ -208,12 +209,8 @@ class ViT(GivenShapes):
           start, stop: The blocks to run. With `stop`, the call returns the output tokens [B, T, D]
             of block stop - 1. `init` makes the parameters of these blocks only.
         """
-        if self.pool not in ("token", "mean", "token_and_mean"):
-            raise ValueError(
-                f"pool must be 'token', 'mean' or 'token_and_mean', got {self.pool!r}."
-            )
-        if self.norm_order not in ("pre", "post"):
-            raise ValueError(f"norm_order must be 'pre' or 'post', got {self.norm_order!r}.")
+        check_choice("pool", self.pool, ("token", "mean", "token_and_mean"))
+        check_choice("norm_order", self.norm_order, ("pre", "post"))
         if self.distilled and self.pool != "token":
             raise ValueError(f"distilled=True needs pool='token', got pool={self.pool!r}.")
         if start == 0:
