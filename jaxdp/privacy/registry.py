@@ -15,7 +15,7 @@ import os
 import pathlib
 import secrets
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -106,7 +106,7 @@ class Registry:
             records: The digests of the set under `key`, uint64 [m], sorted, without repetition.
         """
         with self._transaction() as db:
-            return _sharing(db, records)
+            return list(_sharing(db, records))
 
     def claim(
         self,
@@ -139,9 +139,14 @@ class Registry:
                 "SELECT id, records FROM claims WHERE ledger = ? AND dataset = ?", (place, dataset)
             ).fetchone()
             if not count_anew:
-                _check(_sharing(db, records), place, dataset, records)
+                others = {
+                    claim: shared
+                    for claim, shared in _sharing(db, records).items()
+                    if (claim.ledger, claim.dataset) != (place, dataset)
+                }
+                _check(others, place, dataset, records)
                 fresh = records if own is None else np.setdiff1d(records, _digests(own["records"]))
-                _check_together(db, place, dataset, records, fresh)
+                _check_together(others, place, records, fresh)
                 if own is not None and not _overlap(_digests(own["records"]), records):
                     raise CountedElsewhere(
                         f"dataset {dataset!r} of ledger {place!r} stands for other records: not "
@@ -201,21 +206,21 @@ def _overlap(first: np.ndarray, second: np.ndarray) -> int:
     return len(np.intersect1d(first, second, assume_unique=True))
 
 
-def _sharing(db: sqlite3.Connection, records: np.ndarray) -> list[Claim]:
-    claims = []
+def _sharing(db: sqlite3.Connection, records: np.ndarray) -> dict[Claim, np.ndarray]:
+    """Returns the digests that each claim shares with a set, the largest share first."""
+    shares = {}
     for row in db.execute("SELECT ledger, dataset, records FROM claims ORDER BY id"):
         claimed = _digests(row["records"])
-        shared = _overlap(claimed, records)
-        if shared:
-            claims.append(Claim(row["ledger"], row["dataset"], len(claimed), shared))
-    return sorted(claims, key=lambda claim: -claim.shared)
+        shared = np.intersect1d(claimed, records, assume_unique=True)
+        if len(shared):
+            shares[Claim(row["ledger"], row["dataset"], len(claimed), len(shared))] = shared
+    return dict(sorted(shares.items(), key=lambda share: -share[0].shared))
 
 
-def _check(claims: list[Claim], ledger: str, dataset: str, records: np.ndarray) -> None:
+def _check(claims: Iterable[Claim], ledger: str, dataset: str, records: np.ndarray) -> None:
     """Raises CountedElsewhere if another claim has the same records."""
     for claim in claims:
-        is_same = claim.shared >= SHARED * min(claim.records, len(records))
-        if not is_same or (claim.ledger, claim.dataset) == (ledger, dataset):
+        if claim.shared < SHARED * min(claim.records, len(records)):
             continue
         of_them = f"{claim.shared} of these {len(records)} records"
         if claim.ledger == ledger:
@@ -230,34 +235,27 @@ def _check(claims: list[Claim], ledger: str, dataset: str, records: np.ndarray) 
 
 
 def _check_together(
-    db: sqlite3.Connection, ledger: str, dataset: str, records: np.ndarray, fresh: np.ndarray
+    others: Mapping[Claim, np.ndarray], ledger: str, records: np.ndarray, fresh: np.ndarray
 ) -> None:
     """Raises CountedElsewhere if several other claims together have many of the records.
 
     A sample of 4 % of each of 25 sets shares few records with each one, and has no other records.
 
     Args:
-        db: The registry.
+        others: The digests that the other claims share with the set.
         ledger: The real path of the ledger.
-        dataset: The name of the set in it.
         records: The digests of the set.
         fresh: Those that the own claim lacks. Without any there is nothing to refuse: other claims
             may have come later.
     """
-    counted = np.zeros(0, np.uint64)
-    names = []
-    for row in db.execute(
-        "SELECT ledger, dataset, records FROM claims WHERE NOT (ledger = ? AND dataset = ?)",
-        (ledger, dataset),
-    ):
-        shared = np.intersect1d(_digests(row["records"]), records, assume_unique=True)
-        if len(shared):
-            counted = np.union1d(counted, shared)
-            names.append(f"{row['dataset']!r} of ledger {row['ledger']!r}")
+    counted = np.unique(np.concatenate([np.zeros(0, np.uint64), *others.values()]))
     if not _overlap(counted, fresh) or len(counted) < SHARED * len(records):
         return
-    others = f" and {len(names) - 1} more data sets" if len(names) > 1 else ""
+    first, *more = others
+    name = f"{first.dataset!r} of ledger {first.ledger!r}"
+    if more:
+        name += f" and {len(more)} more data sets"
     raise CountedElsewhere(
-        f"{len(counted)} of these {len(records)} records are counted as {names[0]}{others}. "
+        f"{len(counted)} of these {len(records)} records are counted as {name}. "
         f"Ledger {ledger!r} would give them a second budget. Use the sets that count them."
     )
