@@ -231,9 +231,8 @@ class Store:
         Warns if there is no anchor. A `new` ledger need not have one.
         """
         if anchor is not None:
-            problem = self._find_lost_history(anchor)
+            problem = self._find_lost_history(anchor, "its anchor")
             if problem is not None:
-                problem = problem.replace("its head has", "its anchor has")
                 raise damaged(self.path, f"{problem}. An older copy was restored")
         elif not new and self.last().spend:
             warn_of_no_anchor(self.path)
@@ -339,18 +338,20 @@ class Store:
     def _link_at(self, spend: int) -> str | None:
         return chain.link_at(self.db, spend, chain.origin_of(self.identity))
 
-    def _find_lost_history(self, head: Head) -> str | None:
-        """Returns why the database's history does not contain `head`, or None."""
+    def _find_lost_history(self, head: Head, witness: str = "its head") -> str | None:
+        """Returns why the database's history does not contain what `witness` saw, or None."""
         last = self.last()
         if head.ledger != last.ledger:
             return "does not belong to the head beside it"
         if head.spend > last.spend:
             return (
-                f"has lost history: it ends with spend {last.spend}, and its head has seen spend "
+                f"has lost history: it ends with spend {last.spend}, and {witness} has seen spend "
                 f"{head.spend}"
             )
         if self._link_at(head.spend) != head.link:
-            return f"has lost history: its spend {head.spend} is not the one that its head has seen"
+            return (
+                f"has lost history: its spend {head.spend} is not the one that {witness} has seen"
+            )
         return None
 
     def _check_head(self) -> None:
@@ -370,9 +371,8 @@ class Store:
                 raise damaged(self.path, problem)
         # All files may have been restored from a copy while this process had them open.
         if self._seen is not None and self._seen != head:
-            problem = self._find_lost_history(self._seen)
+            problem = self._find_lost_history(self._seen, "this process")
             if problem is not None:
-                problem = problem.replace("its head has", "this process has")
                 raise damaged(self.path, f"{problem}. An older copy was restored")
         self._seen = head
 
