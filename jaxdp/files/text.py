@@ -67,11 +67,26 @@ def down(value: float, digits: int = 6) -> str:
 def _rounded(value: float, digits: int, direction: str) -> str:
     if not math.isfinite(value) or not value:
         return f"{value:g}"
+    return f"{rounded(value, digits, direction):.{digits}g}"
+
+
+def rounded(value: float, digits: int, direction: str, *, keeps_whole: bool = False) -> float:
+    """Returns the first 12 digits of a finite number, rounded to one side.
+
+    Args:
+      value: The number.
+      digits: How many significant digits stay.
+      direction: A rounding of `decimal`.
+      keeps_whole: Whether whole numbers keep all their digits.
+    """
     # As exact as budgets are, so that 1e-5 and 3 * 0.1 stay themselves.
     exact = decimal.Decimal(f"{value:.12g}")
+    if not exact:
+        return 0.0
     place = exact.adjusted() + 1 - digits
-    rounded = exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction)
-    return f"{float(rounded):.{digits}g}"
+    if keeps_whole:
+        place = min(place, 0)
+    return float(exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction))
 
 
 def finite(value: Any) -> Any:

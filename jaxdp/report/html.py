@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxdp.files import optional
+from jaxdp.files.text import rounded
 
 _FOLDER = pathlib.Path(__file__).parent / "pages"
 
@@ -86,15 +87,9 @@ def _rounded(
 ) -> str:
     if math.isinf(value):
         return "infinite"
-    # As exact as budgets are, so that 1e-5 and 3 * 0.1 stay themselves.
-    exact = decimal.Decimal(f"{value:.12g}")
-    rounded = 0.0
-    if exact:
-        # Whole numbers keep all their digits.
-        place = min(exact.adjusted() + 1 - digits, 0)
-        rounded = float(exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction))
+    number = rounded(value, digits, direction, keeps_whole=True)
     # From 10**digits on "g" would write an exponent, and round once more, to nearest.
-    return f"{rounded:.0f}" if abs(rounded) >= 10**digits else f"{rounded:.{digits}g}"
+    return f"{number:.0f}" if abs(number) >= 10**digits else f"{number:.{digits}g}"
 
 
 def _percent(value: float) -> str:
