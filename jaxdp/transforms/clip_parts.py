@@ -15,7 +15,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxdp.files import check_choice
 from jaxdp.transforms.clip_arguments import paths_of, trainable_leaves
 from jaxdp.transforms.noise.scales import real_number
 
@@ -55,7 +54,8 @@ def split_clip_norm(
     total = real_number("total", total)
     if not 0 < total < math.inf:
         raise ValueError(f"total must be positive and finite, got {total!r}.")
-    check_choice("by", by, Split)
+    if by not in ("uniform", "dimension"):
+        raise ValueError(f"by must be 'uniform' or 'dimension', got {by!r}.")
     if depth is not None and (not isinstance(depth, int) or depth < 1):
         raise ValueError(f"depth must be an integer of at least 1, or None, got {depth!r}.")
     sizes: dict[str, int] = collections.defaultdict(int)

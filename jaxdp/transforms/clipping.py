@@ -42,7 +42,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxdp.files import check_choice
 from jaxdp.transforms import engines, forms, leaf_plans, shards, sites
 from jaxdp.transforms.clip_arguments import (
     ParamsTree,
@@ -484,7 +483,8 @@ def clipped_grad(
     _check_function("loss_fn", loss_fn, "loss_fn(params, example) -> scalar")
     if trainable is not None:
         _check_function("trainable", trainable, "trainable(path, leaf) -> bool")
-    check_choice("engine", engine, Engine)
+    if engine not in ("auto", "bookkeeping", "vmap"):
+        raise ValueError(f"engine must be 'auto', 'bookkeeping' or 'vmap', got {engine!r}.")
     is_count = isinstance(microbatch_size, numbers.Integral) and microbatch_size >= 1
     if microbatch_size is not None and not is_count:
         raise ValueError(

@@ -17,7 +17,6 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdp.files import check_choice
 from jaxdp.transforms import interval_rules
 from jaxdp.transforms.boxes import (
     RULES,
@@ -118,7 +117,8 @@ def interval(
           the remedy.
       ValueError: `product` is unknown.
     """
-    check_choice("product", product, ("tight", "rump"))
+    if product not in ("tight", "rump"):
+        raise ValueError(f"product must be 'tight' or 'rump', got {product!r}.")
 
     @functools.wraps(fun)
     def bounded(*args: Any, **kwargs: Any) -> Any:
