@@ -300,6 +300,17 @@ def test_numbers_beyond_the_largest_and_below_the_smallest():
     assert contains(bounded(jnp.prod)(np.array([1e-30, 1e-30, 1e30, 1e30], np.float32)), 1.0)
 
 
+@pytest.mark.parametrize("divisor", [2.0**126, 2.0**127, -(2.0**127), np.full(4, 2.0**127)])
+def test_quotients_whose_reciprocal_would_be_flushed(divisor):
+    x = np.float32([2.0**127, -(2.0**127), 3.4e38, 1.0])
+    for program in (jaxdp.interval, lambda f: jax.jit(jaxdp.interval(f))):
+        result = program(lambda x: x / np.asarray(divisor, np.float32))(jaxdp.Interval.point(x))
+        assert contains(result, x.astype(np.float64) / divisor)
+        # Half of an infinite box keeps its other end.
+        half = program(lambda x: x / 2)(box(np.float32([1.0]), np.float32([np.inf])))
+        assert 0.499 < float(half.lower[0]) <= 0.5 and float(half.upper[0]) == np.inf
+
+
 @pytest.mark.slow
 def test_numbers_that_are_not_finite_never_give_a_wrong_finite_bound():
     def functions(x, y):

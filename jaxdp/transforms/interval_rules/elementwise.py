@@ -24,6 +24,7 @@ from jaxdp.transforms.boxes import (
     outward,
     register_rule,
     slack,
+    tiny,
     upper,
     widen,
 )
@@ -355,12 +356,31 @@ def _div(
         low, high = corner_products(x, inverse)
         y_is_nonnegative = inverse.nonnegative
     else:
-        quotients = lower(x) / y, upper(x) / y
-        low = least(quotients)
-        high = most(quotients)
+        low, high = _quotients(x, y)
         y_is_nonnegative = is_nonnegative(y)
     low, high = widen(low, high, 2)
     return Box(low, high, nonnegative=is_nonnegative(x) and y_is_nonnegative)
+
+
+def _quotients(x: Operand, y: jax.Array) -> Ends:
+    """Bounds x / y for a known y, before the rounding of a division whose result is normal."""
+    # XLA multiplies by the reciprocal where y is a constant or one number. For |y| above 2^126 that
+    # is subnormal: it has two digits less, or is flushed to zero.
+    tiny_reciprocal = (jnp.abs(y) > 1 / tiny(y.dtype)) & jnp.isfinite(y)
+    lows = []
+    highs = []
+    for end in (lower(x), upper(x)):
+        quotient = end / y
+        size = jnp.abs(end)
+        # |y| is below 4 / tiny. So x / y is below 4 tiny up to |x| = 4, and normal beyond. There a
+        # zero shows that the reciprocal was flushed.
+        is_flushed = (quotient == 0) & (size > 4)
+        error = slack(y.dtype, 4) * jnp.abs(quotient)
+        error = error + tiny(y.dtype) * (4 + jnp.where(is_flushed, size, 0))
+        error = jnp.where(tiny_reciprocal, error, 0)
+        lows.append(quotient - error)
+        highs.append(quotient + error)
+    return least(lows), most(highs)
 
 
 def _reciprocal(x: Operand) -> Box:
