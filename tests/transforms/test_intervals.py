@@ -300,6 +300,37 @@ def test_numbers_beyond_the_largest_and_below_the_smallest():
     assert contains(bounded(jnp.prod)(np.array([1e-30, 1e-30, 1e30, 1e30], np.float32)), 1.0)
 
 
+SIGNS = np.float32([1, -1, 2, -2, 1, 1, -1, 0.5])
+SUMS = {
+    "sum": jnp.sum,
+    "cumulative": lambda x: jnp.cumsum(x)[-1],
+    "scattered": lambda x: jnp.zeros(1).at[np.zeros(8, int)].add(x)[0],
+    "dot": lambda x: jnp.dot(x, SIGNS),
+    "convolution": lambda x: jnp.convolve(x, SIGNS, mode="valid")[0],
+    "short": lambda x: jnp.dot(x[:4], x[4:] / 2e38),
+    "long": lambda x: jnp.dot(jnp.tile(x[:4], 5), jnp.tile(x[4:] / 3e38, 5) / 3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("product", ["tight", "rump"])
+@pytest.mark.parametrize("name", SUMS)
+def test_a_part_of_a_sum_that_overflows_is_no_bound_of_the_sum(name, product):
+    rng = np.random.default_rng(3)
+    x = (3.2e38 * rng.uniform(-1, 1, (300, 8))).astype(np.float32)
+    radius = 1e37 * rng.uniform(0, 1, (300, 1)).astype(np.float32)
+    function = SUMS[name]
+    bounds = jax.jit(jax.vmap(jaxdp.interval(function, product=product)), compiler_options=QUICK)
+    values = in_float64(jax.vmap(function), x.astype(np.float64))
+    inner = bounds(jaxdp.Interval.point(x))
+    outer = bounds(box(x - radius, x + radius))
+    assert contains(inner, values) and contains(outer, values)
+    # Most sums stay finite, although their parts exceed the largest float for many.
+    assert np.mean(np.abs(values) < 3.4e38) > 0.2
+    if product == "tight":
+        assert (outer.lower <= inner.lower).all() and (inner.upper <= outer.upper).all()
+
+
 @pytest.mark.parametrize("divisor", [2.0**126, 2.0**127, -(2.0**127), np.full(4, 2.0**127)])
 def test_quotients_whose_reciprocal_would_be_flushed(divisor):
     x = np.float32([2.0**127, -(2.0**127), 3.4e38, 1.0])

@@ -139,6 +139,17 @@ def narrow(
     return Box(low, high, nonnegative=nonnegative)
 
 
+def summable(x: Operand, terms: int) -> Box:
+    """Widens the terms of a sum so that no part of it overflows inward.
+
+    In float32 3e38 + 3e38 - 3e38 is inf, which is no lower end of a sum of 3e38. So a lower end is
+    at most a share of the largest float, and an upper end at least minus that. The largest float
+    itself would not do. It is the same for a smaller box, so the sum stays isotonic.
+    """
+    limit = float(jnp.finfo(x.dtype).max) / (2 * max(terms, 1))
+    return Box(jnp.minimum(lower(x), limit), jnp.maximum(upper(x), -limit))
+
+
 def around(
     ends: Ends,
     scales: Ends,

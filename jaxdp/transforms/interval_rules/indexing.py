@@ -30,6 +30,7 @@ from jaxdp.transforms.interval_rules.endpoints import (
     empty_hull,
     hull_of_cases,
     narrow,
+    summable,
     without_nan,
 )
 from jaxdp.transforms.interval_rules.exact import at_both_ends
@@ -69,8 +70,8 @@ def _scatter_add(
     # An entry receives at most one update per index.
     terms = math.prod(indices.shape[:-1]) + 1
     if is_float(x):
-        x = _inflated(x, terms + 1)
-        updates = _inflated(updates, terms + 1)
+        x = summable(_inflated(x, terms + 1), terms)
+        updates = summable(_inflated(updates, terms + 1), terms)
     low = _added(eqn, lower(x), indices, lower(updates))
     high = _added(eqn, upper(x), indices, upper(updates))
     if not is_float(x):

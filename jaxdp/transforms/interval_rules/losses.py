@@ -27,6 +27,7 @@ from jaxdp.transforms.interval_rules.endpoints import (
     log_sum_exp,
     most,
     sum_of_others,
+    summable,
 )
 from jaxdp.transforms.interval_rules.softmax import pairwise_gaps, probabilities
 
@@ -90,8 +91,9 @@ def _softmax_value(
     error = slack(low.dtype, low.shape[-1] + 2)
     low = low - error * jnp.abs(low)
     high = high + error * jnp.abs(high)
-    low = jnp.sum(low, axis=-1)
-    high = jnp.sum(high, axis=-1)
+    summands = summable(Box(low, high), low.shape[-1])
+    low = jnp.sum(summands.lower, axis=-1)
+    high = jnp.sum(summands.upper, axis=-1)
     low, high = widen(low, high)
     return Box(low, high)
 

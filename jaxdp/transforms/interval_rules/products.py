@@ -41,6 +41,7 @@ from jaxdp.transforms.interval_rules.endpoints import (
     corner_products,
     narrow,
     off_diagonal,
+    summable,
 )
 from jaxdp.transforms.interval_rules.softmax import PAIRWISE
 
@@ -116,14 +117,22 @@ def _point_times_interval(
     *,
     a_is_nonnegative: bool,
 ) -> Ends:
+    # As in `summable`: no product of an end exceeds its share of the largest float. A factor that
+    # is infinite or NaN says nothing about the others.
+    sizes = jnp.where(jnp.isfinite(a), jnp.abs(a), 0)
+    terms = max(1, min(math.prod(a.shape), math.prod(b.shape)))
+    share = float(jnp.finfo(b.dtype).max) / (4 * terms)
+    limit = share / jnp.max(sizes, initial=0)
+    b_low = jnp.minimum(b.lower, limit)
+    b_high = jnp.maximum(b.upper, -limit)
     positive = jnp.maximum(a, 0)
     negative = jnp.maximum(-a, 0)
-    low = multiply(positive, b.lower)
-    high = multiply(positive, b.upper)
+    low = multiply(positive, b_low)
+    high = multiply(positive, b_high)
     if a_is_nonnegative:
         return low, high
-    low = low - multiply(negative, b.upper)
-    high = high - multiply(negative, b.lower)
+    low = low - multiply(negative, b_high)
+    high = high - multiply(negative, b_low)
     return low, high
 
 
@@ -143,18 +152,27 @@ def _interval_times_interval(
     # The ends of a+.
     least = jnp.maximum(a.lower, 0)
     most = jnp.maximum(a.upper, 0)
-    low = multiply(least, b_low_positive) + multiply(most, b_low_negative)
-    high = multiply(most, b_high_positive) + multiply(least, b_high_negative)
+    low = _bounded(multiply(least, b_low_positive)) + multiply(most, b_low_negative)
+    high = multiply(most, b_high_positive) + _bounded(multiply(least, b_high_negative))
     if a_is_nonnegative:
         return low, high
     # The ends of a-.
     least = jnp.maximum(-a.upper, 0)
     most = jnp.maximum(-a.lower, 0)
-    most_negative = multiply(most, b_high_positive) + multiply(least, b_high_negative)
+    most_negative = multiply(most, b_high_positive) + _bounded(multiply(least, b_high_negative))
     low = low - most_negative
-    least_negative = multiply(least, b_low_positive) + multiply(most, b_low_negative)
+    least_negative = _bounded(multiply(least, b_low_positive)) + multiply(most, b_low_negative)
     high = high - least_negative
     return low, high
+
+
+def _bounded(x: jax.Array) -> jax.Array:
+    """Replaces sums of terms of one sign that overflowed inward by the largest finite number.
+
+    Otherwise inf - 3e38 would be a lower end of 4e38 - 3e38.
+    """
+    largest = float(jnp.finfo(x.dtype).max)
+    return jnp.clip(x, -largest, largest)
 
 
 def _midpoint_radius(
@@ -178,6 +196,8 @@ def _midpoint_radius(
         mid = multiply(a_mid, b_mid)
         radius = multiply(jnp.abs(a_mid), b_radius)
         radius = radius + multiply(a_radius, jnp.abs(b_mid) + b_radius)
+    # A sum of midpoints may have overflowed although its value does not.
+    radius = jnp.where(jnp.isfinite(mid), radius, jnp.inf)
     return mid - radius, mid + radius
 
 
@@ -339,13 +359,14 @@ def _short_sum(
     # Two matrices: all products in one array are slower to compute, and faster to compile.
     are_matrices = math.prod(a.shape) > terms and math.prod(b.shape) > terms
     if are_matrices:
-        low, high = _all_products(a, b, shared=1)
-        low = jnp.sum(low, axis=-1)
-        high = jnp.sum(high, axis=-1)
+        products = summable(Box(*_all_products(a, b, shared=1)), terms)
+        low = jnp.sum(products.lower, axis=-1)
+        high = jnp.sum(products.upper, axis=-1)
         return low, high
-    products = [_all_products(_entry(a, i), _entry(b, i)) for i in range(terms)]
-    lows = [low for low, _ in products]
-    highs = [high for _, high in products]
+    pairs = [_all_products(_entry(a, i), _entry(b, i)) for i in range(terms)]
+    boxes = [summable(Box(*ends), terms) for ends in pairs]
+    lows = [box.lower for box in boxes]
+    highs = [box.upper for box in boxes]
     low = functools.reduce(jnp.add, lows)
     high = functools.reduce(jnp.add, highs)
     return low, high

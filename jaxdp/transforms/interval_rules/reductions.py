@@ -29,6 +29,7 @@ from jaxdp.transforms.interval_rules.endpoints import (
     corner_products,
     most,
     narrow,
+    summable,
 )
 
 # --- Sums and products --------------------------------------------------------------------------
@@ -49,8 +50,11 @@ def _sum(eqn: Equation, x: Operand) -> Operand:
     if eqn.name != "reduce_sum" and jnp.finfo(x.dtype).bits < 32:
         # XLA rounds each of these sums to 16 bits after every addition.
         summands = inflate(x, terms + 2)
-    low, high = eqn.ends(inflate(at_least_float32(summands), terms + 2))
-    return narrow(eqn, low, high, nonnegative=is_nonnegative(x), underflows=terms + 1)
+    summands = inflate(at_least_float32(summands), terms + 2)
+    nonnegative = is_nonnegative(x)
+    # Without a negative term a part of a sum is at most the sum.
+    low, high = eqn.ends(summands if nonnegative else summable(summands, terms))
+    return narrow(eqn, low, high, nonnegative=nonnegative, underflows=terms + 1)
 
 
 def _check_float(x: Operand) -> None:
