@@ -343,6 +343,30 @@ def test_quotients_whose_reciprocal_would_be_flushed(divisor):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("reducer", ["max", "min"])
+@pytest.mark.parametrize(
+    ("window", "stride", "padding"), [(2, 2, "VALID"), (3, 2, "SAME"), (2, 1, ((1, 1),))]
+)
+def test_derivatives_of_pooling_where_all_of_a_window_is_infinite(reducer, window, stride, padding):
+    worst = -np.inf if reducer == "max" else np.inf
+    function = getattr(lax, reducer)
+
+    def pooled(x):
+        return lax.reduce_window(x, np.float32(worst), function, (window,), (stride,), padding)
+
+    def derivative(x):
+        result, pull = jax.vjp(pooled, x)
+        return pull(jnp.arange(1.0, 1.0 + len(result)))[0]
+
+    rng = np.random.default_rng(0)
+    x = rng.choice(np.float32([worst, worst, worst, 1, 2, -5]), (30, 7))
+    values = jax.jit(jax.vmap(derivative))(x)
+    bounds = jax.jit(jax.vmap(jaxdp.interval(derivative)))
+    for result in (bounds(x), bounds(jaxdp.Interval.point(x))):
+        assert contains(result, np.asarray(values, np.float64))
+
+
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_never_give_a_wrong_finite_bound():
     def functions(x, y):
         return {

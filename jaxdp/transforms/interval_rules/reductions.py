@@ -136,14 +136,18 @@ def _select_and_scatter_add(
 
     lows = padded(lower(x))
     highs = padded(upper(x))
+    # Entries may be -inf, as the padding is.
+    entries = lax.pad(jnp.ones(x.shape, bool), jnp.zeros((), bool), padding)
     low_entries = [_entries_at(lows, place, windows, strides) for place in places]
     high_entries = [_entries_at(highs, place, windows, strides) for place in places]
+    is_entry = [_entries_at(entries, place, windows, strides) for place in places]
     low = jnp.zeros_like(lows)
     high = jnp.zeros_like(lows)
     zero = jnp.zeros((), low.dtype)
     # An entry is in at most as many windows as a window has places.
     cotangents = inflate(source, len(places) + 1)
     nothing = jnp.full_like(low_entries[0], -jnp.inf)
+    none = jnp.zeros_like(is_entry[0])
     x_is_interval = isinstance(x, Interval)
 
     def selection(i: int) -> tuple[jax.Array, jax.Array]:
@@ -153,10 +157,14 @@ def _select_and_scatter_add(
         later = most([nothing, *low_entries[i + 1 :]])
         if not x_is_interval:  # ties select the first entry of the window
             certain = (entry > earlier) & (entry >= later)
-            return certain, certain
+            # In a window of -inf the padding before the first entry may be selected in its place,
+            # as it is on a CPU.
+            is_lost = jnp.isneginf(most([entry, earlier, later]))
+            is_first = is_entry[i] & ~most([none, *is_entry[:i]])
+            possible = certain | (is_lost & is_first)
+            return (possible if i == 0 else certain), possible
         rivals = most([nothing, *high_entries[:i], *high_entries[i + 1 :]])
-        # Where all others are padding the entry wins, even if it is -inf itself.
-        certain = (entry > rivals) | jnp.isneginf(rivals)
+        certain = entry > rivals
         possible = ~(high_entries[i] < jnp.maximum(earlier, later))
         return certain, possible
 
