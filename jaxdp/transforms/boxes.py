@@ -29,6 +29,7 @@ class Interval:
     upper: Any
 
     def __init__(self, lower: Any, upper: Any):
+        # As text, because the error shows it.
         lower_tree = str(jax.tree.structure(lower))
         upper_tree = str(jax.tree.structure(upper))
         if lower_tree != upper_tree:
@@ -112,17 +113,19 @@ def _outward(value: Any, direction: int) -> jax.Array:
     JAX without x64 converts float64 to float32, to nearest. Direction -1 gives the next number
     below where the nearest one is above, +1 the reverse.
     """
+    # An array of JAX is not converted, and integers are not rounded.
     is_host_number = isinstance(value, np.ndarray | np.floating | float)
     if not is_host_number or not jnp.issubdtype(np.result_type(value), jnp.floating):
         return jnp.asarray(value)
-    given = np.asarray(value)
+    original = np.asarray(value)
     with np.errstate(over="ignore"):  # a number too large becomes infinite
-        converted = given.astype(jax.dtypes.canonicalize_dtype(given.dtype))
+        converted = original.astype(jax.dtypes.canonicalize_dtype(original.dtype))
     # Both fit into float64, so the comparison is exact.
     rounded = np.asarray(converted, np.float64)
-    exact = np.asarray(given, np.float64)
+    exact = np.asarray(original, np.float64)
     is_inward = rounded > exact if direction < 0 else rounded < exact
     outermost = np.asarray(direction * np.inf, converted.dtype)
+    # Rounding to nearest is off by less than the distance to the next number.
     moved_out = np.nextafter(converted, outermost)
     # Unlike `jnp.asarray`, `device_put` compiles nothing.
     array: jax.Array = jax.device_put(np.where(is_inward, moved_out, converted))
@@ -301,6 +304,8 @@ def without_overflow(
     return _end_without_overflow(low, -1), _end_without_overflow(high, 1)
 
 
+# An end that one operation rounds to infinity is beyond the largest number. Inward, that number is
+# a bound, and infinity is none. A sum of several terms needs `summable` besides.
 def _end_without_overflow(end: jax.Array, sign: int) -> jax.Array:
     largest = float(jnp.finfo(end.dtype).max)
     if sign < 0:
@@ -323,6 +328,7 @@ def inflate(
     size = magnitude(x)
     # The second term covers an underflow of the first.
     reach = slack(x.dtype, roundings) * size
+    # At most the size, so that the zeros of a padding or a mask stay zeros.
     reach = reach + jnp.minimum(size, tiny(x.dtype))
     low = lower(x) - reach
     high = upper(x) + reach
@@ -332,6 +338,7 @@ def inflate(
 
 def at_least_float32(x: Operand) -> Operand:
     """Converts floats narrower than 32 bits to float32, which is exact."""
+    # In its own dtype XLA may round after every operation, and a slack for that would be too wide.
     if is_float(x) and jnp.finfo(x.dtype).bits < 32:
         return moved(lambda v: lax.convert_element_type(v, jnp.float32), x)
     return x

@@ -35,6 +35,7 @@ def rewrite(eqn: Any, producers: Producers) -> Match:
 
 def _equals_its_extremum(eqn: Any, producers: Producers) -> Match | None:
     """Matches x == max(x, z), in the derivative of max. It means x >= z."""
+    # With independent operands, x would equal max(x, z) for certain only where both are points.
     pair = _meets_itself(eqn.invars, producers, ("max", "min"))
     if pair is None:
         return None
@@ -63,6 +64,7 @@ def _x_plus_xy(eqn: Any, producers: Producers) -> Match | None:
     if not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating):
         return None
     pair = _meets_itself(eqn.invars, producers, ("mul",))
+    # A literal x has one value, so nothing uncertain occurs twice.
     if pair is None or isinstance(pair[1], jex.Literal):
         return None
     _, x, y = pair
@@ -94,6 +96,7 @@ _FUNCTIONS = ("exp_neg_sq", "logaddexp", "logaddexp2")
 
 def _function_of_jax(eqn: Any, producers: Producers) -> Match | None:
     body = eqn.params["call_jaxpr"].jaxpr
+    # Such as "logaddexp at .../jax/_src/lax/other.py:261". Nothing else in a jaxpr names the file.
     name, _, place = (body.debug_info.func_src_info or "").partition(" at ")
     # A user's function may have the same name.
     if name in _FUNCTIONS and place.startswith(JAX_FOLDER):
@@ -107,6 +110,7 @@ def _share(eqn: Any, producers: Producers) -> Match | None:
     difference = _producer(eqn.invars[0], producers, "sub")
     if difference is None:
         return None
+    # With independent operands the share could exceed 1.
     x, total = (_finite(operand, producers) for operand in difference.invars)
     log_sum = _producer(total, producers, "custom_jvp_call")
     function = "logaddexp" if name == "exp" else "logaddexp2"
@@ -159,6 +163,7 @@ def _log_softmax(eqn: Any, producers: Producers) -> Match | None:
     if log is None or _exponent_of_sum(log.invars[0], producers) is not shifted:
         return None
     shift = _shift(shifted, producers)
+    # The shift cancels. Its own bounds would only widen the result.
     return "log_softmax", (shift[0] if shift else shifted,)
 
 
@@ -211,6 +216,7 @@ def _shift(x: Any, producers: Producers) -> tuple[Any, Any] | None:
     if isinstance(a, jex.Literal):
         return None
     last = len(x.aval.shape) - 1
+    # Such as the maximum with `keepdims=True`, which XLA repeats along the axis.
     is_constant = m.aval.shape[last:] == (1,)
     if a.aval.shape == x.aval.shape and is_constant:
         return (a, m)
@@ -236,6 +242,7 @@ def _producer(
 
 def _same(x: Any, y: Any) -> bool:
     """Returns whether two operands are one variable, or equal literals."""
+    # Two literals of one value are two objects, unlike a variable that occurs twice.
     if isinstance(x, jex.Literal) and isinstance(y, jex.Literal):
         return bool(np.all(x.val == y.val))
     return x is y
@@ -254,6 +261,7 @@ def _source(
 
 def _adds_axes(eqn: Any) -> bool:
     """Returns whether an equation only adds axes of length one, or none."""
+    # logsumexp stops the gradient of its shift. The value stays.
     if eqn.primitive.name == "stop_gradient":
         return True
     size_before = eqn.invars[0].aval.size
@@ -271,6 +279,7 @@ def _repeats_last_axis(eqn: Any) -> bool:
     elif eqn.primitive.name != "reshape":
         return False
     lead = len(after) - 1
+    # [..., K] or [..., 1] or [...] becomes [..., K].
     trailing = before[lead:]
     keeps_others = before[:lead] == after[:-1]
     return keeps_others and trailing in ((), (1,), after[-1:])

@@ -155,6 +155,7 @@ def bound(
         args, kwargs = jax.tree.unflatten(tree, points)
         return fun(*args, **kwargs)
 
+    # Shapes in place of intervals: the program cannot depend on an endpoint.
     like_points = [_shape_of(x) if _is_interval(x) else x for x in leaves]
     closed, result = jax.make_jaxpr(flat, return_shape=True)(*like_points)
     operands = [x if _is_interval(x) else jnp.asarray(x) for x in leaves]
@@ -236,10 +237,13 @@ class _Stages:
         self.moving = jaxpr.invars[:moving]
         self.fixed = jaxpr.invars[moving:]
         eqns = live_equations(jaxpr)
+        # Of all stages, because a pattern may begin in an earlier one.
         self.producers = _producers(eqns)
         # What depends on no interval is computed once for a batch, and not once for each distance
         # k.
         self.early, late = self._split_by_dependence(eqns)
+        # Their results are as large as the parameters. A caller forms them for a block of examples,
+        # and adds them up.
         final = _final_outer_products(jaxpr, late)
         self.body = [eqn for eqn in late if eqn not in final]
         # The arrays that an outer product reads are computed once, and not for every entry.
@@ -250,11 +254,13 @@ class _Stages:
         self.to_third = self._needed(self.tail, jaxpr.outvars, outer_results)
         second_stage = [*self.body, *self.outer]
         self.to_second = self._needed(second_stage, self.to_third, set(self.moving))
+        # Filled by a stage while it is traced, and read by the next one.
         self.signs: dict[Any, bool] = {}
         self.outer_products: list[Callable[..., Box]] = []
 
     def _split_by_dependence(self, eqns: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Returns the equations that do not depend on intervals, and those that do."""
+        # A jaxpr has each equation behind those that it reads, so one pass is enough.
         dependent = set(self.moving)
         early = []
         late = []
@@ -274,6 +280,7 @@ class _Stages:
     ) -> list[Any]:
         """Returns the variables that `eqns` and `results` take from earlier stages."""
         atoms: list[Any] = []
+        # Every stage has the constants of the program.
         own = known | set(self.constants)
         for eqn in eqns:
             # The rule of a pattern reads operands of earlier equations.
@@ -344,6 +351,7 @@ def _is_dot(eqn: Any) -> bool:
     return name == "dot_general"
 
 
+# What JAX puts between the outer product of a weight's gradient and the result.
 _MOVES = {"transpose", "reshape", "squeeze", "convert_element_type"}
 
 
@@ -368,6 +376,7 @@ def _final_outer_products(jaxpr: Any, eqns: Sequence[Any]) -> list[Any]:
         first = chain[-1]
         if _is_dot(first) and interval_rules.is_outer(first):
             final += chain
+    # In the order of the program, in which the third stage runs them.
     return [eqn for eqn in eqns if eqn in final]
 
 
@@ -412,6 +421,7 @@ def _run(
     """Interprets equations and adds their results to `values`."""
     for eqn in eqns:
         inputs = [_read(values, atom) for atom in eqn.invars]
+        # Complex numbers have no order, and so no ends.
         if any(map(is_complex, (*eqn.invars, *eqn.outvars))):
             problem = "`interval` does not support complex numbers."
             raise UnsupportedPrimitive(_message(eqn, problem))
@@ -468,6 +478,7 @@ def _apply_rule(
         raise UnsupportedPrimitive(_message(eqn, problem))
     try:
         result = RULES[name](equation, *operands)
+        # A float that is too large becomes infinite. An integer comes back at the other end.
         is_integer = jnp.issubdtype(equation.outputs[0].dtype, jnp.integer)
         if is_integer and name in interval_rules.WRAPPING:
             result = _without_wraps(equation, result, operands)
@@ -484,6 +495,7 @@ def _without_wraps(equation: Equation, result: Any, operands: Sequence[Any]) -> 
     reals = list(map(interval_rules.as_real, operands))
     if equation.name == "scatter-add":
         reals[1] = operands[1]  # positions stay integers
+    # The same rule in floats says how far the exact values reach.
     like_result = jax.ShapeDtypeStruct(equation.outputs[0].shape, jnp.float32)
     in_floats = dataclasses.replace(equation, outputs=(like_result,))
     real: Any = RULES[equation.name](in_floats, *reals)
@@ -501,6 +513,7 @@ def _message(eqn: Any, problem: str) -> str:
 def _user_line(eqn: Any) -> str:
     """Returns the file, line and function outside of JAX and of this package's interpreter."""
     traceback = eqn.source_info.traceback
+    # The innermost frame comes first.
     for frame in traceback.frames if traceback else ():
         if not frame.file_name.startswith((_OUR_FOLDER, JAX_FOLDER)):
             return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"

@@ -89,14 +89,17 @@ def _scan(eqn: Equation, *operands: Operand) -> list[Operand]:
     def zeros_like_one(x: jax.Array) -> jax.Array:  # `eval_shape` reads shapes only
         return jnp.zeros(x.shape[1:], x.dtype)
 
+    # `init` is not sliced, but each turn gets one row of xs.
     like_x = jax.tree.map(zeros_like_one, xs)
 
     def first_step(state: list[Operand]) -> list[Operand]:
         return eqn.evaluate(body, [*constants, *state, *like_x])
 
+    # Kinds that one turn leaves as they are hold for all turns.
     kinds, start = _initial_state(first_step, init)
 
     def step(state: Any, x: Any) -> Any:
+        # Facts about a state are lost here: the next turn knows no sign.
         results = eqn.evaluate(body, [*constants, *state, *x])
         carried = _as_kinds(results[: len(init)], kinds)
         return carried, _without_facts(results[len(init) :])
@@ -125,6 +128,7 @@ def _while(eqn: Equation, *operands: Operand) -> list[Operand]:
 
     def condition(state: Any) -> jax.Array:
         (result,) = eqn.evaluate(params["cond_jaxpr"], [*condition_constants, *state])
+        # Points of the box would take different numbers of turns.
         if isinstance(result, Interval):
             raise NoRuleError("The condition of the loop depends on an interval.")
         return result
@@ -148,6 +152,7 @@ def _cond(
 ) -> list[Operand]:
     branches = eqn.params["branches"]
     if isinstance(index, Interval):
+        # Each branch that the index allows is possible somewhere in the box.
         results = [eqn.evaluate(branch, operands) for branch in branches]
         return [hull_of_cases(index, cases) for cases in zip(*results, strict=True)]
     xs = _without_facts(operands)

@@ -57,6 +57,7 @@ def _fits(x: Operand, target: Any) -> bool:
     if isinstance(x, np.ndarray | np.generic):  # a constant of the program
         converted = np.asarray(x).astype(target)
         return bool(np.all(converted.astype(source) == x))
+    # Any number of the dtype, because a traced value is not known.
     return source == jnp.bool_ or source.itemsize * 8 <= to.nmant
 
 
@@ -106,6 +107,7 @@ def _to_integer(
         if is_float(end):
             # Digits behind the point are cut off, so numbers up to `largest` + 1 fit.
             return (end >= float(smallest)) & (end < float(largest) + 1)
+        # A conversion between integers that loses nothing can be undone.
         is_same = converted.astype(end.dtype) == end
         # A number that wraps may be converted back to itself, with the other sign.
         has_same_sign = (converted < 0) == (end < 0)

@@ -89,6 +89,7 @@ def _monotone(
     return rule
 
 
+# Units in the last place that `jaxdp.interval` assumes. They are measured in tests.
 _MONOTONE_FUNCTIONS = {
     "exp": _monotone(8, below=0),
     "exp2": _monotone(8, below=0, inputs=4),
@@ -119,6 +120,7 @@ def _integer_pow(eqn: Equation, x: Operand) -> Operand:
     exponent = eqn.params.get("y", 2)
     if exponent == 0:
         return jnp.ones_like(lower(x))
+    # JAX inverts the power too, and does not raise the inverse.
     if exponent < 0:
         return _reciprocal(_power(x, -exponent))
     return _power(x, exponent)
@@ -133,6 +135,7 @@ def _power(x: Operand, exponent: int) -> Box:
 
     low, high = both(power, base)
     if is_float(low):
+        # Squaring over and over takes fewer multiplications than the exponent.
         low, high = widen(low, high, 2 * exponent)
     return Box(low, high, nonnegative=is_nonnegative(base))
 
@@ -200,6 +203,7 @@ def _exp_share(
     """Bounds exp(x) / (exp(x) + exp(y)) = sigmoid(x - y), or the same with powers of two."""
     low, high = _difference(x, y)
     if eqn.name == "exp2_share":
+        # 2^x / (2^x + 2^y) = sigmoid((x - y) log 2).
         low = low * math.log(2)
         high = high * math.log(2)
         low, high = widen(low, high, 2)
@@ -225,6 +229,7 @@ def _sine(eqn: Equation, x: Operand) -> Operand:
         # The margin covers the rounding of this test.
         margin = 8 * slack(low.dtype, 4) * jnp.maximum(1, magnitude(x))
         first_turn = jnp.ceil((low - phase - margin) / turn)
+        # The first phase + 2 pi n that is not below the lower end, but for the margin.
         first = first_turn * turn + phase
         return first <= high + margin
 
@@ -261,6 +266,7 @@ def _add(
         bias_axis = np.shape(lower(bias))[-1:]
         # Each class needs a bias of its own, which the differences then contain.
         if logits.shape == result.shape and bias_axis == logits.shape[-1:]:
+            # The bias of a dense layer comes behind its product, whose differences are tight (T2).
             result.differences = functools.partial(_shifted, logits.differences, bias)
             break
     return result
@@ -352,6 +358,7 @@ def _div(
     if not is_float(y):
         raise NoRuleError(_NO_INTEGER_DIVISION)
     if isinstance(y, Interval):
+        # Where y may be zero the inverse is unbounded, and so is the quotient.
         inverse = _reciprocal(y)
         low, high = corner_products(x, inverse)
         y_is_nonnegative = inverse.nonnegative

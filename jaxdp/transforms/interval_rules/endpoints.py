@@ -70,10 +70,12 @@ def empty_hull(dtype: Any) -> tuple[Any, Any]:
 
 def hull_of_cases(index: Operand, cases: Sequence[Operand]) -> Box:
     """Returns the hull of the cases that an index (a boolean or an integer) allows."""
+    # A boolean selects case 0 or 1.
     first = jnp.asarray(lower(index), jnp.int32)
     last = jnp.asarray(upper(index), jnp.int32)
     shape = np.shape(lower(cases[0]))
     dtype = cases[0].dtype
+    # The hull of no case. Each case that is possible widens it.
     low, high = (jnp.full(shape, end, dtype) for end in empty_hull(dtype))
     for i, case in enumerate(cases):
         possible = (first <= i) & (last >= i)
@@ -132,6 +134,7 @@ def narrow(
         high = high + underflow
     dtype = eqn.outputs[0].dtype
     if low.dtype != dtype:
+        # It rounds to nearest, so the ends move outward once more.
         low = low.astype(dtype)
         high = high.astype(dtype)
         low, high = widen(low, high)
@@ -164,6 +167,7 @@ def around(
     ) -> jax.Array:
         is_finite = jnp.isfinite(end)
         error = sign * slack(end.dtype, roundings) * (1 + jnp.abs(scale))
+        # Its scale may be infinite too, and inf - inf would be NaN.
         return jnp.where(is_finite, end + error, end)
 
     low = moved_end(ends[0], scales[0], -1)
@@ -242,6 +246,7 @@ def sum_of_others(x: jax.Array) -> jax.Array:
         return jnp.zeros_like(x)
     zero = jnp.zeros((*x.shape[:-1], 1), x.dtype)
     up_to_here = jnp.cumsum(x, axis=-1)
+    # Of the entries [a, b, c]: before [0, a, a + b], behind [b + c, c, 0].
     before = jnp.concatenate([zero, up_to_here[..., :-1]], axis=-1)
     backwards = jnp.flip(x, -1)
     from_here = jnp.flip(jnp.cumsum(backwards, axis=-1), -1)

@@ -61,7 +61,9 @@ _MONOTONE_BOOLEAN = {"and", "or", "reduce_and", "reduce_or"}
 _INDEXING = {"gather", "dynamic_slice", "dynamic_update_slice", "scatter", "select_n"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge", "is_finite"}
 _ORDERING = {"argmax", "argmin", "sort", "top_k"}
+# The rest of a division is exact: it has no digit below those of the operands.
 _SIGNS = {"neg", "abs", "not", "xor", "rem"}
+# These and the random ones have no rule, so they are refused for intervals.
 _BITS = {
     "bitcast_convert_type",
     "nextafter",
@@ -110,6 +112,7 @@ def at_both_ends(
     highs = eqn.bind(*map(upper, operands))
     results = []
     for low, high in zip(lows, highs, strict=True):
+        # The maximum with 0 of `Box` would turn booleans into integers.
         has_sign = nonnegative and is_float(low)
         results.append(Box(low, high, nonnegative=has_sign))
     return results
@@ -147,6 +150,7 @@ def _pass_facts(x: Box, result: Box) -> None:
     result.zero_sum = x.zero_sum
     differences = x.differences
     if differences is not None:
+        # [..., K, K]
         shape = (*result.shape, result.shape[-1])
         result.differences = lambda: differences().reshape(shape)
 
@@ -179,6 +183,7 @@ def _check_boolean(x: Operand) -> None:
 @register_rule("neg", "not")
 def _antitone(eqn: Equation, x: Operand) -> Operand:
     low, high = eqn.ends(x)
+    # The sum of all negatives is zero too.
     return Box(high, low, zero_sum=isinstance(x, Box) and x.zero_sum)
 
 
@@ -212,6 +217,7 @@ def _order(
     x: Operand,
     y: Operand,
 ) -> Operand:
+    # x < y is y > x, so two comparisons are left.
     if eqn.name in ("lt", "le"):
         x, y = y, x
     if eqn.name in ("gt", "lt"):

@@ -86,6 +86,7 @@ def bilinear_bounds(
     if not isinstance(b, Interval):
         return _product_of_points(multiply, lower(a), b, terms)
     # The second factor is widened by the rounding of the sum, instead of every result.
+    # The other roundings are those of up to three additions of partial sums.
     b = inflate(b, terms + 6)
     a_is_nonnegative = is_nonnegative(a)
     if not isinstance(a, Interval):
@@ -107,6 +108,7 @@ def _product_of_points(
     value = multiply(a, b)
     magnitudes = multiply(jnp.abs(a), jnp.abs(b))
     error = slack(b.dtype, terms + 2) * magnitudes
+    # No sign of a and b matters here, so one evaluation of magnitudes covers all orders of the sum.
     return value - error, value + error
 
 
@@ -125,6 +127,7 @@ def _point_times_interval(
     limit = share / jnp.max(sizes, initial=0)
     b_low = jnp.minimum(b.lower, limit)
     b_high = jnp.maximum(b.upper, -limit)
+    # a b = a+ b - a- b, and both parts of a point are known.
     positive = jnp.maximum(a, 0)
     negative = jnp.maximum(-a, 0)
     low = multiply(positive, b_low)
@@ -310,6 +313,7 @@ def dot_product(dims: Dims, terms: int) -> tuple[int, Multiply]:
     def plain(x: jax.Array, y: jax.Array) -> jax.Array:
         return lax.dot_general(x, y, dims, precision=lax.Precision.HIGHEST)
 
+    # Blocks are cut along one contracted axis.
     if terms <= _LONG or len(a_contract) > 1 or a_batch:
         return terms, plain
     # About sqrt(terms) blocks. Their number is a power of two, so halves can be added.
@@ -431,6 +435,7 @@ def outer_parts(
         a = _entry(axes_last(a, a_contract), 0)
         b = _entry(axes_last(b, b_contract), 0)
     # One operand is widened by the rounding instead of every entry.
+    # One factor of every entry is enough, and the products are many more than the factors.
     if isinstance(a, Interval):
         a = inflate(a, 2, keep_sign=True)
     else:
@@ -441,6 +446,7 @@ def outer_parts(
     b_sign = is_nonnegative(b)
 
     def multiply(*arrays: jax.Array) -> Box:
+        # [I, 1] times [1, J] for operands [I] and [J].
         y_axes = (1,) * arrays[2].ndim
         x_axes = (1,) * arrays[0].ndim
         x = [v.reshape(*v.shape, *y_axes) for v in arrays[:2]]
@@ -496,6 +502,7 @@ def use_zero_sum(
     by looking at endpoints would not be isotonic.
     """
     (a_contract, b_contract), _ = dims
+    # Entries sum to zero along the last axis alone.
     if len(a_contract) != 1:
         return
     a_axis = a_contract[0]
@@ -536,6 +543,7 @@ def _minus_entry(rows: Operand, c: int) -> Box:
     above = upper(rows) - lower(rows)[..., entry]
     below, above = widen(below, above)
     lead = (1,) * (len(rows.shape) - 1)
+    # Outward rounding has moved it off 0.
     is_itself = np.arange(rows.shape[-1]) == c
     is_itself = is_itself.reshape(*lead, -1)
     below = jnp.where(is_itself, 0, below)
@@ -566,6 +574,7 @@ def _note_differences(
         hidden_axis, weights_axis = weights_axis, hidden_axis
     if len(weights.shape) != 2:
         return
+    # A softmax bounds all pairs of at most `PAIRWISE` logits, and asks for no others.
     logits = weights.shape[1 - weights_axis]
     if not 1 < logits <= PAIRWISE:
         return
@@ -581,6 +590,7 @@ def _note_differences(
         gaps = Box(off_diagonal(below), off_diagonal(above))
         contracted = ((hidden_axis,), (0,))
         roundings, multiply = dot_product((contracted, _NO_BATCH), terms)
+        # [..., K, K], of which entry [j, c] is the upper end of z_j - z_c.
         _, top = bilinear_bounds("tight", multiply, hidden, gaps, roundings)
         return off_diagonal(top + 8 * terms * tiny(top.dtype))
 

@@ -46,6 +46,7 @@ def _sum(eqn: Equation, x: Operand) -> Operand:
         terms = math.prod(x.shape[axis] for axis in eqn.params["axes"])
     else:
         terms = x.shape[eqn.params["axis"]]
+    # An entry of a sum passes at most as many additions as there are terms.
     summands = x
     if eqn.name != "reduce_sum" and jnp.finfo(x.dtype).bits < 32:
         # XLA rounds each of these sums to 16 bits after every addition.
@@ -100,6 +101,7 @@ def _cumprod(eqn: Equation, x: Operand) -> Operand:
     reverse = eqn.params["reverse"]
     axis = eqn.params["axis"]
     ends = (lower(x), upper(x))
+    # Corners of corners are corners, so any order of the products gives the same ends.
     low, high = lax.associative_scan(multiply, ends, reverse=reverse, axis=axis)
     return narrow(eqn, low, high, nonnegative=nonnegative)
 
@@ -131,6 +133,7 @@ def _select_and_scatter_add(
     places = list(np.ndindex(*eqn.params["window_dimensions"]))
 
     def padded(end: jax.Array) -> jax.Array:
+        # No entry is below the padding, so it wins only where nothing is larger.
         smallest = jnp.asarray(-jnp.inf, x.dtype)
         return lax.pad(end, smallest, padding)
 
@@ -141,6 +144,7 @@ def _select_and_scatter_add(
     low_entries = [_entries_at(lows, place, windows, strides) for place in places]
     high_entries = [_entries_at(highs, place, windows, strides) for place in places]
     is_entry = [_entries_at(entries, place, windows, strides) for place in places]
+    # Sums of cotangents in the padded shape. The padding is cut off at the end.
     low = jnp.zeros_like(lows)
     high = jnp.zeros_like(lows)
     zero = jnp.zeros((), low.dtype)
@@ -178,6 +182,7 @@ def _select_and_scatter_add(
         if_possible = jnp.where(possible, positive, 0)
         share_high = jnp.where(certain, cotangents.upper, if_possible)
         spread = _spread_of(place, windows, strides, low.shape)
+        # Windows that overlap send their cotangents to one entry, which adds them.
         low = low + lax.pad(share_low, zero, spread)
         high = high + lax.pad(share_high, zero, spread)
     low = lax.pad(low, zero, crop)

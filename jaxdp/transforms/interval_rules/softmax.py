@@ -32,6 +32,7 @@ from jaxdp.transforms.interval_rules.endpoints import (
 )
 
 # All pairwise differences of at most this many logits are bounded.
+# There are K^2 of them for K logits.
 PAIRWISE = 32
 
 
@@ -44,12 +45,14 @@ def pairwise_gaps(logits: Operand, product: str = "tight") -> jax.Array:
     gap_is_nan = jnp.isnan(gaps)
     high_is_known = ~jnp.isnan(high)[..., :, None]
     unknown = gap_is_nan & high_is_known & ~jnp.isnan(low)[..., None, :]
+    # [..., j, c], rounded up, and 0 for j = c.
     gaps = off_diagonal(outward(gaps, 1))
     gaps = jnp.where(unknown, jnp.inf, gaps)
     if product != "tight" or not isinstance(logits, Box) or logits.differences is None:
         return gaps
     by_weights = logits.differences()
     is_unknown = jnp.isnan(by_weights)
+    # Both are upper bounds, and the minimum of isotonic bounds is isotonic.
     smaller = jnp.minimum(gaps, by_weights)
     return jnp.where(is_unknown, gaps, smaller)
 
@@ -68,6 +71,7 @@ def certain_argmax(logits: Operand, product: str = "tight") -> jax.Array:
         return jnp.where(is_certain, best, -1).astype(jnp.int32)
     gaps = pairwise_gaps(logits, product)
     is_diagonal = np.eye(gaps.shape[-1], dtype=bool)
+    # Column c has the gaps z_j - z_c to entry c.
     wins = jnp.all((gaps < 0) | is_diagonal, axis=0)
     is_certain = jnp.any(wins)
     winner = jnp.argmax(wins)
@@ -79,6 +83,7 @@ def probabilities(gaps: jax.Array) -> Ends:
     low = 1 / jnp.sum(jnp.exp(gaps), axis=-2)
     # z_j - z_c >= -(upper bound of z_c - z_j)
     high = 1 / jnp.sum(jnp.exp(-gaps), axis=-1)
+    # 16 roundings of exp, K of the sum, and those of the quotient.
     low, high = widen(low, high, gaps.shape[-1] + 20)
     return jnp.maximum(low, 0), jnp.minimum(high, 1)
 
@@ -97,6 +102,7 @@ def _softmax(eqn: Equation, x: Operand) -> Operand:
     low, high = widen(low, high)
     low = jnp.exp(low)
     high = jnp.exp(high)
+    # 16 roundings of exp, and those of two cumulative sums for the others.
     low, high = widen(low, high, 16 + 2 * x.shape[-1])
     low = jnp.maximum(low, 0)
     others_low = sum_of_others(low)
@@ -129,6 +135,7 @@ def _log_softmax(eqn: Equation, x: Operand) -> Operand:
         ends = (low, high)
         largest = 2 * jnp.max(magnitude(x), -1, keepdims=True)
         scales = (largest, largest)
+    # exp and the sum move the logarithm by 16 + K roundings of 1, and it adds 16 of its own value.
     result = around(ends, scales, x.shape[-1] + 24)
     high = jnp.minimum(result.upper, 0)
     return narrow(eqn, result.lower, high)
@@ -164,6 +171,7 @@ def _cumlogsumexp(eqn: Equation, x: Operand) -> Operand:
     def largest(v: jax.Array) -> jax.Array:
         return lax.cummax(v, axis=axis, reverse=eqn.params["reverse"])
 
+    # JAX scans by logaddexp, so each entry may add the rounding of an exponential.
     roundings = 16 * x.shape[axis] + 24
     ends = eqn.ends(x)
     scales = both(largest, x)
