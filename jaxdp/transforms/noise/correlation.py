@@ -148,6 +148,7 @@ class _Buffered(_Strategy):
         # x_t = z_t - sum_i omega_i s_i
         row = fresh - _weighted(jnp.asarray(self.scales, fresh.dtype), kept)
         decays = jnp.asarray(self.decays, fresh.dtype)
+        # [m, 1, ..., 1], to meet the buffers [m, ...].
         decays = decays.reshape(-1, *[1] * fresh.ndim)
         # s_i <- theta_i s_i + x_t
         return row, decays * kept + row[None]
@@ -270,6 +271,7 @@ class CorrelatedNoise:
 
         Or its pattern has no proof for the strategy.
         """
+        # A sampler without a bound, such as a plain Poisson one, has no such method.
         participation = getattr(sampler, "participation", None)
         if participation is None:
             raise ValueError(
@@ -291,6 +293,7 @@ class CorrelatedNoise:
                 f"correlated was given participations={self.participations}. Give it "
                 f"participations={most}, min_separation={separation}."
             )
+        # A unit that takes part once has no distance to keep.
         if most > 1 and separation < self.min_separation:
             raise ValueError(
                 f"sampler has an example take part again after {separation} steps, but correlated "
@@ -375,6 +378,7 @@ def _check_count(name: str, value: Any) -> None:
 
 def _strategy(strategy: Any, inverse: bool) -> _Strategy:
     """Returns a strategy of jax_privacy with the numbers of float32."""
+    # By its fields, because importing jax_privacy takes 1.4 s.
     if not inverse and hasattr(strategy, "buf_decay") and hasattr(strategy, "output_scale"):
         decays = _float32("strategy.buf_decay", strategy.buf_decay)
         scales = _float32("strategy.output_scale", strategy.output_scale)
@@ -403,6 +407,7 @@ def _float32(name: str, values: Any) -> tuple[float, ...]:
             f"{name} must be a one-dimensional array of real numbers, got shape {array.shape} and "
             f"dtype {array.dtype}."
         )
+    # The recurrence computes with these, so the sensitivity must be theirs too.
     rounded = array.astype(np.float32)
     if not np.isfinite(rounded).all():
         raise ValueError(f"{name} must be finite in float32, got {array}.")

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxdp.transforms import chacha
 
+# 128 bits: nobody can try them all, and HMAC stretches them to the 256 bits of a key.
 _SEED_BYTES = 16
 # The generator and the number of uint32 words of its keys, by `impl`.
 _GENERATORS: dict[str, tuple[Any, int]] = {

@@ -36,4 +36,5 @@ def _exponentials(
         `zero_words`, int32 [2, size], and `rest` from 0 to LOG_WORD, [2, size].
     """
     zero_words, (high, low) = leading_words(number, key, (2, 2, size))
+    # A word of zeros before u divides u by 2^32, which adds LOG_WORD to -log(u).
     return zero_words, normals.minus_log(high, low, dtype)

@@ -85,6 +85,7 @@ def _normals_on_cpu(
     pair_count = normals.PAIRS[dtype.itemsize]
     counters = lax.iota(jnp.uint32, block_count)
     words = chacha.block(cipher_key, (counters, number, 0, chacha.NOISE))
+    # Of 16 words a block, 10 or 5 are used.
     words = words[: pair_count * normals.WORDS]
     words = words.reshape(pair_count, normals.WORDS, block_count)
     words_of_pairs = list(words.swapaxes(0, 1))
@@ -175,4 +176,5 @@ def _flat(pairs: Any) -> jax.Array:
         columns = [lax.bitcast_convert_type(half, jnp.float32) for half in halves]
     else:
         columns = [jnp.stack([pair.real, pair.imag], axis=-1) for pair in pairs]
+    # [blocks, pairs, 2]
     return jnp.stack(columns, axis=1).reshape(-1)

@@ -48,6 +48,7 @@ def divided_normals(
         cipher_key: jax.Array,
     ) -> tuple[jax.Array, ...]:
         """Returns this device's part of each array."""
+        # Each array of this device, [values], one behind the other.
         own_positions = []
         for shape, sharding, start in zip(shapes, shardings, starts, strict=True):
             own_positions.append(_positions(shape, sharding, start))
@@ -83,11 +84,13 @@ def _positions(
     """
     local_shape = sharding.shard_shape(shape)
     positions = jnp.full(local_shape, start, jnp.int32)
+    # A spec may be shorter than a shape. The axes that it lacks are not divided.
     for d, mesh_axes in itertools.zip_longest(range(len(shape)), sharding.spec):
         index = lax.broadcasted_iota(jnp.int32, local_shape, d)
         if mesh_axes:
             first = lax.axis_index(mesh_axes) * local_shape[d]
             index = first + index
+        # Rows lie one behind the other in the vector, whatever part of them a device has.
         stride = math.prod(shape[d + 1 :])
         positions += index * stride
     return positions.reshape(-1)
@@ -103,6 +106,7 @@ def _normals_at_positions(
     values_of_block = 2 * normals.PAIRS[dtype.itemsize]
     # XLA-CPU takes five times as long for a number of blocks that is no multiple.
     positions = jnp.pad(positions, (0, -len(positions) % BLOCKS_TOGETHER))
+    # The block of each value, and its place in the block.
     counters, place = jnp.divmod(positions, values_of_block)
     values: jax.Array = forms.by_platform(
         cipher_key,
@@ -135,10 +139,12 @@ def _normals_at(
                 jnp.where(place < 2, first, second)
                 for first, second in zip(own_words, second_words, strict=True)
             ]
+        # The other normal of the pair is thrown away: its position may be on another device.
         x, y = normals.pair(own_words, dtype)
         return jnp.where(place % 2 == 0, x, y)
 
     def draw(first: jax.Array) -> jax.Array:
+        # `first` is 0, which XLA does not know (`in_one_turn`).
         inputs = (counters + first, number, 0, chacha.NOISE)
         return normal_of(chacha.unrolled_block(cipher_key, inputs))
 

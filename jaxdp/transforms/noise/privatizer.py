@@ -91,6 +91,7 @@ class Privatizer(optax.GradientTransformationExtraArgs):
         if step < 0:
             raise ValueError(f"step must be at least 0, got {step}. Updates are numbered from 0.")
         value = self.multiplier_at(step)
+        # Without noise epsilon is infinite, as this event says.
         return dp_event.GaussianDpEvent(value) if value else dp_event.NonPrivateDpEvent()
 
     def multiplier_at(self, step: int) -> float:
@@ -277,11 +278,13 @@ def privatize(
         if grid is not None:
             mean = _exact_mean(grid, divisor, updates, state, shardings)
             return mean, PrivatizeState(state.key, state.step + 1)
+        # In float32 at least: a sum in 16 bits would round the noise away.
         total = jax.tree.map(lambda leaf: jnp.asarray(leaf, trees.noise_dtype(leaf)), updates)
         noise, buffers = _noise_of_step(privatizer, total, state, shardings)
         mean = jax.tree.map(functools.partial(_noisy_mean, divisor), total, *noise)
         return mean, PrivatizeState(state.key, state.step + 1, buffers)
 
+    # `init` and `update` read the fields below, once they are called.
     privatizer = Privatizer(init, update)
     # Past __setattr__, which refuses changes.
     privatizer.__dict__.update(
@@ -379,6 +382,7 @@ def _grid_of(
         return Grid.of(clip_norm, noise_multiplier, divisor)
     if steps is None:  # the plan of the run makes the grids
         return GridSchedule(clip_norm)
+    # One program has the grids of all steps, because a step is traced.
     multipliers = [noise_multiplier(step) for step in range(steps)]
     return GridSchedule.of(clip_norm, multipliers, divisor)
 
@@ -398,6 +402,7 @@ def _exact_mean(
                 "with grad_fn.on_grid(privatizer.grid)."
             )
         check_shards(state.key, leaf, shared=True)
+    # It has no form for a mesh, unlike noise of floats, so XLA divides the whole vector.
     noise = trees.rounded_gaussian(state.key, updates, grid.bits, number=state.step)
     if shardings is not None:
         noise = jax.lax.with_sharding_constraint(noise, shardings)
@@ -433,10 +438,11 @@ def _key_of_part(key: jax.Array, params: Any) -> jax.Array:
         return isinstance(node, optax.MaskedNode)
 
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_masked)
-    kept = [jax.tree_util.keystr(path) for path, node in nodes if not is_masked(node)]
-    if len(kept) == len(nodes):
+    own_paths = [jax.tree_util.keystr(path) for path, node in nodes if not is_masked(node)]
+    if len(own_paths) == len(nodes):
         return key
-    digest = hashlib.sha256("\n".join(kept).encode()).digest()
+    digest = hashlib.sha256("\n".join(own_paths).encode()).digest()
+    # `fold_in` takes 32 bits. With 128 of them no two parts meet by chance.
     for start in range(0, 16, 4):
         word = int.from_bytes(digest[start : start + 4], "little")
         key = jax.random.fold_in(key, jax.device_put(np.uint32(word)))

@@ -21,6 +21,7 @@ def check_shards(
 
     With `shared`, also where devices add different noise to one shared sum.
     """
+    # A shape or a number of the host is the same on all devices.
     if not isinstance(leaf, jax.Array):
         return
     if untracked := tuple(sorted(shards.untracked_axes())):
@@ -59,6 +60,7 @@ def check_vmap(
     A later `jax.vmap` raises ValueError if it maps a value and neither the key nor the number.
     """
     # What is not traced now cannot be mapped later.
+    # `custom_vmap` has no derivative.
     traced = [
         jax.lax.stop_gradient(value) for value in values if isinstance(value, jax.core.Tracer)
     ]

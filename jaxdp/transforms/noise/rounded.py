@@ -48,9 +48,11 @@ from jaxdp.transforms.noise.words import cipher_key
 _SLABS = 16 * LARGEST
 # Slabs below 3 standard deviations, which `_quick` tells apart. One of 370 values is beyond.
 _NEAR_SLABS = 48
+# y and u have 96 bits each, see the text above.
 _COMPARED_WORDS = 3
 # Comparisons that a block of the cipher has words for, besides a slab and a place in it.
 _COMPARISONS = 3
+# With fewer bits, `_magnitude` would shift a word by all of its 32 bits.
 LEAST_BITS = 4
 
 
@@ -81,11 +83,13 @@ def slab_thresholds() -> np.ndarray:
     A uniform number of 128 bits belongs to the slab whose number is the count of thresholds that
     are not above it.
     """
+    # 2^128 has 39 digits.
     with decimal.localcontext(prec=80):
         weights = [(-decimal.Decimal(j * j) / 512).exp() for j in range(_SLABS)]
         total = sum(weights)
         below = decimal.Decimal(0)
         rows = []
+        # What is above all of these thresholds is in the last slab.
         for weight in weights[:-1]:
             below += weight
             share = below / total
@@ -143,11 +147,14 @@ def _quick(
     # d is below (d16 + 1) 2^-20, so 2^32 y is below d16 + 1 times (j 2^8 + (d16 + 1) 2^-9).
     d = place >> 16
     d = d + 1
+    # d / 2, rounded up. The square of d itself, 2^32, would be no word.
     half = d + 1
     half = half >> 1
+    # At most 2^16 times 48 times 2^8, so below 2^30.
     linear = d * slab << 8
     square = half * half >> 7
     most = linear + square + 1
+    # With u_1 at least y the sequence ends at n = 0, which is even.
     is_sure = ~is_tied & (first[2] >= most)
     return is_sure, _magnitude(bits, slab, place)
 
@@ -204,6 +211,7 @@ def _settled(
         state: tuple[jax.Array, jax.Array],
     ) -> tuple[jax.Array, jax.Array]:
         is_open, magnitude = state
+        # The places of open values, [room]. `size` stands for no value.
         (lanes,) = jnp.nonzero(is_open, size=room, fill_value=size)
         own_words = first[:, lanes]
         is_value = lanes < size
@@ -274,6 +282,7 @@ def _after_turn(
         last = jnp.where(falls, u, last)
         is_even = is_even ^ falls
         has_ended = ~falls
+    # A chain that goes on uses the u of the next turn, and leaves its slab and place.
     is_accepted = has_ended & is_even
     # A value that was accepted keeps its magnitude.
     return _Lanes(
@@ -298,6 +307,7 @@ def _slab(
         # The slab is at least `middle` if the threshold before that is not above.
         step = half >> i
         middle = slab + step
+        # [4, K], the first word of each in row 0.
         threshold = thresholds[middle - 1].T
         is_below = _is_less(words, threshold)
         return jnp.where(is_below, slab, middle)
@@ -314,6 +324,7 @@ def _is_less(
 ) -> jax.Array:
     """Returns whether numbers are less than others, uint32 [W, K] with the highest word first."""
     less = jnp.zeros(words.shape[1:], bool)
+    # From the lowest word up, so the highest word that differs decides.
     for word, other in zip(words[::-1], others[::-1], strict=True):
         is_below = word < other
         is_equal = word == other
@@ -331,11 +342,13 @@ def exponent(
     With D the first 42 bits of the place and X = 2 D + 1, d is X 2^-47, the middle of its cell. So
     y = 2 X (j 2^44 + X) 2^-96.
     """
+    # D is `high` and the 10 highest bits of `low`. Limbs have 16 bits, the lowest first.
     rest = low >> 22
     end = (high & 0xF) << 12
     lowest = (rest << 2) + 2 | end
     middle = high >> 4 & 0xFFFF
     highest = high >> 20
+    # 4 D + 2.
     twice_x = (lowest, middle, highest)
     end = (high & 0x1F) << 11
     lowest = (rest << 1) + 1 | end
@@ -343,8 +356,10 @@ def exponent(
     end = (slab & 0xF) << 12
     upper = high >> 21 | end
     highest = slab >> 4
+    # j 2^44 + 2 D + 1.
     factor = (lowest, middle, upper, highest)
     limbs = _product(twice_x, factor)
+    # y is below 1, so the seventh limb is 0.
     words = [high << 16 | low for high, low in zip(limbs[5::-2], limbs[4::-2], strict=False)]
     return jnp.stack(words)
 
@@ -354,6 +369,7 @@ def _product(
     right: tuple[jax.Array, ...],
 ) -> list[jax.Array]:
     """Returns the limbs of a product of numbers in limbs of 16 bits, the lowest first."""
+    # At most six parts of 16 bits meet in a column, which is a word.
     columns = [jnp.zeros_like(left[0]) for _ in range(len(left) + len(right))]
     for i, x in enumerate(left):
         for k, y in enumerate(right):

@@ -29,6 +29,7 @@ def check_product(
 
     Zero passes: it means no noise, or a constant sum that needs none.
     """
+    # In float64. Either factor may be outside of float32 if their product is not.
     std = noise_multiplier * clip_norm
     low, high = range_of(np.float32)
     if noise_multiplier and clip_norm and not low <= std <= high:
@@ -63,6 +64,7 @@ def real_number(name: str, value: Any) -> float:
             f"{name} is traced, but privacy parameters are public constants. Call privatize "
             "outside jit."
         )
+    # An explicit transfer, because training runs under jax_transfer_guard="disallow".
     value = jax.device_get(value)
     numeric = isinstance(value, (int, float, np.ndarray, np.generic))
     if not numeric or np.ndim(value) or np.iscomplexobj(value):

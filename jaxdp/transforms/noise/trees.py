@@ -24,6 +24,7 @@ from jaxdp.transforms.noise.reuse import check_shards, check_vmap
 from jaxdp.transforms.noise.rounded import LEAST_BITS, rounded_normals
 from jaxdp.transforms.noise.scales import check_carried, check_scale
 
+# A geometric of this scale is an int32 (`geometric._MOST_WHOLE`).
 LARGEST_DISCRETE_SCALE = 2.0**18
 # The most values of one vector of noise, which bounds the memory beside the leaves to 128 MiB or
 # one leaf.
@@ -226,6 +227,7 @@ def _scaled(
     if not isinstance(scale, jax.core.Tracer):
         scale = check_scale(name, scale)
         dtypes = {noise_dtype(leaf) for leaf in jax.tree.leaves(tree)}
+        # In an order of its own, so that one tree always raises one error.
         for dtype in sorted(dtypes, key=str):
             check_carried(name, scale, dtype)
     return _drawn(key, number, tree, scale, draw, is_standard=True)
@@ -250,12 +252,14 @@ def _drawn(
     leaves, treedef = jax.tree.flatten(tree)
     for value in (*leaves, scale):
         check_shards(key, value)
+    # The scale too: one noise times two scales tells the noise.
     key = check_vmap(key, number, [*leaves, scale])
     groups = _groups(leaves)
     # One group has the key itself, and several have its children.
     keys = jax.random.split(key, len(groups)) if len(groups) > 1 else [key] * len(groups)
     for group, group_key in zip(groups, keys, strict=True):
         drawn = draw(group_key, group)
+        # The scale of integers is a part of their law, and not a factor.
         factor = jnp.asarray(scale, group.dtype) if is_standard else None
         arrays = _leaves_of(drawn, factor, tuple(group.shapes))
         for i, noise in zip(group.indices, arrays, strict=True):
@@ -298,6 +302,7 @@ def _groups(leaves: list[Any]) -> list[_LeafGroup]:
             raise ValueError(
                 f"A leaf has {size} values, but noise has at most {_LARGEST_LEAF}. Split the leaf."
             )
+        # Only the newest group of a dtype takes a leaf, so its leaves are in the order of the tree.
         group = newest.get(dtype)
         if group is None or group.size + size > _LARGEST_VECTOR:
             group = newest[dtype] = _LeafGroup(dtype)
