@@ -61,6 +61,7 @@ class Checkpoints:
         self._digests: dict[int, tuple[str, str]] = {}
         for step, digests in self._hosts.first(self._checked_digests):
             self._digests[int(step)] = tuple(digests)
+        # After process 0 has made the list if there was none.
         self._hosts.each(self._check_shared)
         # Not in the background, because the list names a checkpoint that is whole.
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
@@ -89,6 +90,7 @@ class Checkpoints:
             return like, 0
         path = self._folder / str(step)
         try:
+            # With the shardings of `like`, so that each process reads its own parts.
             saved = self._manager.restore(step, args=self._args.StandardRestore(_nonempty(like)))
             restored = _with_empty(saved, like)
             state = jax.tree.map(_fetched, restored)
@@ -191,6 +193,7 @@ class Checkpoints:
         return {int(step): tuple(digests) for step, digests in content["digests"].items()}
 
     def _write(self, digests: dict[int, tuple[str, str]]) -> None:
+        # JSON has no integers as keys, and no tuples.
         as_json = {str(step): list(both) for step, both in digests.items()}
         write_json(self._list, {"digests": as_json, "sum": _sum(as_json)})
 
@@ -232,6 +235,7 @@ def _digest_of_state(state: Any) -> str:
 def _digest_of_files(folder: pathlib.Path) -> str:
     """Returns a hash of the names and contents of all files in and below a folder."""
     sha256 = hashlib.sha256()
+    # By sorted and relative names, so that a workdir may be moved or copied.
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         sha256.update(f"{path.relative_to(folder)} {sha256_of(path)}\n".encode())
     return sha256.hexdigest()

@@ -14,6 +14,7 @@ def claim(
     `charge` is the event, or a function `charge(account)` that charges an account as the stage
     does.
     """
+    # In memory, because an audit spends nothing of a real budget.
     account = audited(adjacency)
     if isinstance(charge, DpEvent):
         account.spend(charge)

@@ -22,6 +22,7 @@ from jaxdp.release import identity
 T = TypeVar("T")
 
 _SHORT = 1024  # bytes of a message that needs one exchange
+# Errors that a user can mend, by name, because JSON carries no class.
 _ERRORS = {kind.__name__: kind for kind in (BudgetExceeded, LedgerDamaged, TypeError, ValueError)}
 
 
@@ -119,6 +120,7 @@ class Hosts:
         """
         if self.count == 1:
             return
+        # Other versions may compile another program for the same computation.
         rows = self.each(lambda: {"versions": repr(identity.versions()), **facts()})
         for process, row in enumerate(rows):
             differ = [name for name, text in rows[0].items() if row[name] != text]
@@ -145,6 +147,7 @@ class Hosts:
 
     def _gathered(self, message: bytes) -> list[Any]:
         """Returns the JSON messages of all processes. Each sends its length, and then its bytes."""
+        # An exchange takes arrays of one shape, but messages differ in length.
         framed = len(message).to_bytes(8, "little") + message
 
         def exchanged(start: int, stop: int) -> Any:

@@ -32,9 +32,11 @@ def is_of(path: pathlib.Path, digest: str) -> bool:
     """Returns whether a file holds the arrays of a release of this digest."""
     from safetensors import safe_open
 
+    # Only the header is read, and no array.
     with understood(path, _DAMAGED), safe_open(path, framework="numpy") as file:
         metadata: dict[str, str] = file.metadata() or {}
         salt = bytes.fromhex(metadata.get("salt", ""))
+    # A file without metadata is of no release.
     return _check(salt, digest) == metadata.get("check", "")
 
 

@@ -88,6 +88,7 @@ class Mark:
 
         Notes that were copied before the checkpoints end with an earlier one.
         """
+        # The newest note of an earlier chunk. Notes of other releases have no "first_step".
         for row in reversed(self.rows):
             if row.get("first_step", self.first) < self.first:
                 is_of = row.get("next_step", self.first) == self.first
@@ -141,6 +142,7 @@ class Mark:
 def mark_again(rows: Rows, account: Account) -> None:
     """Makes the marks that a ledger lacks, such as one that was restored from an older copy."""
     for place, row in enumerate(rows):
+        # Only later chunks of a run that is one release have a mark. They charge nothing.
         if not row.get("first_step") or row["charges"]:
             continue
         mark = Mark(account, rows[:place], row["first_step"])

@@ -25,12 +25,14 @@ def derive(seed: bytes, purpose: str) -> bytes:
 
 def generator(seed: bytes) -> np.random.Generator:
     """Returns NumPy's generator of all bits of a seed. Equal seeds give equal draws."""
+    # The key of Philox has 128 bits, all of the seed. `default_rng` would hash it first.
     bits = np.random.Philox(key=int.from_bytes(seed, "little"))
     return np.random.Generator(bits)
 
 
 def check_seed(seed: bytes | None) -> None:
     """Raises TypeError or ValueError unless `seed` is a secret seed or None."""
+    # A text of 16 characters has a length too, so the type is compared first.
     if seed is not None and not isinstance(seed, bytes):
         raise TypeError(
             f"seed must be {_BYTES} bytes, got {type(seed).__name__}. Leave it out to draw them."

@@ -25,6 +25,7 @@ def locked(path: pathlib.Path, *, wait: bool = False) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
     # The file is never deleted. Otherwise two processes could hold two files of this name.
     with path.open("w") as file:
+        # Unlike `lockf`, it also refuses a second open file of this process, as of another till.
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
 
