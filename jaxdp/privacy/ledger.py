@@ -190,14 +190,17 @@ class Ledger(LedgerReader):
             records=records,
         ).checked()
         people = contacts.checked(owner=owner, purpose=purpose, contact=contact, approver=approver)
+        # Before the transaction, so that nothing is registered where warnings are errors.
         warn_if_weak(epsilon=epsilon, delta=delta, records=records, unit=unit)
         with self._transaction() as db:
+            # Found or inserted in one transaction, so that two programs cannot both insert it.
             dataset = find_dataset(db, name)
             if dataset is None:
                 insert_dataset(db, name, terms)
                 self._store.seal(name)
                 self._fill_in(db, name, people)
                 return
+            # A program that starts again registers again, which equal terms make harmless.
             dataset.check_unchanged(terms)
             self._fill_in(db, name, people)
             # The number of records may be declared later, once, and is sealed with the terms.
@@ -364,6 +367,7 @@ class Ledger(LedgerReader):
                 f"requests has accounts that spend from {len(outer_holds)} different holds. Hold "
                 "for the accounts of one at a time."
             )
+        # The only one, or None.
         outer = min(outer_holds, default=None)
         return self._admission.settled(
             lambda db: self._make_hold(db, needs, outer, key, float(seconds))
@@ -376,6 +380,7 @@ class Ledger(LedgerReader):
         hold. Another process may take the room right afterwards, unless `hold` keeps it.
         """
         charges = [self._request(account, event, "") for account, event in requests]
+        # A read: others may spend meanwhile.
         self._admission.settled(
             lambda db: self._admission.admit(db, charges, None, more_follow=True), "DEFERRED"
         )
@@ -409,17 +414,22 @@ class Ledger(LedgerReader):
         """Charges all requests or none, on disk. Requests whose token has paid are free."""
         check_text("partition", partition)
         check_text("token", token)
+        # Slow, and so before the transaction.
         self._admission.prepare(requests)
+        # Restarted from the first check whenever a PLD had to decide something.
         spends = self._admission.settled(
             lambda db: self._reserve_in(db, requests, partition, token)
         )
         for spend, request in zip(spends, requests, strict=True):
+            # A replay pays nothing.
             if not spend.replay:
+                # Epsilon is computed only if somebody listens.
                 happened("payment", functools.partial(self._payment, spend, request.label))
         return spends
 
     def _payment(self, spend: Spend, label: str) -> dict[str, Any]:
         """Returns what an event tells about a spend, with epsilon after it as `report` has it."""
+        # The default delta of `report`, so that both show one epsilon.
         registered = self.delta(spend.dataset)
         delta = 1e-5 if registered is None else registered
         epsilon = self.epsilon(spend.dataset, delta=delta)
@@ -449,6 +459,7 @@ class Ledger(LedgerReader):
         ]
         # All are admitted before the first one is charged, so that none is charged alone.
         self._admission.admit(db, unpaid, partition, more_follow=True)
+        # Merged back in the order of the requests, which callers zip with.
         charged = iter([self._charge(db, request, partition, token) for request in unpaid])
         return tuple(replay or next(charged) for replay in replays)
 
@@ -456,7 +467,9 @@ class Ledger(LedgerReader):
         self, db: sqlite3.Connection, request: Request, partition: str | None, token: str | None
     ) -> Spend:
         dataset = dataset_of(db, request.name)
+        # In the canonical form, so that equal requests have one text, and one row of `events`.
         event = compose(request.step)
+        # The key of the totals holds no NULL, so "" is the whole dataset.
         number = self._store.append(
             dataset.id, partition or "", to_json(event), request.label, token, self._run
         )
@@ -494,6 +507,7 @@ class Ledger(LedgerReader):
 
     def _release(self, hold: str, added: Mapping[str, Counts] | None) -> None:
         with self._transaction() as db:
+            # None is the whole hold. A nested one returns only what it has added.
             if added is None:
                 holds.release(db, hold)
             for name, counts in (added or {}).items():
@@ -513,6 +527,7 @@ def _replayed(
     if paid is None:
         return None
     event = compose(request.step)
+    # Otherwise one paid token would make any event free.
     if paid["json"] != to_json(event) or paid["partition"] != (partition or ""):
         raise ValueError(
             f"token {token!r} of dataset {request.name!r} paid for "

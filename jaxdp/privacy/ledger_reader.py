@@ -40,6 +40,7 @@ class LedgerReader:
 
     def close(self) -> None:
         """Closes the file. The ledger cannot be used afterwards."""
+        # No thread is inside of a transaction then.
         with self._store.lock:
             self._store.close()
 
@@ -86,6 +87,7 @@ class LedgerReader:
             "spend" and "after" (number and link of the last spend before), and "link".
         """
         with self._transaction("DEFERRED") as db:
+            # For the error of a dataset that is not registered.
             name = None if name is None else dataset_of(db, name).name
             history = contacts.rows(db)
         return [row for row in history if name in (None, row["dataset"])]
@@ -227,8 +229,10 @@ class LedgerReader:
             compositions = [proven(counts) for counts in compositions]
         if step is not None:
             compositions = [counts + step for counts in compositions]
+            # What is spent was checked when it was charged. The step alone is new.
             for counts in compositions:
                 check_rules(counts, adjacency=dataset.adjacency, method=dataset.method)
+        # The maximum over parts: a unit lies in one of them.
         return largest_epsilon(dataset, compositions, delta)
 
     def explain(self, name: str, *, delta: float | None = None, by: By = "event") -> Explanation:
@@ -386,6 +390,7 @@ class LedgerReader:
         for dataset, entry, compositions in accounts:
             entry |= contacts.current(history, dataset.name)
             at_delta = entry["delta"]
+            # Whatever the proven part is, the whole has no bound.
             if entry.pop("unproven"):
                 entry["headline"] = "inf (empirical only)"
             else:
