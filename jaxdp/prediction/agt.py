@@ -149,6 +149,7 @@ def train_with_bounds(
     if mesh is not None:
         plan = dataclasses.replace(plan, mesh=mesh, data_axes=tuple(data_axes))
         on_every_device = NamedSharding(mesh, PartitionSpec())
+        # Once, because every step reads them.
         arrays = jax.device_put(arrays, on_every_device)
     nominal, low, high = _train(loss_fn, plan, arrays)
     layout = plan.layout
@@ -189,6 +190,7 @@ def training_programs(
     """
     training = _one_training(training, options)
     plan, arrays = make_plan(loss_fn, params, data, distances(ks), training)
+    # The number of epochs is no part of a program, as in `_train`.
     step_plan = dataclasses.replace(plan, groups=())
     frozen = arrays.frozen
     records = arrays.data
@@ -245,9 +247,11 @@ class _MeanLoss:
     loss_fn: Callable[[Any, Any], jax.Array]
 
     def __call__(self, params: Any, owned: Records) -> jax.Array:
+        # [rows of an owner]
         losses = jax.vmap(self.loss_fn, (None, 0))(params, owned.records)
         # An unused row has no record.
         count = jnp.maximum(jnp.sum(owned.present), 1).astype(losses.dtype)
+        # Not a product with 0, because the loss of an unused row may be NaN.
         present_losses = jnp.where(owned.present, losses, 0)
         return jnp.sum(present_losses) / count
 
@@ -297,6 +301,7 @@ def _train(
                 results = np.cumsum(ks + 1) - 1  # the line j = k of each k
             inputs = arrays.frozen, arrays.data, state, rows, rate, used
             state = _batch_step(loss_fn, step_plan, *inputs)
+            # Otherwise batches queue up, and the bar runs ahead of them.
             state = jax.block_until_ready(state)
             bar.update()
     low, high = _at(state.lines[:2], results)
@@ -308,11 +313,13 @@ def _start(plan: Plan, arrays: Arrays) -> tuple[_State, np.ndarray | None]:
     velocity: list[Any] = []
     if plan.momentum:
         velocity = [np.zeros(x.shape, x.dtype) for x in arrays.moving]  # compiles nothing
+    # One line for each number of changes up to the largest k. All ks share them in the first epoch.
     used = np.arange(plan.ks[-1] + 1) if plan.shared_budget else None
     lines = first = None
     if _shares_program(plan):
         count = len(plan.ks) if used is None else len(used)
         point = arrays.moving, arrays.moving, velocity, velocity
+        # All lines are the initial parameters.
         lines = jax.tree.map(lambda x: _in_rows(x, count), point)
         first = np.asarray(True)
     return _State(arrays.moving, velocity, lines, first), used
@@ -431,6 +438,7 @@ def _step(
 
         each = functools.partial(_each, advance_point)
         lines = _for_lines(plan, each, changes)
+    # A change moves a sum by as much as its record allows, so each line has its own.
     elif by_record and used is not None:
         lines = _spend(plan, descent, lines, used, rate)
     else:
@@ -498,6 +506,7 @@ def _each_of_lines(
         sums = lax.cond(is_again, lambda: sums, lambda: sums_of(x))
         return sums, advance_line(sums, x)
 
+    # The first line always computes its sums, so these zeros are never used.
     shapes = jax.eval_shape(sums_of, start)
     none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
     k_of_lines, _ = xs
@@ -515,6 +524,7 @@ def _for_lines(
     if plan.mesh is None:
         return run(xs)
     count = len(jax.tree.leaves(xs)[0])
+    # Each device gets equally many lines.
     (size,) = rounded_up((count,), plan.mesh, plan.data_axes)
     by_device = PartitionSpec(plan.data_axes)
     shared = jax.shard_map(
@@ -542,6 +552,7 @@ def _share_budget(
     base L has no change in this batch. The line before, already widened, has the minimum over
     i >= 1.
     """
+    # New gradients enter the velocity by this share, and so does one more change.
     share = 1 - plan.dampening
     shift_of_mean = _shift_of_mean(plan)
     charge = jnp.asarray(share * shift_of_mean, plan.grid.dtype)
@@ -564,6 +575,7 @@ def _share_budget(
             outermost = jnp.minimum if sign < 0 else jnp.maximum
             reached = []
             for x, before in zip(base[part], previous[part], strict=True):
+                # Roundings of the sum, and of the products that make the shift.
                 shifted = out(before + sign * shift, sign, 6)
                 reached.append(outermost(x, shifted))
             # j = 0 is the first line of a k, and no line of this k is before it.
@@ -594,6 +606,7 @@ def _spend(
     moves a sum depends on the line, so a running minimum does not do.
     """
     count = len(used)
+    # No line makes more changes than the largest k.
     most = plan.ks[-1]
     low, high, v_low, v_high = (_filled(ends, jnp.inf) for ends in lines)  # the hull of nothing
     nothing = low, _filled(high, -jnp.inf), v_low, _filled(v_high, -jnp.inf)
@@ -604,6 +617,7 @@ def _spend(
 
         def spend(changes: jax.Array, reached: Line) -> Line:
             target = row + changes
+            # A target behind the last line is no line, and is left out below.
             place = jnp.minimum(target, count - 1)
             # Lines of one k are consecutive and count their changes from 0.
             is_of_this_k = used[place] == used[row] + changes
@@ -636,6 +650,7 @@ def _hull_at(
     def widened(part: int, sign: int) -> Leaves:
         ends = []
         for x, y in zip(lines[part], line[part], strict=True):
+            # Infinity leaves the end as it is: +inf in a minimum, -inf in a maximum.
             new = jnp.where(condition, y, -sign * jnp.inf)
             end = x.at[place]
             ends.append(end.min(new) if sign < 0 else end.max(new))
@@ -654,5 +669,7 @@ def _shift_of_mean(plan: Plan) -> float:
     records = 2 if plan.threat == "replace_one" else 1
     whole_unit = 2**SHIFT  # `mean` drops the lower part of a total
     in_clips = math.ceil(records * grid.charge / whole_unit) * whole_unit * grid.unit / grid.clip
+    # The rounding of a sum of so many records, and of a velocity of 1 / (1 - momentum) such sums.
     in_clips += slack(dtype, 8) * public_rows(grid.divisor) / (1 - plan.momentum)
+    # Rounded up, because the charge is used in floats of this dtype.
     return in_clips * (1 + 8 * slack(dtype, 1)) * grid.clip / grid.divisor

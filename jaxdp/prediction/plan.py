@@ -153,6 +153,7 @@ class Training:
             names = ", ".join(map(repr, threats))
             raise ValueError(f"threat must be one of {names}, got {self.threat!r}.")
         check_choice("product", self.product, ("tight", "rump"))
+        # Neither is silently ignored without the other.
         if (self.threat == "poison") != isinstance(self.poisoning, Poisoning):
             raise ValueError(
                 f"poisoning={self.poisoning!r} does not fit threat={self.threat!r}. Give "
@@ -185,6 +186,7 @@ class Training:
             raise ValueError("nesterov=True needs momentum > 0.")
         if not 0 <= self.dampening < 1:
             raise ValueError(f"dampening must be in [0, 1), got {self.dampening!r}.")
+        # As in PyTorch, whose Nesterov momentum has no dampening.
         if self.dampening and (self.momentum == 0 or self.nesterov):
             raise ValueError(
                 f"dampening={self.dampening} needs momentum > 0 and nesterov=False, got "
@@ -306,6 +308,7 @@ def make_plan(
     if training.poisoning is not None:
         training.poisoning.check(one_of(data))
     moving, frozen = jax.tree.map(on_device, layout.split(params))
+    # A grid of 2^21 units has no room in a mantissa of 16 bits.
     moving = [_at_least_float32(x) for x in moving]
     dtype = jnp.result_type(*moving)
     # A sum under "add_remove" is clipped, because an error would tell the number of records.
@@ -319,6 +322,7 @@ def make_plan(
     order[:, : rows.shape[1]] = encoded
     groups = _groups(rows, training)
     shared_budget = _shares_budget(groups, training)
+    # T8 charges the rounding of so many records. A sum under "add_remove" is clipped to them.
     if shared_budget and not is_add_remove and order.shape[1] > public_rows(training.batch_size):
         raise ValueError(
             f"a batch has {rows.shape[1]} records, far more than the public "
@@ -342,6 +346,7 @@ def make_plan(
         has_public=training.threat == "replace_one" and training.public is not None,
     )
     padded = jax.tree.map(_whole_blocks, data)
+    # Rounded once, so training and its bounds make steps of equal rates.
     device_rates = jax.device_put(rates.astype(dtype))
     return plan, Arrays(moving, frozen, padded, order, device_rates)
 
@@ -373,6 +378,7 @@ def _at_least_float32(x: jax.Array) -> jax.Array:
 
 def _groups(rows: np.ndarray, training: Training) -> tuple[int, ...]:
     """Returns the lengths of the groups of batches that may share a budget."""
+    # Rows are public here, as positions are no contents of records.
     if training.order is not None:
         return runs_without_repeats(rows)
     # An epoch may start with a batch that is empty here but not in a neighbour. So the groups are
@@ -428,6 +434,7 @@ def _check_sizes(
         )
     if threat in BY_RECORD:
         return  # more changes than records change no more than all of them
+    # Theorem 4.6 leaves b - k records of a batch of b.
     least = (rows >= 0).sum(axis=1).min()
     if most_changed > least:
         raise ValueError(
@@ -459,6 +466,7 @@ def _check_influence(rates: np.ndarray, training: Training) -> None:
         if training.nesterov:
             step = gradient + training.momentum * velocity
         theta = theta - rate * step
+        # A larger gradient at that step would then end in a larger theta.
         if (theta < 0).any():
             raise ValueError(
                 f"weight_decay={training.weight_decay} with momentum={training.momentum} and a "
@@ -482,6 +490,7 @@ def _check_leaves(params: Any, trainable: Trainable | None) -> tuple[bool, ...]:
         )
     for (name, leaf), flag in zip(leaves, flags, strict=True):
         dtype = jnp.result_type(leaf)
+        # A key of a frozen leaf, or an index, has no NaN to look for.
         is_floating = jnp.issubdtype(dtype, jnp.floating)
         if flag and not is_floating:
             raise TypeError(f"params leaf {name} is {dtype}. Train floating-point leaves only.")
@@ -495,6 +504,7 @@ def _check_loss(
     params: Any,
     data: Any,
 ) -> None:
+    # Traced and not run, so no record is read.
     closed, out = jax.make_jaxpr(loss_fn, return_shape=True)(params, one_of(data))
     shapes = jax.tree.map(lambda x: x.shape, out)
     if shapes != () or not jnp.issubdtype(out.dtype, jnp.floating):
@@ -503,6 +513,7 @@ def _check_loss(
             "It gets a row of the data without the leading axis. Add that axis with x[None] if a "
             "model needs it."
         )
+    # Also those inside of calls and loops.
     primitives = {eqn.primitive.name for eqn in every_equation(closed.jaxpr)}
     random = primitives & _RANDOM
     if random:
