@@ -218,6 +218,21 @@ def test_bad_poisoning(options, match):
         Poisoning(**options)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("field", ["features", "label"])
+def test_a_moved_feature_or_label_may_be_almost_zero(field, dtype):
+    other = jnp.int32(1)
+    for radius in (0.7, 0.1, 0.3, 1e-3, 5.0):
+        x = jnp.asarray([radius, -radius, 1.0], dtype)
+        if field == "features":
+            moved = Poisoning(radius=radius).results({"features": x, "label": other})["features"]
+        else:
+            moved = Poisoning(label_radius=radius).results({"features": other, "label": x})["label"]
+        exact = np.asarray(x, np.float64)
+        assert (np.asarray(moved.lower[0], np.float64) <= exact - radius).all()
+        assert (np.asarray(moved.upper[0], np.float64) >= exact + radius).all()
+
+
 @pytest.mark.parametrize(
     ("poisoning", "match"),
     [
