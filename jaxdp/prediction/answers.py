@@ -73,6 +73,7 @@ def query_epsilon(
     queries = whole("queries", queries)
     even_share = positive("epsilon", epsilon) / queries
     check_delta(delta)
+    # Without a delta, pure epsilons add up.
     if queries == 1 or delta == 0:
         return even_share
     # By advanced composition about sqrt(queries) even shares, so the search starts near its end.
@@ -82,6 +83,7 @@ def query_epsilon(
         return SelfComposedDpEvent(PureDpEvent(largest / divisor), queries)
 
     with counting(event_of, label="epsilon of a query", unit="trial") as counted:
+        # A larger divisor is less loss, as more noise is, so the same search finds it.
         divisor = calibrate_noise(counted, epsilon=epsilon, delta=delta, adjacency=adjacency)
     # Even shares add up to epsilon by basic composition.
     return max(even_share, largest / divisor)
@@ -118,6 +120,7 @@ def _epsilon_each(
     total: tuple[float, float] | None,
     count: int,
 ) -> float:
+    # Both or none.
     if (epsilon is None) == (total is None):
         raise ValueError(
             f"Give either epsilon (of each answer) or total=(epsilon, delta), got {epsilon=}, "
@@ -224,6 +227,7 @@ def private_predict(
             answers = noisy_vote(key, votes, changed_members=steps, **options)
             return {"answers": answers}
         if len(members) > 1:
+            # One certified step changes one member, and the distance of the vote by at most 1.
             label, distance = ensembles.vote(votes, distances, num_classes=classes)
         else:
             label = votes[0]
@@ -234,7 +238,9 @@ def private_predict(
         neighbours = distance // steps
         return {"answers": row.answer(key, label, neighbours, **options)}
 
+    # Private facts only enter a keyed hash, the token.
     models = [_facts(member) for member in members]
+    # Everything else that the bits depend on.
     settings: list[Any] = [epsilon_each, mechanism, steps, classes]
     if informed is not None:
         settings += informed
@@ -251,6 +257,7 @@ def private_predict(
 
 def _members(bounds: Any) -> list[Any]:
     """Returns the models that vote, which is one where `bounds` is no sequence."""
+    # `Bounds`, or another class with its fields.
     if hasattr(bounds, "params"):
         return [bounds]
     return list(bounds)
@@ -303,6 +310,7 @@ def _votes(
     if not certified:
         by_member = [_labels(apply_fn, member.params, queries) for member in members]
         labels = np.stack(by_member)
+        # Distance 0 claims nothing.
         return labels, np.zeros_like(labels)
     certificates = [certify(member, apply_fn, queries) for member in members]
     labels = np.stack([np.asarray(certificate.label) for certificate in certificates])
@@ -370,6 +378,7 @@ def private_values(
         options = {"epsilon": epsilon_each, "output_range": ends}
         logits = _logits(apply_fn, bounds.params, queries)
         values = np.asarray(logits).reshape(count)
+        # Its noise covers the whole range, so no box is needed.
         if not row.certified:
             return {"answers": row.answer(key, values, **options)}
         logits = certify(bounds, apply_fn, queries).logits
@@ -491,6 +500,7 @@ def _kinds(members: Sequence[Any]) -> list[Any]:
     by_type = {}
     for member in members:
         types = str(jax.tree.map(jax.typeof, member))
+        # Which of them is kept does not matter: programs depend on shapes alone.
         by_type[types] = member
     return list(by_type.values())
 
@@ -591,6 +601,7 @@ def answered(queries: Any, answers: Any) -> tuple[Any, np.ndarray]:
     `pate_predict`.
     """
     answers = np.asarray(answers)
+    # -1 is no answer, and no label to learn.
     rows = np.flatnonzero(answers >= 0)
     examples = jax.tree.map(lambda leaf: np.asarray(leaf)[rows], queries)
     return examples, answers[rows].astype(np.int32)

@@ -120,6 +120,7 @@ def certify(
     for k in progress_bar(range(len(bounds.ks)), label="certificates", unit="distance"):
         # An array, so that all distances share one program.
         row = _certain(apply_fn, product, layout, box, np.int32(k), frozen, queries)
+        # One row at a time is in memory, and the bar keeps up.
         rows.append(jax.block_until_ready(row))
     return _certificates(apply_fn, layout, bounds.ks, moving, frozen, queries, rows)
 
@@ -135,6 +136,7 @@ def _certain(
     queries: Any,
 ) -> tuple[jax.Array, Ends]:
     """Returns the certain labels [Q] in a row of the box, or -1, and the ends of logits [Q, C]."""
+    # Cut inside of the program, so that no copy of a row is made outside of it.
     boxes = [unchecked(low[row], high[row]) for low, high in zip(*box, strict=True)]
     params = layout.join(boxes, frozen)
 
@@ -144,8 +146,10 @@ def _certain(
         high = jnp.asarray(upper(logits)).reshape(-1)
         ends = low, high
         if low.size > 1:
+            # With what is known of their differences, which share the last layer's inputs (T2).
             return certain_argmax(logits, product), ends
         is_one = low[0] > 0
+        # As for a nominal logit, 0 itself gives the label 0. A NaN end gives -1.
         zero_or_unknown = jnp.where(high[0] <= 0, 0, -1)
         label = jnp.where(is_one, 1, zero_or_unknown)
         return label.astype(jnp.int32), ends

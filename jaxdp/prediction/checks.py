@@ -15,6 +15,7 @@ def positive(
     meaning: str = "",
 ) -> float:
     """Returns `value` as a float. Raises ValueError, with `meaning`, unless finite and > 0."""
+    # NaN fails the comparison.
     if not hasattr(value, "__float__") or np.ndim(value) or not 0 < value < math.inf:
         explanation = ""
         if meaning:
@@ -31,6 +32,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def _is_integer(value: Any) -> TypeGuard[int]:
+    # True is an int in Python, and no number of records.
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -45,6 +47,7 @@ def distances(ks: int | Sequence[int]) -> tuple[int, ...]:
         raise TypeError(f"ks={values} must be integers.")
     if not values or min(values) < 0:
         raise ValueError(f"ks={values} must hold at least one distance, and none below 0.")
+    # Rows of bounds are searched in this order, and a distance twice would be counted twice.
     if sorted(set(values)) != values:
         raise ValueError(f"ks={values} must increase.")
     return tuple(int(k) for k in values)
@@ -105,6 +108,7 @@ def check_queries(
 ) -> tuple[int, int]:
     """Returns the number of queries, and of the logits of each. Raises ValueError for others."""
     count = check_data(queries, "queries", may_be_empty=may_be_empty)
+    # By shapes, because nothing private may be computed before it is paid.
     out = jax.eval_shape(apply_fn, params, one_of(queries))
     shape = getattr(out, "shape", None)
     if shape is None or len(shape) > 1 or shape == (0,):

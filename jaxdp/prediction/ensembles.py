@@ -79,6 +79,7 @@ def partition_by_hash(
     else:
         layout = "identity"
         contents = _identities(ids, count)
+    # The layout is hashed once, and each record continues from a copy.
     keyed = hashlib.blake2b(layout.encode(), key=salt, digest_size=16)
     part_of_record = np.empty(count, np.int32)
     for i, content in enumerate(contents):
@@ -131,6 +132,7 @@ def _row_bytes(row: Any) -> bytes:
     the others, so they are of the text without zeros.
     """
     if row.dtype.kind in "US":
+        # Quotes and escapes keep the texts of two leaves apart.
         return repr(row.tolist()).encode()
     content: bytes = row.tobytes()
     return content
@@ -296,6 +298,7 @@ def _noisy(
 ) -> np.ndarray:
     like = jax.ShapeDtypeStruct(counts.shape, jnp.float32)
     sample = draw(key, like, scale)
+    # In float64, because a float32 sum would round the noise to fewer digits.
     return counts + np.asarray(sample, np.float64)
 
 
@@ -370,6 +373,7 @@ class ConfidentGNMax:
         if not 1 <= max_answers <= queries:
             raise ValueError(f"max_answers={max_answers} must lie in [1, queries={queries}].")
         members = 2 if adjacency == "zero_out" else 1
+        # Two members move the sums twice as far, which half the noise multiplier says.
         check = GaussianDpEvent(self.sigma_threshold / members)
         # A changed vote moves two counts by one each.
         answer = GaussianDpEvent(self.sigma_votes / math.sqrt(2) / members)
@@ -401,6 +405,7 @@ class ConfidentGNMax:
         """
         counts = _vote_counts(labels, num_classes)
         self.event(len(counts), max_answers=max_answers)  # checks max_answers
+        # One key for both would draw equal noise for both.
         key_threshold, key_votes = jax.random.split(key)
         largest = counts.max(axis=1)
         noisy_largest = _noisy(noise.gaussian, key_threshold, largest, self.sigma_threshold)

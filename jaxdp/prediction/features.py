@@ -62,6 +62,7 @@ class FeatureMap:
             shares = weights / np.sum(weights)
         mean = shares @ public
         deviations, axes = _principal_axes(public - mean, shares)
+        # Axes below that are rounding, which whitening would blow up to the size of the others.
         available = int(np.sum(deviations > 1e-6 * deviations[0]))
         if dimensions < 0 or not available:
             raise ValueError(
@@ -82,6 +83,7 @@ class FeatureMap:
         centred = np.asarray(vectors, np.float64) - self.mean
         mapped = centred @ self.matrix
         lengths = np.linalg.norm(mapped, axis=1, keepdims=True)
+        # The mean itself has no direction.
         divisors = np.where(lengths > 0, lengths, 1.0)
         features = self.radius * mapped / divisors
         return features.astype(np.float32)
@@ -91,6 +93,7 @@ def _principal_axes(centred: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray
     """Returns standard deviations, the largest first, and their axes as columns."""
     vectors, dimensions = centred.shape
     if vectors <= dimensions:  # then the covariance would have more entries than the vectors
+        # Its squared singular values are the variances.
         weighted = centred * np.sqrt(shares)[:, None]
         _, deviations, rows = np.linalg.svd(weighted, full_matrices=False)
         return deviations, rows.T

@@ -110,6 +110,7 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     epsilon = positive("epsilon", epsilon)
     classes = check_classes(num_classes)
     k = check_distances(distance).astype(np.float64)
+    # In logarithms, because e^epsilon overflows above 709.
     log_others = math.log(classes - 1)
     log_total = float(np.logaddexp(epsilon, log_others))  # of e^epsilon + C - 1
     # The first distance at which p <= e^epsilon / (1 + e^epsilon).
@@ -122,6 +123,7 @@ def flip_probability(distance: Any, *, epsilon: float, num_classes: int = 2) -> 
     else:
         at_turn = -math.expm1((turn + 1) * epsilon - log_total)
     with np.errstate(under="ignore"):
+        # Beyond the turn it would be positive, and is not used there.
         exponent = np.minimum((k + 1) * epsilon - log_total, 0.0)
         before = -np.expm1(exponent)
         steps_after_turn = np.maximum(k - turn, 0.0)
@@ -148,6 +150,7 @@ def needed_distance(epsilon: float, *, flip: float = 1e-3, num_classes: int = 2)
     largest = 1
     while flips(largest) > flip:
         largest *= 2
+    # The first True.
     is_rare = flips(np.arange(largest + 1)) <= flip
     return int(np.argmax(is_rare))
 
@@ -185,8 +188,10 @@ def flip_probability_cauchy(
         twice_scale = 2 * math.exp(-epsilon / 2) / -math.expm1(-epsilon)  # 1 / sinh(epsilon / 2)
     elif calibration == "smooth":
         rate = epsilon / 2 if beta is None else beta
+        # M1: the shift costs epsilon - beta, the change of the scale beta.
         twice_scale = 2 / (epsilon - rate)
     else:
+        # Nissim et al., Corollary 2.4, with gamma = 2: the scale is 6 S / epsilon.
         rate = epsilon / 6
         twice_scale = 12 / epsilon
     with np.errstate(under="ignore"):
@@ -367,6 +372,7 @@ def _answer(
     if flips is not None:
         floor = flips(np.arange(last + 1)).tolist()
     table = exact_thresholds(floor, last, epsilon=epsilon, num_classes=classes)
+    # Later thresholds are all 1, the last one of the table.
     rows = np.minimum(k, len(table) - 1)
     thresholds = np.array(table, np.uint64)[rows]
     noise.check_key(key)
@@ -402,6 +408,7 @@ def exact_thresholds(
 
     by_response = math.ceil(unit / (factor + others))  # own(0) <= E r(0)
     rare = max(at_least(0), by_response)
+    # What is left of 2^64 for the label itself.
     own = unit - others * rare
     if factor <= 1 or rare > factor * own:
         raise ValueError(
@@ -479,6 +486,7 @@ def smooth_sensitivity(
     below = highs[:-1] - lows[1:]
     gaps = np.maximum(above, below)  # g_j
     decay = np.exp(-beta * np.arange(len(gaps)))
+    # [J + 2, Q], of which the largest is S.
     decayed = decay[:, None] * gaps
     return np.max(decayed, axis=0)
 
@@ -537,6 +545,7 @@ def default_beta(epsilon: float) -> float:
     epsilon = positive("epsilon", epsilon)
     # log(2 cosh(epsilon) - 1), which does not overflow here.
     free = epsilon + math.log1p(math.exp(-2 * epsilon) - math.exp(-epsilon))
+    # beta stays below epsilon, where the scale would be infinite.
     largest = (1 - 1e-9) * epsilon
     return max(0.8 * epsilon, min(free, largest))
 
@@ -567,6 +576,7 @@ def laplace_values(
     """
     low, high = check_range(output_range)
     epsilon = positive("epsilon", epsilon)
+    # Clipped values move by at most high - low.
     scale = np.full(np.shape(values), (high - low) / epsilon)
     return _add_noise(noise.laplace, key, values, scale, output_range)
 
@@ -580,6 +590,7 @@ def _add_noise(
 ) -> np.ndarray:
     low, high = check_range(output_range)
     like = jax.ShapeDtypeStruct(scale.shape, jnp.float32)
+    # Noise of scale 1, because every query has a scale of its own and `draw` takes one for all.
     standard = np.asarray(draw(key, like, 1.0), np.float64)
     # A value that is NaN must not show, so the middle of the range stands for it.
     middle = (low + high) / 2

@@ -71,6 +71,7 @@ class Poisoning:
             raise ValueError(f"label={self.label!r} must be one of the leaves {sorted(leaves)}.")
         if self.labels:
             dtype = leaves[self.label].dtype
+            # A label of 0.5 would be cut to 0, another label than the one that was asked for.
             is_whole = jnp.issubdtype(dtype, jnp.integer)
             if is_whole and any(label % 1 for label in self.labels):
                 raise ValueError(f"labels={self.labels} must be integers, as the leaf is {dtype}.")
@@ -89,6 +90,7 @@ class Poisoning:
         The first entry has the label of the record.
         """
         radii = {self.features: self.radius, self.label: self.label_radius}
+        # Labels are alternatives, and a box for each is tighter than their hull.
         count = 1 + len(self.labels)
 
         def all_results(path: Any, x: jax.Array) -> Any:
