@@ -119,23 +119,15 @@ def _point_times_interval(
     *,
     a_is_nonnegative: bool,
 ) -> Ends:
-    # As in `summable`: no product of an end exceeds its share of the largest float. A factor that
-    # is infinite or NaN says nothing about the others.
-    sizes = jnp.where(jnp.isfinite(a), jnp.abs(a), 0)
-    terms = max(1, min(math.prod(a.shape), math.prod(b.shape)))
-    share = float(jnp.finfo(b.dtype).max) / (4 * terms)
-    limit = share / jnp.max(sizes, initial=0)
-    b_low = jnp.minimum(b.lower, limit)
-    b_high = jnp.maximum(b.upper, -limit)
     # a b = a+ b - a- b, and both parts of a point are known.
     positive = jnp.maximum(a, 0)
     negative = jnp.maximum(-a, 0)
-    low = multiply(positive, b_low)
-    high = multiply(positive, b_high)
+    low = multiply(positive, b.lower)
+    high = multiply(positive, b.upper)
     if a_is_nonnegative:
         return low, high
-    low = low - multiply(negative, b_high)
-    high = high - multiply(negative, b_low)
+    low = low - multiply(negative, b.upper)
+    high = high - multiply(negative, b.lower)
     return low, high
 
 
@@ -155,27 +147,18 @@ def _interval_times_interval(
     # The ends of a+.
     least = jnp.maximum(a.lower, 0)
     most = jnp.maximum(a.upper, 0)
-    low = _bounded(multiply(least, b_low_positive)) + multiply(most, b_low_negative)
-    high = multiply(most, b_high_positive) + _bounded(multiply(least, b_high_negative))
+    low = multiply(least, b_low_positive) + multiply(most, b_low_negative)
+    high = multiply(most, b_high_positive) + multiply(least, b_high_negative)
     if a_is_nonnegative:
         return low, high
     # The ends of a-.
     least = jnp.maximum(-a.upper, 0)
     most = jnp.maximum(-a.lower, 0)
-    most_negative = multiply(most, b_high_positive) + _bounded(multiply(least, b_high_negative))
+    most_negative = multiply(most, b_high_positive) + multiply(least, b_high_negative)
     low = low - most_negative
-    least_negative = _bounded(multiply(least, b_low_positive)) + multiply(most, b_low_negative)
+    least_negative = multiply(least, b_low_positive) + multiply(most, b_low_negative)
     high = high - least_negative
     return low, high
-
-
-def _bounded(x: jax.Array) -> jax.Array:
-    """Replaces sums of terms of one sign that overflowed inward by the largest finite number.
-
-    Otherwise inf - 3e38 would be a lower end of 4e38 - 3e38.
-    """
-    largest = float(jnp.finfo(x.dtype).max)
-    return jnp.clip(x, -largest, largest)
 
 
 def _midpoint_radius(
@@ -199,9 +182,28 @@ def _midpoint_radius(
         mid = multiply(a_mid, b_mid)
         radius = multiply(jnp.abs(a_mid), b_radius)
         radius = radius + multiply(a_radius, jnp.abs(b_mid) + b_radius)
-    # A sum of midpoints may have overflowed although its value does not.
-    radius = jnp.where(jnp.isfinite(mid), radius, jnp.inf)
     return mid - radius, mid + radius
+
+
+def _unless_too_large(ends: Ends, largest_term: jax.Array, terms: int) -> Ends:
+    """Replaces ends of a sum by infinite ones where a part of it may overflow, unlike the sum.
+
+    In float32 2 * 2e38 - 1e38 is inf, which is no lower end. Where that may happen depends on the
+    largest magnitudes of the factors, so the result stays isotonic.
+    """
+    low, high = ends
+    # NaN fits nowhere. Four such sums may be added.
+    fits = largest_term < float(jnp.finfo(low.dtype).max) / (8 * terms)
+    return jnp.where(fits, low, -jnp.inf), jnp.where(fits, high, jnp.inf)
+
+
+def _largest_term(a: Operand, b: Operand, dims: Dims) -> jax.Array:
+    """Bounds |a_n b_n| for each entry of a dot product by the largest |a_n| and |b_n|."""
+    (a_contract, b_contract), _ = dims
+    # [..., 1] with the contracted axes of length 1, so that an entry is one product.
+    a_top = jnp.max(magnitude(a), axis=a_contract, keepdims=True, initial=0)
+    b_top = jnp.max(magnitude(b), axis=b_contract, keepdims=True, initial=0)
+    return lax.dot_general(a_top, b_top, dims, precision=lax.Precision.HIGHEST)
 
 
 def _product_result(
@@ -253,6 +255,9 @@ def _conv(
     a = at_least_float32(a)
     b = at_least_float32(b)
     ends = bilinear_bounds(eqn.product, multiply, a, b, terms)
+    if not nonnegative:
+        largest_term = jnp.max(magnitude(a), initial=0) * jnp.max(magnitude(b), initial=0)
+        ends = _unless_too_large(ends, largest_term, max(terms, 1))
     return _product_result(eqn, ends, terms, nonnegative=nonnegative)
 
 
@@ -300,9 +305,12 @@ def _general_product(
     b: Operand,
     terms: int,
 ) -> Box:
-    roundings, multiply = dot_product(eqn.params["dimension_numbers"], terms)
+    dims = eqn.params["dimension_numbers"]
+    roundings, multiply = dot_product(dims, terms)
     ends = bilinear_bounds(eqn.product, multiply, a, b, roundings)
     nonnegative = are_nonnegative(a, b)
+    if not nonnegative:  # otherwise no part of a sum exceeds the sum
+        ends = _unless_too_large(ends, _largest_term(a, b, dims), max(terms, 1))
     return _product_result(eqn, ends, terms, nonnegative=nonnegative)
 
 
@@ -588,10 +596,11 @@ def _note_differences(
         above = high[:, :, None] - low[:, None, :]
         below, above = widen(below, above)
         gaps = Box(off_diagonal(below), off_diagonal(above))
-        contracted = ((hidden_axis,), (0,))
-        roundings, multiply = dot_product((contracted, _NO_BATCH), terms)
+        product = (((hidden_axis,), (0,)), _NO_BATCH)
+        roundings, multiply = dot_product(product, terms)
+        ends = bilinear_bounds("tight", multiply, hidden, gaps, roundings)
         # [..., K, K], of which entry [j, c] is the upper end of z_j - z_c.
-        _, top = bilinear_bounds("tight", multiply, hidden, gaps, roundings)
+        _, top = _unless_too_large(ends, _largest_term(hidden, gaps, product), max(terms, 1))
         return off_diagonal(top + 8 * terms * tiny(top.dtype))
 
     result.differences = differences
