@@ -565,5 +565,8 @@ def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
     parts_y, w_y = y
     of_u = _additions(parts_x, parts_y)
     of_w = _additions([w_x], [w_y])
-    of_positions = rounding.additions(_positions(x) * _positions(y))
+    # The sum over groups and both positions is one reduction.
+    groups = jax.tree.leaves(w_x)[0].shape[1]
+    lengths = (groups, _positions(x), _positions(y))
+    of_positions = rounding.additions(*lengths, in_windows=forms.platform() == "cpu")
     return of_u, of_w, of_positions

@@ -44,6 +44,10 @@ FLUSHED = 2.0**-126
 # are added apart. Parts of 8 bits lose more, which the caller counts as terms.
 _OTHERS = 8
 
+# The entries of a window of a reduction along each axis, by which XLA on CPU adds. Newer releases
+# add long axes by smaller windows.
+_WINDOW = 32
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -97,9 +101,18 @@ def of_sum(terms: int, dtype: Any) -> float:
     return (terms + _OTHERS) * eps(dtype)
 
 
-def additions(count: int) -> int:
-    """Returns how many additions a term passes in a reduction of `count` terms by XLA.
+def additions(*lengths: int, in_windows: bool) -> int:
+    """Returns how many additions a term passes where XLA adds up axes of these lengths together.
 
-    Reductions are trees: windows of 32 entries on a CPU, and blocks of threads on an accelerator.
+    Accelerators add in blocks of threads. A CPU adds `in_windows`, one entry after the other, and
+    then the sums of the windows.
     """
-    return min(count, 64 + 2 * math.isqrt(count))
+    # [32, 32] is one window of 1024 entries, and [4, 16, 16] is one as well.
+    of_windows = 0
+    left = lengths
+    while in_windows and math.prod(left) > 1:
+        of_windows += math.prod(min(length, _WINDOW) for length in left)
+        left = tuple(-(-length // _WINDOW) for length in left)
+    count = math.prod(lengths)
+    in_blocks = 64 + 2 * math.isqrt(count)
+    return min(count, max(of_windows, in_blocks))

@@ -17,7 +17,7 @@ import pytest
 from jax import lax
 
 import jaxdp
-from jaxdp.transforms import components
+from jaxdp.transforms import components, rounding
 
 LONG = bool(os.environ.get("JAXDP_SLOW"))
 METHODS = ("vmap", "factors", "keep", "drop")
@@ -300,7 +300,31 @@ def test_no_contribution_of_a_long_example_exceeds_the_bound(
             assert largest <= LIMIT, (case, seed)
 
 
+def additions_of(lengths: tuple[int, ...]) -> int:
+    """Returns how many ones XLA on CPU adds to one 2^24, one after the other, in a sum of products.
+
+    2^24 + 1 is 2^24 in float32."""
+    products = jnp.ones((1, *lengths)).at[(0,) * (1 + len(lengths))].set(2**24)
+    axes = tuple(range(1, 1 + len(lengths)))
+    total = jax.jit(lambda x, y: (x * y).sum(axes))(products, jnp.ones_like(products))
+    return 2**24 + products.size - 1 - int(total[0])
+
+
+LENGTHS = [(1, 9, 9), (1, 16, 16), (1, 32, 32), (1, 40, 40), (4, 16, 16), (31, 4, 4), (1, 197, 197)]
+
+
+@pytest.mark.slow
+def test_no_sum_of_products_has_more_additions_than_its_bound_counts() -> None:
+    for lengths in LENGTHS:
+        assert additions_of(lengths) <= rounding.additions(*lengths, in_windows=True), lengths
+
+
 # --- Broken twins ---
+
+
+@pytest.mark.slow
+def test_a_count_of_blocks_for_windows_is_caught() -> None:
+    assert additions_of((1, 32, 32)) > rounding.additions(1, 32, 32, in_windows=False)
 
 
 @pytest.mark.slow
