@@ -79,6 +79,7 @@ def multiplied_bits() -> int | None:
     if precision not in _FEW_BITS:
         return None
     if forms.platform() == "tpu":
+        # A TPU then takes several passes of bfloat16, which have more bits than one.
         if precision == "tensorfloat32":
             return None
         return BFLOAT16_BITS
