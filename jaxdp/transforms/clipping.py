@@ -135,7 +135,8 @@ class ClippedSum(metaclass=_WithRemedy):
     def __repr__(self) -> str:
         return f"a ClippedSum, which is private and has no noise. {_REMEDY}"
 
-    # JAX and NumPy would otherwise say only that the type is no array.
+    # JAX would otherwise say only that the type is no array, and NumPy would make an array of one
+    # object.
     def __jax_array__(self) -> jax.Array:
         raise TypeError(f"the argument of a JAX function must be an array, got {self!r}")
 
