@@ -21,7 +21,6 @@ form. An operation that leaves the form ends the search, so what is found is rig
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -517,9 +516,8 @@ def low_rank(
     windows = _window_sums(rule, squares)
     products_of_lengths = rounding.root(windows) * jnp.abs(of_scaled)
     lengths = products_of_lengths.sum((1, 2))  # [B, C]
-    # Only accelerators have norms of this form, and they add in blocks.
-    in_blocks = functools.partial(rounding.additions, in_windows=False)
-    additions = in_blocks(rows) + in_blocks(rule.positions)
+    # Only accelerators have norms of this form. They add several axes in blocks too.
+    additions = rounding.additions(rows) + rounding.additions(rule.positions)
     crossed = []
     errors = []
     for output, base in zip(outputs, form.bases, strict=True):

@@ -426,8 +426,8 @@ def clipped_grad(
       `clip_rule.bound(clip_norm)`, which is clip_norm for "global" and "automatic". It exceeds
       bound by more than a relative 1e-5 or so only if the terms of one gradient almost cancel.
       `jaxdp.transforms.rounding` has the proof, which assumes that an addition is rounded to 2**-23
-      or better and that XLA adds in windows or blocks, as `rounding.additions` counts. The sum of
-      the terms of a batch is rounded like any sum.
+      or better and that XLA's reductions of one axis are trees. The sum of the terms of a batch is
+      rounded like any sum.
 
       A term is a function of params and of its own example only. An example whose loss or gradient
       is NaN or infinite contributes exactly zero. A factor that would exceed the bound is reduced

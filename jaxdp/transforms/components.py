@@ -24,7 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdp.transforms import channel_weights, dense, forms, jaxprs, rounding, sites, walker
+from jaxdp.transforms import (
+    channel_weights,
+    dense,
+    forms,
+    jaxprs,
+    products,
+    rounding,
+    sites,
+    walker,
+)
 from jaxdp.transforms.grids import Outer
 
 
@@ -141,10 +150,7 @@ def spans_parts(component: Sequence[sites.Site], part_of: Sequence[int]) -> bool
 
 def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
     """Computes the squared norms [B] of gradients [B, ...] in the widest of their dtypes."""
-    squares = []
-    for grad in grads:
-        axes = tuple(range(1, grad.ndim))
-        squares.append(jnp.square(grad).sum(axes))
+    squares = list(map(products.squared_lengths, grads))
     dtype = sites.wide_dtype(*grads)
     return total(squares, dtype)
 

@@ -23,6 +23,7 @@ from jaxdp.transforms.products import (
     PRECISION,
     contracted,
     multiplies_bfloat16,
+    one_axis,
     settled,
     square,
     wide,
@@ -502,12 +503,11 @@ def _diagonal(gram: jax.Array) -> jax.Array:
     return diagonals
 
 
-@functools.partial(rounding.traced_once, static_argnums=(3,))
 def _gram_sums(
     grams: Sequence[jax.Array],
     x: Lengths,
     y: Lengths,
-    counts: Sequence[int],
+    counts: tuple[int, int, int],
 ) -> tuple[jax.Array, jax.Array]:
     """Returns sum_ts U_ts W_ts and a bound on its rounding, E in `rounding`, [B] each.
 
@@ -516,13 +516,26 @@ def _gram_sums(
       x, y: The lengths of u and w, [B, S, T] and [B, S, T'] each.
       counts: r_u, r_w and r_T.
     """
+    gram_u, gram_w = map(one_axis, grams)
+    products = gram_u * gram_w
+    axes = tuple(range(1, products.ndim))
+    return products.sum(axes), _gram_spread(grams, x, y, counts)
+
+
+@functools.partial(rounding.traced_once, static_argnums=(3,))
+def _gram_spread(
+    grams: Sequence[jax.Array],
+    x: Lengths,
+    y: Lengths,
+    counts: tuple[int, int, int],
+) -> jax.Array:
+    """Returns E in `rounding`, [B]. Arguments are as in `_gram_sums`."""
     gram_u, gram_w = grams
     # By Cauchy and Schwarz, at least the absolute terms of an inner product.
     x_u, x_w = x
     y_u, y_w = y
     most_u = x_u[..., :, None] * y_u[..., None, :]
     most_w = x_w[..., :, None] * y_w[..., None, :]
-    products = gram_u * gram_w
     abs_u = jnp.abs(gram_u)
     abs_w = jnp.abs(gram_w)
     eps = rounding.eps(gram_u.dtype)
@@ -532,7 +545,7 @@ def _gram_sums(
     of_w = r_w * most_w * abs_u
     of_factors = of_u + of_w
     spread = of_factors + r_t * abs_u * abs_w
-    return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
+    return spread.sum((1, 2, 3))
 
 
 @rounding.traced_once
@@ -581,8 +594,6 @@ def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
     parts_y, w_y = y
     of_u = _additions(parts_x, parts_y)
     of_w = _additions([w_x], [w_y])
-    # The sum over groups and both positions is one reduction.
     groups = jax.tree.leaves(w_x)[0].shape[1]
-    lengths = (groups, _positions(x), _positions(y))
-    of_positions = rounding.additions(*lengths, in_windows=forms.platform() == "cpu")
+    of_positions = rounding.additions(groups * _positions(x) * _positions(y))
     return of_u, of_w, of_positions

@@ -44,10 +44,6 @@ FLUSHED = 2.0**-126
 # are added apart. Parts of 8 bits lose more, which the caller counts as terms.
 _OTHERS = 8
 
-# The entries of a window of a reduction along each axis, by which XLA on CPU adds. Newer releases
-# add long axes by smaller windows.
-_WINDOW = 32
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -101,18 +97,11 @@ def of_sum(terms: int, dtype: Any) -> float:
     return (terms + _OTHERS) * eps(dtype)
 
 
-def additions(*lengths: int, in_windows: bool) -> int:
-    """Returns how many additions a term passes where XLA adds up axes of these lengths together.
+def additions(count: int) -> int:
+    """Returns how many additions a term passes where XLA adds up one axis of `count` terms.
 
-    Accelerators add in blocks of threads. A CPU adds `in_windows`, one entry after the other, and
-    then the sums of the windows.
+    Reductions are trees: windows of 32 entries on a CPU, and blocks of threads on an accelerator.
     """
-    # [32, 32] is one window of 1024 entries, and [4, 16, 16] is one as well.
-    of_windows = 0
-    left = lengths
-    while in_windows and math.prod(left) > 1:
-        of_windows += math.prod(min(length, _WINDOW) for length in left)
-        left = tuple(-(-length // _WINDOW) for length in left)
-    count = math.prod(lengths)
-    in_blocks = 64 + 2 * math.isqrt(count)
-    return min(count, max(of_windows, in_blocks))
+    # Several axes at once have windows of 32 entries along each, up to 1024 for two axes, on a CPU.
+    # So what is added up there is one axis (`products.one_axis`).
+    return min(count, 64 + 2 * math.isqrt(count))

@@ -590,8 +590,7 @@ class Site:
     def _norm_by_xla(self, record: Any, g: jax.Array) -> FormedNorm:
         record, g = settled_at(self.rule, record, g)
         grads = self.per_example(record, g)
-        axes = tuple(range(1, grads.ndim))
-        squares = jnp.square(grads).sum(axes)
+        squares = products.squared_lengths(grads)
         # A formed gradient has no E: its entries are rounded as M tells.
         spread = jnp.zeros_like(squares)
         apart = self.without_cancellation(record, g)
