@@ -18,6 +18,10 @@ Where an event has no such rule, the whole is converted (Vadhan 2017, lemma 2.2)
 
 for m units, at the best epsilon on a grid.
 
+Under "add_remove" the m units leave one after the other. Truncated batches cost each of them
+something else, so the lemma takes the largest delta of m data sets of n, n - 1, ... records. Here n
+is the public number of examples, which counts the m units (docs/design/proofs.md, proof 8).
+
 The rule of Poisson samples also holds for units in several groups of cyclic Poisson sampling, with
 independent noise. With correlated noise it has no proof for them, so `CorrelatedSampleDpEvent` has
 no rule. docs/design/proofs.md, proof 6, has both.
@@ -46,6 +50,7 @@ from jaxdp.privacy.events import (
     OwnedGaussianDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
     UnprovenDpEvent,
     ZCDpEvent,
 )
@@ -212,7 +217,7 @@ def _leaf_of_group(leaf: DpEvent, size: int, adjacency: Adjacency) -> DpEvent | 
 
 def _converted(dataset: Dataset, counts: Counts, delta: float, size: int) -> float:
     """Returns epsilon for `size` units, from the curve of deltas of one unit."""
-    epsilons, deltas = _curve(dataset, counts, delta)
+    epsilons, deltas = _curve(dataset, counts, delta, size)
     powers = np.arange(size)[:, None] * epsilons
     with np.errstate(divide="ignore", over="ignore"):
         # 1 + e^epsilon + ... + e^((m-1) epsilon), in logarithms.
@@ -223,8 +228,10 @@ def _converted(dataset: Dataset, counts: Counts, delta: float, size: int) -> flo
     return float(size * epsilons[np.argmax(is_enough)])  # the first that is enough
 
 
-def _curve(dataset: Dataset, counts: Counts, delta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ascending epsilons and their deltas for one unit."""
+def _curve(
+    dataset: Dataset, counts: Counts, delta: float, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ascending epsilons and their deltas for any one of the units that leave in turn."""
     last = math.inf
     if dataset.accounting != "renyi_filter":
         last = pure_epsilon(counts, dataset.adjacency)
@@ -238,7 +245,26 @@ def _curve(dataset: Dataset, counts: Counts, delta: float) -> tuple[np.ndarray, 
     # Among the epsilons only the last one, which is pure, has delta 0.
     if delta == 0:
         return epsilons[-1:], np.zeros(1)
-    return epsilons, deltas_of(dataset, counts, epsilons, least)
+    after = {frozenset(_after_leaving(counts, left).items()) for left in range(size)}
+    if dataset.adjacency != "add_remove" or len(after) == 1:
+        return epsilons, deltas_of(dataset, counts, epsilons, least)
+    curves = [deltas_of(dataset, Counter(dict(each)), epsilons, least) for each in after]
+    return epsilons, np.max(curves, axis=0)
+
+
+def _after_leaving(counts: Counts, left: int) -> Counts:
+    """Returns the releases about data that so many units have left."""
+    smaller: Counts = Counter()
+    for leaf, count in counts.items():
+        if isinstance(leaf, TruncatedSubsampledGaussianDpEvent):
+            leaf = TruncatedSubsampledGaussianDpEvent(
+                max(1, leaf.dataset_size - left),
+                leaf.sampling_probability,
+                leaf.truncated_batch_size,
+                leaf.noise_multiplier,
+            )
+        smaller[leaf] += count
+    return smaller
 
 
 # --- Reports ------------------------------------------------------------------------------------

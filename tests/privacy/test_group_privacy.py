@@ -19,6 +19,7 @@ from jaxdp.privacy.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
     SelfComposedDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
     ZCDpEvent,
     unproven,
 )
@@ -164,6 +165,29 @@ def test_what_has_no_rule_is_converted():
     best = min(2 * rate for rate, cost in zip(rates, single, strict=True) if cost <= rate)
     assert table.groups[1].epsilon == pytest.approx(best, rel=0.01)
     assert epsilons(unproven("no proof"), allow_unproven=True, sizes=(2,)) == [math.inf]
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out"])
+def test_units_that_leave_truncated_batches_find_smaller_data(adjacency):
+    """Heavy truncation costs the last unit more than the first one."""
+
+    def of(records):
+        return TruncatedSubsampledGaussianDpEvent(records, 0.5, 3, 4.0)
+
+    rates = np.linspace(0.1, 3.0, 400)
+
+    def converted(records, size):
+        """The lemma at the best epsilon, for data of so many records."""
+        deltas = [
+            accounting.delta(of(records), epsilon=rate, adjacency=adjacency) for rate in rates
+        ]
+        factors = np.exp(np.arange(size)[:, None] * rates).sum(axis=0)
+        return size * rates[np.argmax(np.array(deltas) * factors <= 0.01)]
+
+    found = epsilons(of(20), sizes=(4,), delta=0.01, adjacency=adjacency)[0]
+    first, last = converted(20, 4), converted(17, 4)
+    assert last > 1.01 * first  # a broken twin: all units leave the whole data
+    assert found == pytest.approx(last if adjacency == "add_remove" else first, rel=0.01)
 
 
 def test_the_table_for_people_and_programs():
