@@ -66,6 +66,8 @@ SIZES = (2, 3, 5, 10)
 # A conversion multiplies delta by up to exp(m epsilon), so it starts from far smaller ones.
 _LEAST = 1e-60
 _POINTS = 2000
+# After these, the smallest delta with a finite epsilon is known to a twentieth of a power of ten.
+_HALVINGS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,8 +238,8 @@ def _curve(
     if dataset.accounting != "renyi_filter":
         last = pure_epsilon(counts, dataset.adjacency)
     if delta > 0:
-        least = min(delta, _LEAST)
-        last = min(last, epsilon_of(dataset, counts, least))
+        least, bound = _smallest(dataset, counts, delta)
+        last = min(last, bound)
     if last == math.inf:
         return np.zeros(1), np.ones(1)
     # Small epsilons are the likely ones.
@@ -250,6 +252,29 @@ def _curve(
         return epsilons, deltas_of(dataset, counts, epsilons, least)
     curves = [deltas_of(dataset, Counter(dict(each)), epsilons, least) for each in after]
     return epsilons, np.max(curves, axis=0)
+
+
+def _smallest(dataset: Dataset, counts: Counts, delta: float) -> tuple[float, float]:
+    """Returns the smallest delta at most `delta` that has a finite epsilon, and this epsilon.
+
+    The failure of a simulation is a part of every delta, so no smaller one has a finite epsilon. If
+    none has, it returns `delta` and infinity.
+    """
+    bound = epsilon_of(dataset, counts, min(delta, _LEAST))
+    if bound < math.inf:
+        return min(delta, _LEAST), bound
+    bound = epsilon_of(dataset, counts, delta)
+    if bound == math.inf:
+        return delta, bound
+    low, high = math.log(_LEAST), math.log(delta)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = epsilon_of(dataset, counts, math.exp(middle))
+        if found < math.inf:
+            high, bound = middle, found
+        else:
+            low = middle
+    return math.exp(high), bound
 
 
 def _after_leaving(counts: Counts, left: int) -> Counts:
