@@ -12,7 +12,9 @@ questions are
 
 A hospital pays before its first answer. It answers each round once and repeats the answer to a
 repeated question (`jaxdp.recalibration.Conversation`). So questions may be repeated, may come late,
-and may come after a crash.
+and may come after a crash. The calibrator keeps the answers of a round before it asks the next one.
+After a crash it would otherwise ask those that are left, whose sum leads to another question, and
+nobody answers two questions of a round.
 """
 
 import contextlib
@@ -29,7 +31,7 @@ from jaxdp import recalibration
 from jaxdp.data import from_arrays, from_csv
 from jaxdp.data.selection import everything
 from jaxdp.data.tables import read_table
-from jaxdp.files import Limits, pack, read_npz, shown, unpack, write_durably, write_json
+from jaxdp.files import Limits, pack, read_json, read_npz, shown, unpack, write_durably, write_json
 from jaxdp.privacy import Ledger
 from jaxdp.release import alone, notes, settle
 
@@ -87,8 +89,8 @@ def run_server(
     recalibration.npz, for `load`.
 
     Raises:
-      TimeoutError: Too few hospitals answer. The same command goes on from here: answered rounds
-          are repeated.
+      TimeoutError: Too few hospitals answer. The same command goes on from here: the workdir
+          keeps answered rounds.
       ValueError: The workdir belongs to another run, there are fewer hospitals than must answer, or
           an answer is of no use.
     """
@@ -103,7 +105,8 @@ def run_server(
                 f"config.server.fewest must be at most {known}, the number of hospitals, got "
                 f"{fewest}."
             )
-        calibrator = _Calibrator(agreed, hospitals, list(hospitals.names), fewest, timeout)
+        path = root / "answers.json"
+        calibrator = _Calibrator(agreed, hospitals, list(hospitals.names), fewest, timeout, path)
         with frame.bind("recalibrate server", config, root):
             result = calibrator.recalibrate(root / "recalibration.npz")
             write_json(root / "result.json", result)
@@ -125,6 +128,7 @@ class _Calibrator:
       hospitals, timeout: The arguments of `run_server`.
       asked: The hospitals that have answered every round until now.
       fewest: How many hospitals have to answer a round.
+      path: The file of the rounds that were answered. It holds the question and the noisy sums.
     """
 
     agreed: _Agreed
@@ -132,9 +136,30 @@ class _Calibrator:
     asked: list[str]
     fewest: int
     timeout: float
+    path: pathlib.Path
 
     def ask(self, k: int, temperature: jax.Array) -> list[np.ndarray]:
-        """Returns the noisy sums of round k, of the hospitals that answered it."""
+        """Returns the noisy sums of round k, of the hospitals that answered it, also before a
+        crash.
+        """
+        rounds = read_json(self.path, kind=list) if self.path.exists() else []
+        question = float(temperature)
+        if k == len(rounds):
+            sums = self._answers(k, temperature)
+            kept = {name: vector.tolist() for name, vector in sums.items()}
+            rounds.append({"temperature": question, "answers": kept})
+            write_json(self.path, rounds)
+        elif rounds[k]["temperature"] != question:
+            raise ValueError(
+                f"{shown(self.path)} has answers to the temperature {rounds[k]['temperature']} in "
+                f"round {k}, not to {question}. Use the release of jaxdp that asked for them."
+            )
+        answers = rounds[k]["answers"]
+        self.asked = sorted(answers)
+        return [np.asarray(answers[name], np.float32) for name in self.asked]
+
+    def _answers(self, k: int, temperature: jax.Array) -> dict[str, np.ndarray]:
+        """Asks the hospitals, and returns the noisy sums of those that answer."""
         fields = {"round": k, "terms": self.agreed.terms}
         question = pack("question", fields=fields, arrays={"temperature": temperature})
         answers = self.hospitals.ask(dict.fromkeys(self.asked, question), timeout=self.timeout)
@@ -144,10 +169,9 @@ class _Calibrator:
             raise TimeoutError(
                 f"{names} gave no answer to round {k} within {self.timeout:g} seconds, or refused, "
                 "as its own output says. Start again as before, when they are back. Answered "
-                "rounds are repeated and not paid again."
+                "rounds are kept and not paid again."
             )
-        self.asked = sorted(answers)
-        return [self._sum(answers[name], name, k) for name in self.asked]
+        return {name: self._sum(data, name, k) for name, data in answers.items()}
 
     def _sum(self, data: bytes, name: str, k: int) -> np.ndarray:
         """Returns the noisy sum in an answer. One of another width would broadcast."""

@@ -132,6 +132,42 @@ def test_programs_keep_no_clipped_gradient_and_no_loss():
     assert [reference() for reference in references] == [None, None]
 
 
+class Slotted:
+    """A source that no weak reference can be to."""
+
+    __slots__ = ()
+    fingerprint = SOURCE.fingerprint
+
+    def __len__(self):
+        return len(SOURCE)
+
+    def gather(self, rows):
+        return SOURCE.gather(rows)
+
+
+def test_a_trainer_keeps_no_source():
+    """A trainer may outlive the records that it was trained on, of which a source has many."""
+    trainer = finetune.dp_sgd(
+        loss,
+        optax.sgd(0.1),
+        sampler=data.PoissonSampler(4, 0.5),
+        noise_multiplier=1.0,
+        clip_norm=1.0,
+    )
+    state = trainer.init(PARAMS)
+
+    def used():
+        source = data.from_arrays(x=np.ones((4, 2), np.float32))
+        trainer.load(state, source, np.arange(4))
+        return weakref.ref(source)
+
+    reference = used()
+    gc.collect()
+    assert reference() is None
+    slotted = Slotted()
+    assert trainer.physical(state, slotted) == trainer.physical(state, slotted)
+
+
 def test_public_training_makes_room_first(caught):
     trainer = pretrain.sam(loss, optax.sgd(0.1), gamma=0.1)
     sizes = {"perturbation_batch_size": 2, "update_batch_size": 2}

@@ -10,7 +10,6 @@ changes the count.
 from collections.abc import Sequence
 from typing import Any, Unpack
 
-import jax
 import numpy as np
 
 from jaxdp.audit import bounds
@@ -73,10 +72,7 @@ def audit_accuracy(
 
     # An estimate rises with the likelihood ratio of the two counts, so it is its own score.
     def scores(count: int, purpose: str) -> np.ndarray:
-        def estimate(key: jax.Array) -> jax.Array:
-            return noisy_fraction(key, count, total, noise_multiplier)
-
         keys = runs.keys(purpose, runs.trials)
-        return np.asarray(jax.vmap(estimate)(keys))
+        return noisy_fraction(keys, count, total, noise_multiplier)
 
     return runs.judge(scores, more, fewer)

@@ -1,5 +1,6 @@
 """Accuracy on public or held-out data at no cost, and on private data as a charged release."""
 
+import fractions
 import functools
 import math
 import os
@@ -28,12 +29,14 @@ from jaxdp.privacy import Account, DpEvent, GaussianDpEvent
 from jaxdp.release import Release, Till, program, stream
 from jaxdp.report import progress_bar
 from jaxdp.transforms import noise
+from jaxdp.transforms.grids import MOST_BITS
 from jaxdp.transforms.parameters import check_finite
 
 Predict = Callable[[Any, jax.Array], jax.Array]
 
-# float32 holds all counts up to here, so that neighbouring counts stay at most 1 apart.
+# More records in one release are unlikely. With the steps of an answer, sums stay below 2^62.
 _MOST_EXAMPLES = 2**24
+_MOST_STEPS = 2**37
 
 
 class Tally(NamedTuple):
@@ -103,14 +106,25 @@ def noisy_fraction(
     count: int,
     total: int,
     noise_multiplier: float,
-) -> jax.Array:
-    """Returns (count + noise) / total, clipped to [0, 1], float32 [].
+) -> np.ndarray:
+    """Returns (count + noise) / total, clipped to [0, 1], float64 [...] for keys [...].
 
-    It is what `charged_accuracy` releases.
+    It is what `charged_accuracy` releases. A right answer adds `each` <= 2^24 / sigma steps and the
+    noise is round(2^24 Z), both integers. So their sum is a rounded Gaussian of multiplier sigma or
+    more, and its last digits tell nothing else of the count.
     """
-    exact = jnp.float32(count)
-    noisy_count = exact + noise.gaussian(key, exact, noise_multiplier)
-    return jnp.clip(noisy_count / total, 0.0, 1.0)
+    std = 2**MOST_BITS
+    # In rational numbers, so that no rounding lengthens it. Below the minimum sums of 64 bits hold.
+    each = min(_MOST_STEPS, math.floor(std / fractions.Fraction(float(noise_multiplier))))
+    steps = np.asarray(jax.vmap(_noise_of_count)(key.reshape(-1)), np.int64).reshape(key.shape)
+    # What follows is post-processing. Noise of more than 2^24 answers leaves nothing of the count.
+    noisy_count = (each * count + steps) / max(1, each)
+    return np.clip(noisy_count / total, 0.0, 1.0)
+
+
+def _noise_of_count(key: jax.Array) -> jax.Array:
+    noise_in_steps: jax.Array = noise.rounded_gaussian(key, jnp.float32(0), MOST_BITS)
+    return noise_in_steps
 
 
 def count_correct(
@@ -176,6 +190,7 @@ def charged_accuracy(
 
     Returns:
       The estimate, clipped to [0, 1]. Before clipping its standard deviation is noise_multiplier /
+      len(source), and less than noise_multiplier 2^-23 of it more. It is at least 2^-13 /
       len(source).
 
     Raises:
@@ -191,7 +206,9 @@ def charged_accuracy(
       GaussianDpEvent(noise_multiplier), charged before the count is computed. For a source of
       `jaxdp.data.by_owners` it is GaussianDpEvent(noise_multiplier / max_records), for one owner.
       `count_correct` has the proof that the count has sensitivity 1 for every input. Clipping is
-      post-processing. The number of examples is taken to be public.
+      post-processing. The number of examples is taken to be public. Count and noise are integers,
+      so that the guarantee covers the last digits too: delta grows by at most
+      (1 + e^epsilon) 2^-94.
     """
     if not 0 < noise_multiplier < math.inf:
         raise ValueError(
@@ -208,7 +225,7 @@ def charged_accuracy(
     def estimate(secret: bytes) -> dict[str, np.ndarray]:
         exact = count_correct(predict, params, source, batch_size=batch_size)
         key = stream(secret, "accuracy")
-        return {"accuracy": np.asarray(noisy_fraction(key, exact, len(source), noise_multiplier))}
+        return {"accuracy": noisy_fraction(key, exact, len(source), noise_multiplier)}
 
     release = Release(
         label="accuracy",
@@ -274,7 +291,7 @@ def program_of_count(
 
 
 def check_count(source: Source, batch_size: int) -> Any:
-    """Returns the structure of an example of a source whose count is exact in float32."""
+    """Returns the structure of an example of a source that is not too large to be counted."""
     example = check_examples(source, batch_size)
     if len(source) > _MOST_EXAMPLES:
         raise ValueError(

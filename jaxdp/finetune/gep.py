@@ -271,11 +271,19 @@ class GradientEmbedding(Query):
         leaves, structure = jax.tree.flatten(moving)
         paths = [path for path, _ in paths_of(moving)]
         sizes = [leaf.size for leaf in leaves]
+        if not any(sizes):
+            raise ValueError(
+                "params must have a trainable leaf with entries, so that there is a gradient to "
+                f"embed. Got {len(sizes)} trainable leaves without any."
+            )
         keys: Sequence[Hashable]
         if callable(self.groups):
             keys = [self.groups(path) for path in paths]
         else:
             keys = _module_groups(paths, sizes, self.groups)
+        # No direction is spent on leaves without entries. They may be in any group.
+        first = keys[np.flatnonzero(sizes)[0]]
+        keys = [key if size else first for key, size in zip(keys, sizes, strict=True)]
         # Groups in the order of their first leaves.
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         owner = [numbers[key] for key in keys]

@@ -5,8 +5,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from jaxdp.data import Source
 from jaxdp.files import check_function, check_numbers
 from jaxdp.finetune.evaluate import (
@@ -139,8 +137,7 @@ class ChargedScore:
         """Returns the noisy accuracy of parameters, with noise from 16 secret bytes."""
         count = count_correct(self.predict, params, self.source, batch_size=self.batch_size)
         key = stream(secret, "accuracy")
-        score = noisy_fraction(key, count, len(self.source), self.noise_multiplier)
-        return float(np.asarray(score))
+        return float(noisy_fraction(key, count, len(self.source), self.noise_multiplier))
 
 
 Score = PublicScore | ChargedScore

@@ -21,6 +21,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
@@ -73,8 +74,8 @@ class PrivateTrainer(StepFunctions):
     data_axes: Sequence[str] = ("data",)
     param_sharding: ParamSharding | None = None
     simulated_event: DpEvent | None = None
-    # The sizes by what they depend on, beside the source that they are for.
-    _sizes: dict[Any, tuple[Source, PhysicalSizes]] = dataclasses.field(
+    # The sizes by what they depend on, beside the source that they are for, which they do not keep.
+    _sizes: dict[Any, tuple[Callable[[], Source | None], PhysicalSizes]] = dataclasses.field(
         init=False, default_factory=dict, repr=False
     )
     _plans: dict[int, "PrivateTrainer"] = dataclasses.field(
@@ -345,7 +346,7 @@ class PrivateTrainer(StepFunctions):
         known = (memory, shapes)
         planned_for, sizes = self._sizes.get(known, (None, None))
         # `load` asks in every step. Examples of another source may be longer.
-        if sizes is None or planned_for is not source:
+        if planned_for is None or sizes is None or planned_for() is not source:
             there = memory is not None or meshes.platform_of(self.mesh) != "cpu"
             stats = jax.local_devices()[0].memory_stats() or {}
             sizes = PhysicalSizes.for_memory(
@@ -360,7 +361,7 @@ class PrivateTrainer(StepFunctions):
                 sizes = dataclasses.replace(sizes, sizes=sizes.sizes[:1])
             rounded = meshes.rounded_up(sizes.sizes, self.mesh, self.data_axes)
             sizes = dataclasses.replace(sizes, sizes=rounded)
-            self._sizes[known] = source, sizes
+            self._sizes[known] = _reference(source), sizes
         return sizes
 
     def load(
@@ -482,6 +483,14 @@ class PrivateTrainer(StepFunctions):
         Without it, a step compiles what it needs first.
         """
         return Programs(self, source)
+
+
+def _reference(source: Source) -> Callable[[], Source | None]:
+    """Returns a weak reference to a source, or one that keeps it if its class allows no other."""
+    try:
+        return weakref.ref(source)
+    except TypeError:  # a class with __slots__
+        return lambda: source
 
 
 def _check_arrays(params: Any) -> None:

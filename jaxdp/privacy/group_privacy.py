@@ -18,6 +18,10 @@ Where an event has no such rule, the whole is converted (Vadhan 2017, lemma 2.2)
 
 for m units, at the best epsilon on a grid.
 
+Under "add_remove" the m units leave one after the other. Truncated batches cost each of them
+something else, so the lemma takes the largest delta of m data sets of n, n - 1, ... records. Here n
+is the public number of examples, which counts the m units (docs/design/proofs.md, proof 8).
+
 The rule of Poisson samples also holds for units in several groups of cyclic Poisson sampling, with
 independent noise. With correlated noise it has no proof for them, so `CorrelatedSampleDpEvent` has
 no rule. docs/design/proofs.md, proof 6, has both.
@@ -46,6 +50,7 @@ from jaxdp.privacy.events import (
     OwnedGaussianDpEvent,
     PoissonSampledDpEvent,
     PureDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
     UnprovenDpEvent,
     ZCDpEvent,
 )
@@ -61,6 +66,8 @@ SIZES = (2, 3, 5, 10)
 # A conversion multiplies delta by up to exp(m epsilon), so it starts from far smaller ones.
 _LEAST = 1e-60
 _POINTS = 2000
+# After these, the smallest delta with a finite epsilon is known to a twentieth of a power of ten.
+_HALVINGS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +219,7 @@ def _leaf_of_group(leaf: DpEvent, size: int, adjacency: Adjacency) -> DpEvent | 
 
 def _converted(dataset: Dataset, counts: Counts, delta: float, size: int) -> float:
     """Returns epsilon for `size` units, from the curve of deltas of one unit."""
-    epsilons, deltas = _curve(dataset, counts, delta)
+    epsilons, deltas = _curve(dataset, counts, delta, size)
     powers = np.arange(size)[:, None] * epsilons
     with np.errstate(divide="ignore", over="ignore"):
         # 1 + e^epsilon + ... + e^((m-1) epsilon), in logarithms.
@@ -223,14 +230,16 @@ def _converted(dataset: Dataset, counts: Counts, delta: float, size: int) -> flo
     return float(size * epsilons[np.argmax(is_enough)])  # the first that is enough
 
 
-def _curve(dataset: Dataset, counts: Counts, delta: float) -> tuple[np.ndarray, np.ndarray]:
-    """Returns ascending epsilons and their deltas for one unit."""
+def _curve(
+    dataset: Dataset, counts: Counts, delta: float, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns ascending epsilons and their deltas for any one of the units that leave in turn."""
     last = math.inf
     if dataset.accounting != "renyi_filter":
         last = pure_epsilon(counts, dataset.adjacency)
     if delta > 0:
-        least = min(delta, _LEAST)
-        last = min(last, epsilon_of(dataset, counts, least))
+        least, bound = _smallest(dataset, counts, delta)
+        last = min(last, bound)
     if last == math.inf:
         return np.zeros(1), np.ones(1)
     # Small epsilons are the likely ones.
@@ -238,7 +247,49 @@ def _curve(dataset: Dataset, counts: Counts, delta: float) -> tuple[np.ndarray, 
     # Among the epsilons only the last one, which is pure, has delta 0.
     if delta == 0:
         return epsilons[-1:], np.zeros(1)
-    return epsilons, deltas_of(dataset, counts, epsilons, least)
+    after = {frozenset(_after_leaving(counts, left).items()) for left in range(size)}
+    if dataset.adjacency != "add_remove" or len(after) == 1:
+        return epsilons, deltas_of(dataset, counts, epsilons, least)
+    curves = [deltas_of(dataset, Counter(dict(each)), epsilons, least) for each in after]
+    return epsilons, np.max(curves, axis=0)
+
+
+def _smallest(dataset: Dataset, counts: Counts, delta: float) -> tuple[float, float]:
+    """Returns the smallest delta at most `delta` that has a finite epsilon, and this epsilon.
+
+    The failure of a simulation is a part of every delta, so no smaller one has a finite epsilon. If
+    none has, it returns `delta` and infinity.
+    """
+    bound = epsilon_of(dataset, counts, min(delta, _LEAST))
+    if bound < math.inf:
+        return min(delta, _LEAST), bound
+    bound = epsilon_of(dataset, counts, delta)
+    if bound == math.inf:
+        return delta, bound
+    low, high = math.log(_LEAST), math.log(delta)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        found = epsilon_of(dataset, counts, math.exp(middle))
+        if found < math.inf:
+            high, bound = middle, found
+        else:
+            low = middle
+    return math.exp(high), bound
+
+
+def _after_leaving(counts: Counts, left: int) -> Counts:
+    """Returns the releases about data that so many units have left."""
+    smaller: Counts = Counter()
+    for leaf, count in counts.items():
+        if isinstance(leaf, TruncatedSubsampledGaussianDpEvent):
+            leaf = TruncatedSubsampledGaussianDpEvent(
+                max(1, leaf.dataset_size - left),
+                leaf.sampling_probability,
+                leaf.truncated_batch_size,
+                leaf.noise_multiplier,
+            )
+        smaller[leaf] += count
+    return smaller
 
 
 # --- Reports ------------------------------------------------------------------------------------

@@ -322,7 +322,8 @@ class LedgerReader:
         """Returns epsilon for several units together, such as the members of a family.
 
         It bounds what all releases tell about whether all of them are in the data or none is, and
-        under "replace_one" and "zero_out" about what all of them contain.
+        under "replace_one" and "zero_out" about what all of them contain. If batches are truncated,
+        they are among the examples that the sampler counts.
 
         Args:
             name: A registered dataset.

@@ -67,6 +67,7 @@ def block(key: jax.Array, inputs: Sequence[Any]) -> jax.Array:
     keys = key.reshape(8, -1)
     shared_words = [jnp.broadcast_to(x, (len(x), count)) for x in (constants, keys)]
     words = jnp.concatenate([*shared_words, own_words])
+    # Rows of the 4 x 4 state of RFC 8439, of all blocks at once.
     start = words.reshape(4, 4, count)
     roll = functools.partial(jnp.roll, axis=0)
 

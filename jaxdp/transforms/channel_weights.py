@@ -180,12 +180,14 @@ def of_program(
         return None
     if len(others) != len(members) - 1:
         return None
+    # Units, bounds and sums here are those of float32.
     if any(leaves[k].dtype != jnp.float32 for k in members):
         return None
     (kernel,) = kernels
     inputs = []
     for number, leaf in enumerate(leaves):
         if number == kernel:
+            # The derivative of the kernel by itself is the identity: the diagonal of ones.
             value = _Value(_as_rows(leaf), True, shape, Vector(1.0, None))
         elif number in others:
             own = Functional(number, None)
@@ -237,6 +239,7 @@ def _in_units(form: Form) -> Form:
         powers.append(power)
     terms = []
     for term in form.terms:
+        # p q^T has one base of each side, so the powers of both are part of its number.
         power = powers[term.place]
         if term.own is not None:
             power = power + powers[term.own]
@@ -316,6 +319,7 @@ def _applied(
         value = _product(*operands)
     elif name == "div":
         x, y = operands
+        # x / y is x times the inverse of y, so one rule of products serves both.
         inverse = _entrywise(y, lambda v: 1 / v, lambda v: -1 / jnp.square(v))
         value = _product(x, inverse)
     elif name in _ENTRYWISE:
@@ -326,6 +330,7 @@ def _applied(
         value = _sum(eqn, operands[0], kernel)
     elif name in ("broadcast_in_dim", "reshape", "squeeze"):
         value = operands[0]
+        # Values are [n, C] or [1, C] in every shape that passes this check, so nothing moves.
         _check_move(eqn, value, shape)
     else:
         raise _Unknown
@@ -337,12 +342,14 @@ def _check_move(eqn: Any, x: _Value, shape: tuple[int, ...]) -> None:
     if x.shape == shape or not x.shape:
         return
     channels = x.shape[-1]
+    # Rows of a kernel would be mixed with its channels.
     if x.is_full or not shape:
         raise _Unknown
     if shape[-1] != channels or math.prod(x.shape) != channels:
         raise _Unknown
     if eqn.primitive.name == "broadcast_in_dim":
         dimensions = eqn.params["broadcast_dimensions"]
+        # Another axis of the same length would become that of channels.
         if dimensions[-1] != len(shape) - 1:
             raise _Unknown
     elif math.prod(shape) != channels:
@@ -352,6 +359,7 @@ def _check_move(eqn: Any, x: _Value, shape: tuple[int, ...]) -> None:
 def _sum(eqn: Any, x: _Value, kernel: int) -> _Value:
     """Returns the sums of the channels."""
     axes = tuple(eqn.params["axes"])
+    # A sum over some rows only, or over channels, leaves the form.
     if not x.is_full or axes != tuple(range(len(x.shape) - 1)):
         raise _Unknown
     terms = []
@@ -412,12 +420,14 @@ def _entrywise(
         # The derivative has the value itself as its base, which other terms have too.
         return x.with_derivative(jnp.square(x.primal), Vector(2.0, x.primal))
     slope = derivative(x.primal)
+    # [n, C] is a base, and [1, C] a number.
     factor = Vector(1.0, slope) if x.is_full else Vector(slope, None)
     return x.with_derivative(function(x.primal), factor)
 
 
 def _maximum(x: _Value, y: _Value) -> _Value:
     """Returns the larger of a value and a constant."""
+    # With a derivative on both sides, each entry would choose its own side.
     if y.terms or y.diagonal is not None:
         raise _Unknown
     constant = y.primal
@@ -465,6 +475,7 @@ def scaled(form: Form, rule: Conv, g: jax.Array) -> jax.Array:
     They are bfloat16 where the platform multiplies no more bits, which takes half of the memory.
     """
     shape = [1] * g.ndim
+    # The axis of the outputs. Axis 0 is the batch.
     shape[1 + rule.numbers.out_spec[1]] = -1
     scale = form.scale.reshape(shape)
     product = products.wide(g) * scale
@@ -491,6 +502,7 @@ def low_rank(
     Returns:
       The terms, and [B] each: what they add, E, and the error of the sum, as in `rounding`.
     """
+    # [B, H, W, channels] and [B, OH, OW, C]
     x, cotangents = rule.pictures(record, products.wide(g))
     _, of_scaled = rule.pictures(record, scaled_g)
     # The norm of s dV is that of factors with the bits that are multiplied.
@@ -504,6 +516,7 @@ def low_rank(
     windows = _window_sums(rule, squares)
     products_of_lengths = rounding.root(windows) * jnp.abs(of_scaled)
     lengths = products_of_lengths.sum((1, 2))  # [B, C]
+    # Only accelerators have norms of this form. They add several axes in blocks too.
     additions = rounding.additions(rows) + rounding.additions(rule.positions)
     crossed = []
     errors = []
@@ -535,6 +548,7 @@ def of_column_sums(
     of_bases = iter(others)
     products = [of_ones if base is None else next(of_bases) for base in form.bases]
     terms = form.with_terms(products)
+    # ||s dV||^2 of each channel, [B, C].
     squares = jnp.square(form.scale) * squares
     lengths = rounding.root(squares)
     # A kernel adds the rows one after the other, and then parts of them.
@@ -543,6 +557,7 @@ def of_column_sums(
     errors = []
     for base in form.bases:
         length = rounding.root(_inner(base, base, form.rows))
+        # The absolute terms of <p, s dV> add up to at most |p| |s dV|.
         errors.append(rounded * length * lengths)
     added, spread, error = _added_squares(form, terms, crossed, errors)
     of_scaled = squares.sum(1)
@@ -582,6 +597,7 @@ def _added_squares(
             spread = spread + _EVALUATED * eps * jnp.abs(summand).sum(1)
         # The triangle inequality over all terms.
         longest = longest + rounding.root(jnp.square(size).sum(1))
+    # Other leaves are other coordinates of the gradient, so their squares add up.
     for term in terms.of_leaves.values():
         squares = jnp.square(term).sum(1)
         added = added + squares
@@ -596,6 +612,7 @@ _EVALUATED = 128
 def _rounding_of_base() -> float:
     """Returns the relative rounding of a base to the bits that are multiplied. Ones have none."""
     bits = products.multiplied_bits()
+    # Half a unit of the last stored bit, relative to a significand of at least 1.
     return 0.0 if bits is None else 2.0 ** -(1 + bits)
 
 
@@ -631,6 +648,7 @@ def weighted_sum(
     for multiples, base in zip(sums.of_kernel, form.bases, strict=True):
         multiple = multiples.reshape(1, -1)
         if base is not None:
+            # b_r q_r, [n, C]. A base of ones is the same number in all rows.
             multiple = multiple * base
         grad = grad + multiple
     return {form.kernel: grad.reshape(shape), **sums.of_leaves}
@@ -649,6 +667,7 @@ def _multiplied(x: jax.Array) -> jax.Array:
 def _applied_to(rule: Conv, x: jax.Array, base: Any) -> jax.Array:
     """Returns p^T u_t of all positions, [B, OH, OW, C], or [B, OH, OW, 1] for ones."""
     if base is None:
+        # The product with ones is the sum over the channels and the window.
         return _window_sums(rule, x.sum(3, keepdims=True))
     kernel = rule.window_first(base.reshape(rule.weight_shape))
     return lax.conv_general_dilated(

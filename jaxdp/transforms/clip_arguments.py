@@ -52,6 +52,7 @@ class ParamsTree:
           trained: The values of the trainable leaves.
           others: All leaves, of which the frozen ones are read. None puts None at frozen leaves.
         """
+        # Both lists have the order of the leaves of the pytree.
         values = iter(trained)
         if others is None:
             others = [None] * len(self.trainable)
@@ -133,6 +134,7 @@ def split_params(
     check_params(params)
     trainable = trainable_leaves(params, predicate)
     if not any(trainable):
+        # A large model has thousands of leaves, so the error shows three.
         first = {path: dtype_name(leaf) for path, leaf in paths_of(params)[:3]}
         raise ValueError(
             f"params has no trainable leaf of floating dtype. Its first leaves are {first}. To "
@@ -142,6 +144,7 @@ def split_params(
     leaves, structure = jax.tree.flatten(params)
     arrays = [leaf if is_array(leaf) else None for leaf in leaves]
     settings = tuple(None if is_array(leaf) else leaf for leaf in leaves)
+    # A caller with parts replaces it, because patterns need the paths of params.
     part_of = (0,) * sum(trainable)
     return ParamsTree(structure, settings, tuple(trainable), part_of), arrays
 
@@ -177,6 +180,7 @@ def _model_kind(cls: type[Any]) -> tuple[str, str] | None:
     """Returns (name, remedy) for the class of a model. Flax and Haiku need not be installed."""
     for base in cls.__mro__:
         for (module, name), kind in _MODELS.items():
+            # The classes are in submodules, such as `flax.nnx.module`.
             if base.__name__ == name and base.__module__.startswith(module):
                 return kind
     return None
@@ -210,6 +214,7 @@ def check_batch(
     """
     n_leading = 2 if group else 1
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    # A batch without leaves has no leading axes at all, and is refused with those that differ.
     leading = {shape[:n_leading] for shape in shapes}
     too_short = any(len(shape) < n_leading for shape in shapes)
     if len(leading) != 1 or too_short:
@@ -220,6 +225,7 @@ def check_batch(
     (batch_shape,) = leading
     if mask is not None:
         _check_mask(mask, batch_shape)
+    # A seed that is a Python number has no dtype, and is no typed key.
     key_dtype = getattr(key, "dtype", np.float32)
     if key is not None and not jnp.issubdtype(key_dtype, jax.dtypes.prng_key):
         raise TypeError(

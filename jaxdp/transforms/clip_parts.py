@@ -65,6 +65,7 @@ def split_clip_norm(
             pattern = _pattern(path, depth)
             shape = jnp.shape(leaf)
             sizes[pattern] += math.prod(shape)
+    # Without an entry there is nothing to divide `total` by.
     if not any(sizes.values()):
         raise ValueError("params must have a trainable leaf with entries to divide `total` among.")
     if by == "uniform":
@@ -82,6 +83,7 @@ def split_clip_norm(
 def _pattern(path: str, depth: int | None) -> str:
     """Returns the regular expression of the paths that share the first names of a path."""
     names = path.split("/")
+    # A shorter path is a part of its own. A pattern with "/.*" would not match it.
     if depth is None or depth >= len(names):
         return re.escape(path)
     shared = "/".join(names[:depth])
@@ -91,6 +93,7 @@ def _pattern(path: str, depth: int | None) -> str:
 def total_norm(norms: Iterable[Any]) -> Any:
     """Returns sqrt(sum_k C_k^2), in Python's floats unless a norm is traced."""
     norms = list(norms)
+    # A traced clip norm, such as one that is adapted, makes the sensitivity a traced value.
     if any(isinstance(norm, jax.core.Tracer) for norm in norms):
         squares = map(jnp.square, norms)
         return jnp.sqrt(sum(squares))
@@ -128,6 +131,7 @@ def part_numbers(
     Raises:
       ValueError: A trainable leaf matches no pattern or several, or a pattern matches none.
     """
+    # Frozen leaves need no part, since they have no gradient.
     paths = []
     for (path, _), trains in zip(paths_of(params), trainable, strict=True):
         if trains:
@@ -142,6 +146,7 @@ def _part_numbers(patterns: tuple[str, ...], paths: tuple[str, ...]) -> tuple[in
     for path in paths:
         own = []
         for number, pattern in enumerate(patterns):
+            # The whole path, because "head" would also match a part of "overhead/kernel".
             if re.fullmatch(pattern, path):
                 own.append(number)
         # A leaf in no part would have no bound, and one in two parts would have two.

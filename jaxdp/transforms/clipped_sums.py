@@ -106,6 +106,7 @@ def _sums_of(
     return sums
 
 
+# The options and the program hold functions and shapes, which have no derivatives.
 clipped_sums = jax.custom_jvp(_sums_of, nondiff_argnums=(0, 1))
 
 
@@ -160,6 +161,7 @@ def _zeros(x: Any, axes: frozenset[str]) -> jax.Array:
 
 
 def _zero_tangent(x: jax.Array) -> Any:
+    # JAX demands tangents of float0 for bools and integers, such as `contributes`.
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return jnp.zeros_like(x)
     return np.zeros(x.shape, jax.dtypes.float0)
@@ -180,6 +182,7 @@ def _sums_on_platform(
     size = options.microbatch_size
     if size is None or size >= len(inputs.unmasked):
         return sums(inputs.batch, inputs.unmasked)
+    # `_on_this_shard` has typed the leaves like the loss, which reads the constants.
     values = jax.tree.leaves(inputs._replace(consts=[]))
     axes = shards.varying_axes(*values)
     return _in_chunks(sums, inputs.batch, inputs.unmasked, size, axes)
@@ -209,11 +212,14 @@ def _in_chunks(
     def in_columns(x: jax.Array) -> jax.Array:
         """Reshapes [B, ...] to [chunk, n, ...]. Column k has the rows of chunk k."""
         n_padding = n_chunks * chunk - size
+        # A copy has a finite loss where example 0 has one. Zeros could give NaN, for which each
+        # chunk clears its rows.
         if n_padding:
             padding = jnp.broadcast_to(x[:1], (n_padding, *x.shape[1:]))
             x = jnp.concatenate([x, padding])
         return x.reshape(chunk, n_chunks, *x.shape[1:])
 
+    # The padding copies the mask of example 0 too, so its rows need a mask of their own.
     is_in_batch = jnp.arange(n_chunks * chunk) < size
     is_in_batch = is_in_batch.reshape(chunk, n_chunks)
     batch_columns, mask_columns = jax.tree.map(in_columns, (batch, unmasked))
@@ -229,12 +235,14 @@ def _in_chunks(
 
     def add(total: Any, number: jax.Array) -> tuple[Any, ExampleValues]:
         result = sums(*chunk_at(number))
+        # Sums of P entries are carried. Values of examples are stacked, [n, chunk, ...].
         of_chunk = (result.leaves, result.nonfinite)
         added = jax.tree.map(jnp.add, total, of_chunk)
         return added, result.examples
 
     shapes = jax.eval_shape(sums, *chunk_at(0))
     zeros_of = functools.partial(_zeros, axes=axes)
+    # A carry must vary over the mesh axes of what the body returns.
     start = jax.tree.map(zeros_of, (shapes.leaves, shapes.nonfinite))
     (leaves, nonfinite), by_chunk = lax.scan(add, start, jnp.arange(n_chunks))
 
@@ -255,6 +263,7 @@ def _chunk_sums(
 ) -> ClippedSums:
     """Computes the clipped sums of examples that are in memory together."""
     unmasked = inputs.unmasked
+    # The engines reshape to [B, -1], which has no answer for B = 0.
     if len(unmasked) == 0:
         return _empty_sums(options, program, inputs)
     result = _engine_result(options, program, inputs)
@@ -266,9 +275,11 @@ def _chunk_sums(
     factors = []
     for norms, clip_norm, bound in zip(part_norms, inputs.clip_norms, inputs.bounds, strict=True):
         of_part = clip_factors(options.clip_rule, norms, clip_norm, bound)
+        # One part that is not finite takes the example out of all parts.
         factors.append(jnp.where(contributes, of_part, 0))
     if inputs.grid is not None:
         of_leaves = [factors[part] for part in options.part_of]
+        # `by_vmap` and the choice `outer_or_keep` know the gradients of all leaves.
         assert result.grads is not None
         total = inputs.grid.total(result.grads, of_leaves)
         return ClippedSums(total, examples, nonfinite)
@@ -297,6 +308,7 @@ def _example_values(
     finite: jax.Array,
 ) -> ExampleValues:
     """Returns the values of examples, with zeros where they are masked."""
+    # A NaN of an unmasked example stays in its loss and norm, so the caller sees which one it was.
     losses = jnp.where(unmasked, result.losses, 0)
     norms, part_norms = _with_total([jnp.where(unmasked, own, 0) for own in part_norms])
     return ExampleValues(norms, losses, result.aux, unmasked & finite, part_norms)
@@ -339,6 +351,7 @@ def _empty_sums(
     n_parts = len(inputs.clip_norms)
     leaves = [jnp.zeros(x.shape, sites.wide_dtype(x)) for x in inputs.leaves]
     if inputs.grid is not None:
+        # A sum on a grid counts steps.
         leaves = [x.astype(jnp.int32) for x in leaves]
     dtype = sites.wide_dtype(*inputs.leaves)
     no_norms = jnp.zeros(0, dtype)
@@ -371,6 +384,7 @@ def _without_rows(
         a pass over all activations takes 13 % of the step of a ViT on a CPU.
     """
     leaves, treedef = jax.tree.flatten(rows, is_leaf=_is_left_out)
+    # The sum zeroes the rows of `LeftOut` where it reads them.
     arrays = [x for x in leaves if not _is_left_out(x)]
     # XLA copies an array that a loop carries twice, such as the input of several layers.
     distinct = {id(x): x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)}

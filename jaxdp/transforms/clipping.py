@@ -135,6 +135,8 @@ class ClippedSum(metaclass=_WithRemedy):
     def __repr__(self) -> str:
         return f"a ClippedSum, which is private and has no noise. {_REMEDY}"
 
+    # JAX would otherwise say only that the type is no array, and NumPy would make an array of one
+    # object.
     def __jax_array__(self) -> jax.Array:
         raise TypeError(f"the argument of a JAX function must be an array, got {self!r}")
 
@@ -207,6 +209,8 @@ class ClippedGrad:
                 f"grid must have the clip norm {self.sensitivity()}, got {grid.clip_norm}. Take "
                 "the grid of jaxdp.privatize(grad_fn, ..., exact=True)."
             )
+        # The numbers of the grid are arguments of a program, so a new step does not change its
+        # shapes.
         return dataclasses.replace(self, grid=None if grid is None else grid.at(step))
 
     def sensitivity(self, adjacency: Adjacency = "add_remove") -> Any:
@@ -259,6 +263,7 @@ class ClippedGrad:
         """Returns `params` with None in place of frozen leaves, to initialise the optimizer."""
         leaves, structure = jax.tree.flatten(params)
         pairs = zip(leaves, trainable_leaves(params, self.trainable), strict=True)
+        # JAX takes None for a pytree without leaves, so the optimizer has no state for it.
         return jax.tree.unflatten(structure, [leaf if trains else None for leaf, trains in pairs])
 
     def per_example(
@@ -291,6 +296,7 @@ class ClippedGrad:
         """
         tree, values = self._checked(params, batch, None, key)
         batched = _batched(self, tree, values)
+        # It has an entry for each trainable leaf only.
         of_leaves = leaf_plans.treatments(self.engine, batched, tree.part_of)
         treatments = iter(of_leaves)
         plans = []
@@ -355,6 +361,7 @@ class ClippedGrad:
         if isinstance(self.clip_norm, Mapping):
             part_of = part_numbers(self.clip_norm, params, tree.trainable)
             tree = dataclasses.replace(tree, part_of=part_of)
+        # With an array of ones, calls with and without a mask share a program.
         if mask is None:
             mask = jnp.ones(len(jax.tree.leaves(batch)[0]), bool)
         return tree, _Values(arrays, batch, mask, key)
@@ -419,8 +426,8 @@ def clipped_grad(
       `clip_rule.bound(clip_norm)`, which is clip_norm for "global" and "automatic". It exceeds
       bound by more than a relative 1e-5 or so only if the terms of one gradient almost cancel.
       `jaxdp.transforms.rounding` has the proof, which assumes that an addition is rounded to 2**-23
-      or better and that XLA's reductions are trees. The sum of the terms of a batch is rounded like
-      any sum.
+      or better and that XLA's reductions of one axis are trees. The sum of the terms of a batch is
+      rounded like any sum.
 
       A term is a function of params and of its own example only. An example whose loss or gradient
       is NaN or infinite contributes exactly zero. A factor that would exceed the bound is reduced
@@ -501,6 +508,7 @@ def _check_function(name: str, value: Any, call: str) -> None:
 
 
 def _check_clip_norm(name: str, clip_norm: Any) -> None:
+    # A tracer is a `jax.Array` too.
     if not isinstance(clip_norm, (int, float, np.ndarray, np.generic, jax.Array)):
         raise TypeError(
             f"{name} must be a number, got {type(clip_norm).__name__} {clip_norm!r}. To clip parts "
@@ -512,6 +520,7 @@ def _check_clip_norm(name: str, clip_norm: Any) -> None:
             f"{name} must be one number for all examples, got shape {jnp.shape(clip_norm)}."
         )
     # A traced value has no sign yet. `clip_factors` counts a negative one as 0.
+    # NaN compares as False, so it is refused as well.
     if not isinstance(clip_norm, jax.core.Tracer) and not np.all(np.asarray(clip_norm) >= 0):
         raise ValueError(
             f"{name} must be at least 0, got {clip_norm}. Use float('inf') for no clipping."
@@ -530,6 +539,7 @@ def _clipped_sum(
     values: _Values,
     limits: ClipLimits,
 ) -> ClippedSum:
+    # `_summed` has Auto axes only. Where an axis is Explicit, its result needs these specs.
     rows: Any = row_spec(values.batch)
     whole: Any = PartitionSpec()
     # By the order of the fields. All but the sum and the count have one row for each example.
@@ -547,6 +557,7 @@ def _summed(
 ) -> ClippedSum:
     """Computes a clipped sum. All mesh axes are Auto here, so that any loss can be divided."""
     batched = _batched(f, tree, values)
+    # Both engines and the empty batch read this one trace.
     program, consts = trace_loss(batched.loss, batched.leaves, batched.batch)
     options = SumOptions(f.engine, f.clip_rule, f.microbatch_size, tree.part_of)
     inputs = SumInputs(consts, batched.leaves, batched.batch, batched.unmasked, *limits)
@@ -582,6 +593,7 @@ def _per_example_grads(f: ClippedGrad, tree: ParamsTree, values: _Values) -> Per
 def _formed(f: ClippedGrad, tree: ParamsTree, values: _Values) -> PerExampleGrads:
     """Forms the gradients of all examples, and zeros for those that are not finite."""
     batched = _batched(f, tree, values)
+    # The engines reshape to [B, -1], which has no answer for B = 0.
     grads = [jnp.zeros((0, *x.shape), sites.wide_dtype(x)) for x in batched.leaves]
     finite = jnp.ones(0, bool)
     if len(batched.unmasked):
@@ -613,6 +625,7 @@ def _formed_grads(
         assert result.grads is not None
         return result.grads, result.finite
 
+    # The engines ask for the platform, which is known where the program is lowered.
     grads: tuple[list[jax.Array], jax.Array] = forms.for_platform(
         formed, consts, batched.leaves, batched.batch
     )

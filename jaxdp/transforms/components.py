@@ -24,7 +24,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdp.transforms import channel_weights, dense, forms, jaxprs, rounding, sites, walker
+from jaxdp.transforms import (
+    channel_weights,
+    dense,
+    forms,
+    jaxprs,
+    products,
+    rounding,
+    sites,
+    walker,
+)
 from jaxdp.transforms.grids import Outer
 
 
@@ -109,6 +118,7 @@ def connected(all_sites: Sequence[sites.Site]) -> list[list[int]]:
     met = [(number, site) for number, site in enumerate(all_sites) if not site.empty]
     group_of: dict[int, int] = {}  # each leaf's group, named by its first leaf
     for _, site in met:
+        # The groups that this site makes one.
         joined = {group_of.get(leaf, leaf) for leaf in site.leaves}
         name = min(joined)
         for leaf, group in group_of.items():
@@ -140,10 +150,7 @@ def spans_parts(component: Sequence[sites.Site], part_of: Sequence[int]) -> bool
 
 def sum_of_squares(grads: Sequence[jax.Array]) -> jax.Array:
     """Computes the squared norms [B] of gradients [B, ...] in the widest of their dtypes."""
-    squares = []
-    for grad in grads:
-        axes = tuple(range(1, grad.ndim))
-        squares.append(jnp.square(grad).sum(axes))
+    squares = list(map(products.squared_lengths, grads))
     dtype = sites.wide_dtype(*grads)
     return total(squares, dtype)
 
@@ -183,9 +190,11 @@ class Component:
         self.kept: dict[int, jax.Array] | None = None
         self._pull = _pull_back(weights, leaves, self._members)
         alone = len(tapped) == 1
+        # A kernel writes the norm of one dV, and a sum of several would need the gradients.
         has_kernel = alone and tapped[0].forms_by_convolution
         form = channel_form(all_sites, weights, leaves, has_kernel=has_kernel)
         preferred = choose(Asked(all_sites, self.size, has_kernel, form is not None))
+        # What is kept are gradients of the leaves, formed by `_pull`.
         self._form = None if preferred == "keep" else form
         self._scales_sum = False  # whether sums are those of dV, to be multiplied by s
         if self._form is not None:
@@ -209,6 +218,7 @@ class Component:
     def _formed(self) -> list[jax.Array]:
         """Forms the gradients [B, ...] of the leaves."""
         of_weights = [one.site.per_example(one.record, one.cotangent) for one in self._tapped]
+        # J depends on the leaves only, so its transpose serves all examples.
         return jax.vmap(self._pull)(of_weights)
 
     def _norms_of_dropped(self) -> jax.Array:
@@ -221,11 +231,13 @@ class Component:
             (one,) = self._tapped
             squares, spread, apart = one.site.norm_of_formed(one.record, one.cotangent)
         else:
+            # Gradients of the leaf from several sites may cancel, so their sum is formed.
             squares = sum_of_squares(self._formed())
             spread = jnp.zeros_like(squares)
             lengths = []
             for one in self._tapped:
                 lengths.append(one.site.without_cancellation(one.record, one.cotangent))
+            # M of several sites is the sum of theirs.
             apart = total(lengths, squares.dtype)
         # Each site adds its gradient to that of the leaf, which is one more term.
         most = max(one.site.terms for one in self._tapped)
@@ -239,9 +251,11 @@ class Component:
         assert self._form is not None
         rule, g = tapped.site.rule, tapped.cotangent
         assert isinstance(rule, sites.Conv)
+        # Inner products with ones are window sums, which need no kernel.
         has_base = any(base is not None for base in self._form.bases)
         if has_base and tapped.site.has_column_sums(tapped.record, g):
             return self._norms_of_column_sums(tapped)
+        # The gradient of the scaled cotangents is s dV.
         scaled = tapped._replace(cotangent=channel_weights.scaled(self._form, rule, g))
         one = scaled.settled(method, alone=True)
         self._tapped = [one]
@@ -251,6 +265,7 @@ class Component:
         by_factors = method == "factors"
         norm = one.site.norm_by_factors if by_factors else one.site.norm_of_formed
         squares, own_spread, apart = norm(one.record, one.cotangent)
+        # One more term, because J^T adds a multiple of the bases to s dV.
         terms = one.site.terms + 1 + sites.lost_in_parts()
         error = error + 2 * rounding.of_sum(terms, squares.dtype) * apart
         return rounding.covered(squares + added, own_spread + spread, error)
@@ -283,6 +298,8 @@ class Component:
         for number, one in enumerate(self._tapped):
             if _axes(one.site) != first_axes:
                 (u,), w = pairs[number]
+                # (u w^T)^T = w u^T has the same norm, and lies like the gradients of the first
+                # site.
                 pairs[number] = ((w,), u)
                 lanes[number] = lanes[number][::-1]
         return pairs, lanes
@@ -300,6 +317,7 @@ class Component:
         assert self.kept is not None
         pieces = {}
         for number in numbers:
+            # A piece shares the arrays. `size` decides whether its gradients join the small ones.
             piece = copy.copy(self)
             piece._members = [leaf for leaf in self._members if part_of[leaf] == number]
             piece.kept = {leaf: self.kept[leaf] for leaf in piece._members}
@@ -325,6 +343,7 @@ class Component:
             record = _marked(one.record, without_record)
             rows.append((record, _marked(one.cotangent, without_cotangent)))
         if self._form is not None:
+            # `contract_rows` zeroes the rows of the factor 0, and only accelerators have a form.
             return rows, LeftOut(self._low_rank)
         return rows
 
@@ -343,6 +362,7 @@ class Component:
             of_weight = rule.as_weight(grad[None])
             return of_weight.transpose(axes)
 
+        # [B, 1, 1, p] and [B, 1, 1, q]
         u, w = (x.reshape(len(x), -1) for x in (u, w))
         return {self._members[0]: Outer(u, w, place)}
 
@@ -366,6 +386,7 @@ class Component:
         for one, (record, cotangent) in zip(self._tapped, rows, strict=True):
             of_weights.append(one.site.contract(record, cotangent, factors))
         if self._form is None:
+            # J^T is linear, so one application serves the whole batch.
             sums = self._pull(of_weights)
             return dict(zip(self._members, sums, strict=True))
         terms, structure = jax.tree.flatten(low_rank)
@@ -420,6 +441,7 @@ def _pull_back(
 
     def weights_of(values: list[Any]) -> list[jax.Array]:
         by_number = dict(zip(members, values, strict=True))
+        # Other leaves are constants here. No weight of the component depends on them.
         arguments = [by_number.get(number, leaf) for number, leaf in enumerate(leaves)]
         results: list[jax.Array] = evaluate(*arguments)
         return results
@@ -474,6 +496,7 @@ def channel_form(
       leaves: All trainable leaves.
       has_kernel: Whether a kernel forms the gradients.
     """
+    # With moves alone, the other methods need no form.
     if len(component) > 1 or _only_moves(weights):
         return None
     (site,) = component
@@ -496,11 +519,14 @@ def _only_moves(weights: jex.ClosedJaxpr) -> bool:
         return False
     variables = list(weights.jaxpr.outvars)
     for eqn in eqns:
+        # Each of these primitives has its array first. Others, such as those of a slice, are
+        # indices.
         operand = eqn.invars[0].aval
         result = eqn.outvars[0].aval
         if result.size > operand.size:  # the transpose of a broadcast sums
             return False
         variables += eqn.outvars
+    # J^T would round the sum of a batch where a variable has fewer bits than float32.
     return not any(_is_narrow_float(variable.aval.dtype) for variable in variables)
 
 
@@ -535,6 +561,7 @@ def is_outer(component: Sequence[sites.Site], size: int) -> bool:
         return False
     (site,) = component
     rule, source = site.rule, site.source
+    # Each axis of the leaf is one of the weight, so `place` can transpose it back.
     is_whole = sorted(source or ()) == list(range(len(rule.weight_shape)))
     is_dense = isinstance(rule, sites.Dot) and rule.groups == 1
     is_once = not site.lengths and rule.positions == 1

@@ -43,6 +43,7 @@ def _parts(count: int, size: int) -> tuple[int, int]:
 
     Parts may overlap: 7 things in 4 parts of 2 are the things 0-1, 2-3, 4-5 and 5-6.
     """
+    # At least so many parts, if none is to have more than `_PART` bytes.
     least = math.ceil(count / max(1, _PART // size))
     numbers = range(least, min(2 * least, count) + 1)
     # Of several numbers of parts, that with the fewest things in two parts.
@@ -84,6 +85,7 @@ class Conv(Rule):
             weight_shape=tuple(kernel),
             positions=entries_along(out, (batch, *out_spatial)),
             rows=entries_along(kernel, (*spatial, in_feature)),
+            # The kernel has the outputs of all groups, and the channels of one.
             cols=kernel[out_feature] // groups,
             groups=groups,
             numbers=numbers,
@@ -174,6 +176,7 @@ class Conv(Rule):
         spatial_padding = [(low, high, dilation - 1) for (low, high), dilation in padding]
         none = (0, 0, 0)
         zero = jnp.zeros((), x.dtype)
+        # A negative padding cuts entries off, which `lax.pad` does as well.
         x = lax.pad(x, zero, [none, *spatial_padding, none])
         if joined == 0 and self._joins_at_once:
             return self._patches(x)
@@ -261,6 +264,7 @@ class Conv(Rule):
         return self._split(lax.slice(met, origin, met.shape, steps))
 
     def _split(self, x: jax.Array) -> jax.Array:
+        # [batch, *spatial, channels] to [T, groups, channels of one group]
         by_position = x.reshape(self.positions, self.groups, -1)
         return by_position.swapaxes(0, 1)
 
@@ -278,6 +282,7 @@ class Conv(Rule):
         # Each device adds up its own block of examples. Otherwise they exchange a sum for each
         # kernel position.
         if self._looped:
+            # The number of devices need not divide the batch, and their common divisor does.
             blocks = math.gcd(len(w), shards.auto_devices())
         else:
             blocks = 1
@@ -343,12 +348,14 @@ class Conv(Rule):
         def forward(kernel: jax.Array) -> jax.Array:
             return jax.vmap(apply, (0, None))(record, kernel)
 
+        # `jax.linear_transpose` needs only the type of the kernel, in which the map is linear.
         kernel = jax.ShapeDtypeStruct(self.weight_shape, g.dtype)
         grad: jax.Array = jax.linear_transpose(forward, kernel)(g)[0]
         return grad
 
     def weight_grads(self, record: Any, g: jax.Array) -> jax.Array:
         """Computes dV of M examples."""
+        # `_parts` and `zero_after` need an entry of g.
         if self._has_rows_of_patches and g.size and forms.platform() == "cpu":
             return self._grads_from_rows_of_patches(record, g)
         if self._one_product and self._splits_window:
@@ -391,12 +398,15 @@ class Conv(Rule):
         """
         data_of = functools.partial(self._channels_last, joined=1)
         x = jax.vmap(jax.vmap(data_of))(record)
+        # Axes of x are M, N, batch, the first dimension, the others and the channels with their
+        # window.
         x = lax.slice_in_dim(x, 0, self._met_rows, axis=3)
         cotangents = jax.vmap(jax.vmap(self._shifted_cotangents))(g)
         # A product that joined slices by itself would need more memory than a core has.
         x, cotangents = lax.optimization_barrier((x, cotangents))
         u = x.reshape(len(x), -1, x.shape[-1])
         w = cotangents.reshape(len(cotangents), -1, cotangents.shape[-1])
+        # [M, entries that are met, others * channels] and [M, entries that are met, first * cols]
         grads = contracted(u, w, [1], [0])
         first, *others = self.window
         grads = grads.reshape(len(grads), *others, self.channels, first, self.cols)
@@ -415,6 +425,7 @@ class Conv(Rule):
         for i in range(self.window[0]):
             shift = i * self.kernel_dilation[0]
             padding = [(0, 0, 0)] * g.ndim
+            # Rows before and behind, so that all shifts have one shape.
             padding[1] = (shift, rows - shift, 0)
             zero = jnp.zeros((), g.dtype)
             shifted.append(lax.pad(g, zero, padding))
@@ -463,6 +474,8 @@ class Conv(Rule):
         rows = self._patch_rows(size, lengths)
         rows_of_one = math.prod(lengths)
         x = x.reshape(-1, self._row_entries)
+        # Each index is the number of one row of x [rows, entries], and the row is axis 1 of the
+        # result.
         whole_row = lax.GatherDimensionNumbers((1,), (0,), (0,))
 
         def turn(i: jax.Array, grads: jax.Array) -> jax.Array:
@@ -534,6 +547,7 @@ class Conv(Rule):
         """
         joined = self._joined
         fold = self._fold
+        # A fold of more than 1 has joined = 1, so it is that of dimension 0 alone.
         window = [self.window[d] // fold for d in range(joined)]
         positions = [*self.out_window[:joined], *lengths[2 + joined :]]
         counts = [size, *lengths[:2], *positions, *window]
@@ -562,8 +576,10 @@ class Conv(Rule):
         """
         if self.groups > 1 or len(self.window) != 2:
             return False
+        # The kernels of a TPU have no zeros between entries of the data.
         if set(self.data_dilation) != {1}:
             return False
+        # Nor do they cut entries off.
         if min(itertools.chain(*self.padding)) < 0:
             return False
         return bool(out_shape[self.numbers.out_spec[0]] == 1)
@@ -584,6 +600,7 @@ class Conv(Rule):
             batch, feature, *spatial = spec
             order = [1 + d for d in (batch, *spatial, feature)]
             x = x.transpose((0, *order))
+            # The batch of an example, which is one picture, goes into that of all.
             return x.reshape(len(x), *x.shape[2:])
 
         x = channels_last(record, self.numbers.lhs_spec)

@@ -37,6 +37,7 @@ def pads_less(positions: int, features: int) -> bool:
 
     An array [65, 64] is padded to [72, 128], and [64, 65] to [64, 128].
     """
+    # Of an array on the chip, the last axis is padded to 128 and the one before to 8.
     in_rows = tiles.padded(positions, tiles.SUBLANES) * tiles.LANES
     in_columns = tiles.padded(positions) * tiles.padded(features, tiles.SUBLANES)
     return features < tiles.LANES and in_columns < in_rows
@@ -47,6 +48,7 @@ def has_gram_norm(parts: Sequence[Any], w: Any) -> bool:
 
     It serves one array u [B, S, T, p], and w [B, S, T, q], in bfloat16.
     """
+    # Parts of u are those of convolutions. The kernel reads one array.
     if forms.platform() != "tpu" or len(parts) != 1:
         return False
     (u,) = parts
@@ -96,6 +98,7 @@ def gram_norm(
         w_across=w_across,
         with_rows=with_rows,
     )
+    # ||U|| and ||W|| of every example and group, [S * B].
     frobenius_u = _frobenius(sums.squares_u, sums.trace_u, positions)
     frobenius_w = _frobenius(sums.squares_w, sums.trace_w, positions)
     additions_u, additions_w = gram.additions(positions, u.shape[-1], w.shape[-1])
@@ -106,6 +109,7 @@ def gram_norm(
     error += additions_of_products * frobenius_u * frobenius_w
     error *= rounding.eps(jnp.float32)
     of_slices = (sums.products, error, sums.lengths_u, sums.lengths_w)
+    # Squared norms of groups add up, and so do their bounds. M needs each group by itself.
     squares, spread, lengths_u, lengths_w = (_apart(x, slices).sum(1) for x in of_slices)
     apart = _apart(sums.apart, slices)
     lengths = [_apart(rounding.root(x), slices) for x in rows]

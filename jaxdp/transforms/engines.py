@@ -60,6 +60,7 @@ class EngineResult(NamedTuple):
         """Whether the loss and the gradient of each example are finite, [B]."""
         of_parts = map(jnp.isfinite, self.squared_norms)
         gradient_is_finite = functools.reduce(jnp.logical_and, of_parts)
+        # A loss may be infinite where its gradient is finite, such as a weight plus infinity.
         return gradient_is_finite & jnp.isfinite(self.losses)
 
 
@@ -84,6 +85,7 @@ def by_vmap(
     (losses, aux), grads = batched_gradient(loss, leaves, examples)
     # XLA may keep more digits of a bfloat16 gradient for its norm than for the sum.
     grads = [sites.settled(g).astype(sites.wide_dtype(g)) for g in grads]
+    # Each part has a leaf, since a pattern that matches none is refused.
     by_part: list[list[jax.Array]] = [[] for _ in range(max(part_of) + 1)]
     for grad, part in zip(grads, part_of, strict=True):
         by_part[part].append(grad)
@@ -104,9 +106,11 @@ def tap_plan(
     """Returns where the trainable leaves meet data in the loss of one example."""
     inputs = []
     for number, leaf in enumerate(leaves):
+        # A leaf itself has every axis at its own place, as `Value.source` says.
         axes = tuple(range(jnp.ndim(leaf)))
         weight = walker.Value(data=False, leaves=frozenset({number}), source=axes)
         inputs.append(weight)
+    # The first inputs of the program are the leaves. The others are the leaves of an example.
     n_of_example = len(program.jaxpr.invars) - len(leaves)
     inputs += [walker.Value(data=True)] * n_of_example
     # The loss itself must not be a weight: it gets a tap if it does not depend on data.
@@ -141,6 +145,7 @@ def by_bookkeeping(
     by_part: list[list[Component]] = [[] for _ in range(max(part_of) + 1)]
     for members in connected(plan.sites):
         own_sites = [met[number] for number in members]
+        # The whole program would be evaluated again for each component.
         own_weights = jaxprs.restricted(weights, members)
         spans = spans_parts([one.site for one in own_sites], part_of)
         # Each part has a norm of its own, so a gradient in several parts has to be formed.
@@ -154,6 +159,7 @@ def by_bookkeeping(
     def weighted_sum(rows: list[Any], factors: list[jax.Array]) -> list[jax.Array]:
         by_leaf: dict[int, jax.Array] = {}
         for part, own_rows, own_factors in zip(sums, rows, factors, strict=True):
+            # No leaf is in two parts, so nothing is overwritten.
             by_leaf |= part.weighted_sum(own_rows, own_factors)
         return _for_each_leaf(by_leaf, wide)
 
@@ -237,6 +243,7 @@ def _tap_gradients(
     (losses, (aux, records)), gradients = batched_gradient(tapped, taps, examples)
     cotangents = []
     for site, gradient in zip(plan.sites, gradients, strict=True):
+        # A tap has an axis of length one behind its loops, see `Site.zero_tap`.
         shape = (len(gradient), *site.tap.shape)
         cotangents.append(gradient.reshape(shape))
     met = zip(plan.sites, records, cotangents, strict=True)
@@ -293,6 +300,7 @@ class _ComponentSums:
     ) -> dict[int, jax.Array]:
         """Returns the sum of gradients times factors, by leaf."""
         side_by_side, of_large = rows
+        # One contraction of [B, all columns], whatever number of small leaves there is.
         (small_sums,) = contract_rows([side_by_side], [factors])
         sums = self._cut(small_sums)
         for component, own_rows in zip(self._large, of_large, strict=True):
@@ -303,6 +311,7 @@ class _ComponentSums:
         """Cuts one sum of all columns into sums of leaves."""
         if not self._columns:
             return {}
+        # Dicts keep their order, which is that of the columns.
         widths = [grads.shape[1] for grads in self._columns.values()]
         cuts = list(itertools.accumulate(widths))
         parts = jnp.split(small_sums, cuts[:-1])

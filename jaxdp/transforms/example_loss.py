@@ -67,6 +67,7 @@ def batched_loss(
 
     keys = None if key is None else _folded(key, len(mask))
     has_member_mask = mask.ndim == 2
+    # A group without a member counts as padding.
     unmasked = mask.any(1) if has_member_mask else mask
     batch = (batch, mask if has_member_mask else None, keys)
     if shards.manual_axes():
@@ -154,6 +155,7 @@ def _one_loss(
     _check_signature(loss_fn.function, params, example, **keys)
     try:
         result = loss_fn.function(params, example, **keys)
+    # The classes are known by name only, so any exception is looked up.
     except Exception as error:
         remedy = _REMEDIES.get(type(error).__name__)
         if remedy is None:

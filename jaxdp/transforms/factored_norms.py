@@ -23,6 +23,7 @@ from jaxdp.transforms.products import (
     PRECISION,
     contracted,
     multiplies_bfloat16,
+    one_axis,
     settled,
     square,
     wide,
@@ -87,6 +88,8 @@ def squared_norms(
         for other, other_norm in zip(pairs, norms, strict=False):
             grams = _grams(pair, other, kind)
             counts = _counts(pair, other)
+            # ||A + B||^2 = ||A||^2 + 2 <A, B> + ||B||^2, and <A, B> is a sum over Gram matrices of
+            # both.
             product, its_spread = _gram_sums(grams, norm.lengths, other_norm.lengths, counts)
             squares.append(2 * product)
             spreads.append(2 * its_spread)
@@ -97,6 +100,7 @@ def squared_norms(
     lengths_u = _added([norm.lengths_u for norm in norms])
     lengths_w = _added([norm.lengths_w for norm in norms])
     flushed = _flushed(rows, cols, lengths_u, lengths_w)
+    # Groups are orthogonal parts of the weight, so their M add up in squares.
     largest = rounding.root(jnp.square(apart).sum(1))
     error = rounding.of_sum(_terms(pairs), kind) * largest
     return rounding.covered(total, spread, error) + flushed
@@ -148,6 +152,7 @@ def _sizes(pairs: Sequence[Pair]) -> tuple[int, int]:
 
 def _width(x: Factor) -> int:
     if isinstance(x, OneHot):
+        # A row of an identity matrix has one entry that is not zero.
         return 1
     width: int = x.shape[-1]
     return width
@@ -178,6 +183,7 @@ def inner_products(
     if isinstance(x, OneHot) and isinstance(y, OneHot):
         own = x.index[..., :, None]
         other = y.index[..., None, :]
+        # Two rows of no index, which is negative, are zeros and have the product 0.
         is_same = (own == other) & (own >= 0)
         return is_same.astype(jnp.float32)
     if isinstance(x, OneHot):
@@ -190,6 +196,7 @@ def inner_products(
         # A row of zeros picks an entry behind the last one, which is zero.
         columns = jnp.where(y.index < 0, x.shape[-1], y.index)
         columns = columns[..., None, :]
+        # <x_t, e_i> = x_t[i], so T x T' entries are read and none is multiplied.
         picked = jnp.take_along_axis(x, columns, axis=-1, mode="fill", fill_value=0)
         return wide(picked)
     terms = x.shape[-1]
@@ -209,6 +216,7 @@ def inner_products(
         return total + product(start, _BLOCK), None
 
     if rest:
+        # The rest starts the sum, because blocks of the loop have one size.
         first = product(terms - rest, rest)
     else:
         first = jnp.zeros_like(product(0, _BLOCK))
@@ -237,6 +245,7 @@ def _additions(xs: Sequence[Factor], ys: Sequence[Factor]) -> int:
         terms: int = x.shape[-1]
         if terms < 2 * _BLOCK:
             return terms
+        # Those within a block, those of the blocks, and that of the rest.
         return _BLOCK + terms // _BLOCK + 1
 
     most = max(map(of_part, xs, ys))
@@ -273,6 +282,7 @@ def _squared_norms_of_rows(pairs: Sequence[Pair]) -> jax.Array:
     if are_distinct:
         return square(w).sum((1, 2, 3)) + flushed
     _, total = sums_of_equal_rows(index, w)
+    # Rows of one index may cancel. M counts the length of each by itself, [B, S, T].
     lengths = rounding.root(square(w).sum(-1))
     apart = lengths.sum(2)
     largest = rounding.root(jnp.square(apart).sum(1))
@@ -317,10 +327,12 @@ def sums_of_equal_rows(
         first_is_new = jnp.zeros(1, bool)
         others_are_new = ranked[1:] != ranked[:-1]
         is_new = jnp.concatenate([first_is_new, others_are_new])
+        # The rank in ascending order, from 0.
         number = jnp.cumsum(is_new).astype(order.dtype)
         place = jnp.zeros_like(order)
         place = place.at[order].set(number, unique_indices=True)
         distinct = jnp.full_like(index, -1)
+        # Equal indices write the same value, so their order does not matter.
         distinct = distinct.at[number].set(ranked, indices_are_sorted=True)
         total = jnp.zeros_like(w).at[place].add(w)
         return distinct, total
@@ -334,6 +346,7 @@ def sums_of_equal_rows(
 def gram_rows(positions: int) -> int:
     """Returns the number of rows of blocks of Gram matrices, which divides that of positions."""
     most = _GRAM_ROWS_TPU if forms.platform() == "tpu" else _GRAM_ROWS
+    # Above half of the most, because more and smaller blocks need more turns of the loop.
     sizes = range(most, most // 2, -1)
     return next((size for size in sizes if positions % size == 0), positions)
 
@@ -392,6 +405,7 @@ def _gram_norm(
 
     def by_xla(pair: Pair) -> _Norm:
         norm = _gram_norm_by_xla(jax.tree.map(settled, pair), kind)
+        # All forms return one structure.
         sums = dense.LengthSums(norm.apart, norm.lengths_u, norm.lengths_w)
         return norm._replace(sums=sums)
 
@@ -448,6 +462,7 @@ def _gram_norm_by_xla(pair: Pair, kind: Any) -> _Norm:
         sums = [jnp.stack(xs) for xs in zip(*of_blocks, strict=True)]
     else:
         sums = list(lax.map(block, jnp.array(places)))
+    # [blocks, B] to [B]
     total, spread = ((twice * x).sum(0) for x in sums)
     return _Norm(total, spread, lengths)
 
@@ -469,6 +484,7 @@ def _grams(
         return inner_products(p, q, precision).astype(kind)
 
     of_parts = [gram(p, q) for p, q in zip(parts_x, parts_y, strict=True)]
+    # Parts of u are slices of one long row, so their inner products add up.
     gram_u = functools.reduce(jnp.add, of_parts)
     gram_w = gram(w_x, w_y)
     return gram_u, gram_w
@@ -487,12 +503,11 @@ def _diagonal(gram: jax.Array) -> jax.Array:
     return diagonals
 
 
-@functools.partial(rounding.traced_once, static_argnums=(3,))
 def _gram_sums(
     grams: Sequence[jax.Array],
     x: Lengths,
     y: Lengths,
-    counts: Sequence[int],
+    counts: tuple[int, int, int],
 ) -> tuple[jax.Array, jax.Array]:
     """Returns sum_ts U_ts W_ts and a bound on its rounding, E in `rounding`, [B] each.
 
@@ -501,13 +516,26 @@ def _gram_sums(
       x, y: The lengths of u and w, [B, S, T] and [B, S, T'] each.
       counts: r_u, r_w and r_T.
     """
+    gram_u, gram_w = map(one_axis, grams)
+    products = gram_u * gram_w
+    axes = tuple(range(1, products.ndim))
+    return products.sum(axes), _gram_spread(grams, x, y, counts)
+
+
+@functools.partial(rounding.traced_once, static_argnums=(3,))
+def _gram_spread(
+    grams: Sequence[jax.Array],
+    x: Lengths,
+    y: Lengths,
+    counts: tuple[int, int, int],
+) -> jax.Array:
+    """Returns E in `rounding`, [B]. Arguments are as in `_gram_sums`."""
     gram_u, gram_w = grams
     # By Cauchy and Schwarz, at least the absolute terms of an inner product.
     x_u, x_w = x
     y_u, y_w = y
     most_u = x_u[..., :, None] * y_u[..., None, :]
     most_w = x_w[..., :, None] * y_w[..., None, :]
-    products = gram_u * gram_w
     abs_u = jnp.abs(gram_u)
     abs_w = jnp.abs(gram_w)
     eps = rounding.eps(gram_u.dtype)
@@ -517,7 +545,7 @@ def _gram_sums(
     of_w = r_w * most_w * abs_u
     of_factors = of_u + of_w
     spread = of_factors + r_t * abs_u * abs_w
-    return products.sum((1, 2, 3)), spread.sum((1, 2, 3))
+    return spread.sum((1, 2, 3))
 
 
 @rounding.traced_once
@@ -551,6 +579,7 @@ def _terms(pairs: Sequence[Pair]) -> int:
 
     def terms(pair: Pair) -> int:
         parts, w = pair
+        # Then each entry of the gradient is one entry of w.
         if any(isinstance(x, OneHot) and x.distinct for x in (*parts, w)):
             return 1
         return _positions(pair)
@@ -565,5 +594,6 @@ def _counts(x: Pair, y: Pair) -> tuple[int, int, int]:
     parts_y, w_y = y
     of_u = _additions(parts_x, parts_y)
     of_w = _additions([w_x], [w_y])
-    of_positions = rounding.additions(_positions(x) * _positions(y))
+    groups = jax.tree.leaves(w_x)[0].shape[1]
+    of_positions = rounding.additions(groups * _positions(x) * _positions(y))
     return of_u, of_w, of_positions

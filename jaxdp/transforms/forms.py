@@ -37,6 +37,7 @@ def platform() -> str:
 
 def own_platform() -> str:
     """Returns the platform where this process computes what is on no device yet."""
+    # The setting may be a device, or the name of a platform.
     device = jax.config.values["jax_default_device"] or jax.local_devices()[0]
     if isinstance(device, str):
         return device
@@ -45,6 +46,7 @@ def own_platform() -> str:
 
 def platform_of(device: jax.Device) -> str:
     """Returns the platform of a device, of `PLATFORMS`."""
+    # JAX calls CUDA and ROCm "gpu", and lowers for them by their own names.
     if device.platform != "gpu":
         return str(device.platform)
     if "rocm" in device.client.platform_version.lower():
@@ -126,6 +128,8 @@ def by_platform(
     leaves, structure = jax.tree.flatten(args)
     mesh = jax.sharding.get_abstract_mesh()
 
+    # The default is traced now, because its shapes are those of the result. Forms and kernels wait
+    # until the program is lowered.
     def default_of_leaves(*leaves: Any) -> Any:
         return default(*jax.tree.unflatten(structure, leaves))
 
@@ -197,6 +201,8 @@ def _is_undivided(context: Any) -> bool:
     devices = context.module_context.axis_context
     if isinstance(devices, mlir.ShardingContext):
         return bool(devices.num_devices == 1)
+    # Inside of `jax.shard_map` over all axes of the mesh, XLA divides nothing further. Over some
+    # axes, it still divides along the others.
     if isinstance(devices, mlir.SPMDAxisContext):
         manual = devices.manual_axes | set(devices.mesh.manual_axes)
         return not devices.manual_axes or manual == set(devices.mesh.axis_names)
@@ -218,6 +224,7 @@ def _batched(
     def batched(form: Form) -> Form:
         return jax.vmap(form, axes)
 
+    # Forms are batched where they are traced, so their own rules under `jax.vmap` apply.
     program = jax.make_jaxpr(batched(jaxpr_as_fun(default)))(*args)
     results = _form.bind(
         *args,
@@ -241,6 +248,7 @@ def _tangents(
 ) -> Any:
     # The form of the platform computes the results, and the default form their derivatives.
     results = _form.bind(*args, default=default, forms=forms, kernels=kernels)
+    # `jax.jvp` takes no symbolic zeros.
     tangents = tuple(ad.instantiate_zeros(t) for t in tangents)
     _, derivatives = jax.jvp(jaxpr_as_fun(default), tuple(args), tangents)
     return results, derivatives

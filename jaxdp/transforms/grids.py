@@ -59,6 +59,8 @@ from jaxdp.transforms.products import along_batch
 # Noise of a standard deviation of 2^bits steps is at most LARGEST 2^bits, for bits up to MOST_BITS.
 LARGEST = 16
 MOST_BITS = 24
+# Fewer steps of a standard deviation would make the bias of rounding towards 0 more than 2^-8 of
+# it.
 _LEAST_BITS = 8
 _MOST_SUM = 2**31 - 1
 _MOST_COORDINATE = 2**24 - 1  # every integer up to it is a float32
@@ -120,6 +122,7 @@ class GridAt(NamedTuple):
         factors: jax.Array,
     ) -> "Outer":
         """Returns the integer factors of clipped gradients in steps."""
+        # [B, p] and [B, q]
         u = outer.u.astype(jnp.float32)
         w = outer.w.astype(jnp.float32)
         length = jnp.sqrt(jnp.square(u).sum(1))
@@ -158,6 +161,7 @@ class GridAt(NamedTuple):
     ) -> jax.Array:
         """Returns whether the contribution of each example is not longer than `longest`, [B]."""
         high, low = squared_norms(steps)
+        # The order of two numbers of two words each.
         is_below = high < self.high
         is_equal = high == self.high
         fits = low <= self.low
@@ -235,8 +239,10 @@ class Grid:
         # t^2 >= 88.8 (mu + t / 3).
         deviation = math.sqrt(92 * divisor)
         most = math.ceil(divisor + deviation + 64)
+        # The finest grid first.
         for bits in range(MOST_BITS, _LEAST_BITS - 1, -1):
             grid = cls(clip_norm, noise_multiplier, bits, most)
+            # No coordinate of a contribution is longer than the contribution.
             largest = math.isqrt(grid.longest)
             of_examples = most * largest
             of_noise = LARGEST * 2**bits
@@ -266,6 +272,7 @@ class Grid:
 
     def at(self, step: Any = 0) -> GridAt:
         """Returns the numbers of the grid, which are those of every step."""
+        # `longest` is up to 2^48, and programs have no integers of 64 bits without x64.
         high, low = divmod(self.longest, 2**32)
         scale = np.float32(_ROOM / self.step)
         # The root of the radius, so that both factors of a dense layer have about as many digits.
@@ -296,9 +303,11 @@ class GridSchedule:
         Raises:
           ValueError: As `Grid.of`, for one of the multipliers.
         """
+        # Equal multipliers share a grid, so a program holds a table of the different ones.
         values, places = np.unique(np.asarray(multipliers, np.float64), return_inverse=True)
         grids = [Grid.of(clip_norm, sigma, divisor) for sigma in values.tolist()]
         bits = min(grid.bits for grid in grids)
+        # The noise of all steps has one number of bits, that of the coarsest grid.
         coarse = [dataclasses.replace(grid, bits=bits) for grid in grids]
         return cls(clip_norm, tuple(coarse), places.astype(np.int32))
 
@@ -319,6 +328,7 @@ class GridSchedule:
         self._check()
         planned = len(self.places)
         nan = np.float32(math.nan)
+        # A scale of 0 makes all contributions 0, and a step of NaN makes the mean NaN.
         nothing = GridAt(np.float32(0), nan, np.uint32(0), np.uint32(0), np.float32(1))
         numbers = [*(grid.at() for grid in self.grids), nothing]
         if not isinstance(step, jax.core.Tracer):
@@ -391,12 +401,14 @@ def _product_words(
         # Halves of 13 bits, of numbers below 2^26. No product of two overflows a word.
         halves.append((low >> 13, low & 0x1FFF))
     (upper_u, lower_u), (upper_w, lower_w) = halves
+    # (upper_u 2^13 + lower_u) (upper_w 2^13 + lower_w), with the powers 2^26, 2^13 and 1.
     of_upper = upper_u * upper_w
     of_both = upper_u * lower_w + lower_u * upper_w
     first = (of_upper >> 6, of_upper << 26)
     second = (of_both >> 19, of_both << 13)
     third = (jnp.zeros_like(of_both), lower_u * lower_w)
     high, low = _add_words(_add_words(first, second), third)
+    # A factor of more than 26 bits has no halves of 13 bits, and its product counts as too long.
     high = jnp.where(is_long, jnp.uint32(_ENDLESS), high)
     return high[:, None], low[:, None]
 
@@ -408,6 +420,7 @@ def _square_words(
     size = math.prod(steps.shape[1:])
     rows = steps.reshape(len(steps), size)
     rows = jnp.abs(rows).astype(jnp.uint32)
+    # Zeros add nothing to a sum of squares.
     rows = jnp.pad(rows, ((0, 0), (0, -size % _BLOCK)))
     blocks = rows.reshape(len(steps), -1, _BLOCK)
     # Both are below 2^12, since steps are cut to 24 bits.

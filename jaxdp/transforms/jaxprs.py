@@ -35,6 +35,7 @@ def inner_program(
 
 def called_program(params: Mapping[str, Any]) -> jex.ClosedJaxpr:
     """Returns the program among the parameters of a primitive that calls one."""
+    # `jit` and `remat` have "jaxpr", custom rules "call_jaxpr", and `custom_vmap_call` has "call".
     body = next(params[key] for key in ("jaxpr", "call_jaxpr", "call") if key in params)
     # The body of `remat` is a jaxpr without constants.
     return body if hasattr(body, "consts") else jex.ClosedJaxpr(body, ())
@@ -93,6 +94,7 @@ def scan_starts(
         pairs = zip(outside, inside, strict=True)
         return sum(len(x.shape) == len(v.aval.shape) for x, v in pairs)
 
+    # Constants and carries come before scanned arrays, and neither has the axis of the loop.
     first_x = unscanned(operands, body.jaxpr.invars)
     n_carries = unscanned(results, body.jaxpr.outvars)
     return first_x - n_carries, first_x
@@ -129,6 +131,7 @@ def bind_equation(
     """
     pairs = zip(eqn.invars, operands, strict=True)
     # Literals belong to the equation and are no inputs.
+    # A variable that is an operand twice is one input.
     values = {variable: x for variable, x in pairs if not isinstance(variable, jex.Literal)}
     program = jaxpr.replace(
         constvars=[],
@@ -154,6 +157,8 @@ def live_equations(jaxpr: jex.Jaxpr) -> list[Any]:
     # By identity, because literals have no hash.
     needed = set(map(id, jaxpr.outvars))
     live = []
+    # From the last to the first, a result is known to be needed before the equation that computes
+    # it.
     for eqn in reversed(jaxpr.eqns):
         if not needed.isdisjoint(map(id, eqn.outvars)):
             live.append(eqn)
@@ -180,6 +185,7 @@ def with_equations(
     eqns = []
     for eqn in jaxpr.eqns:
         params = {name: replaced(value) for name, value in eqn.params.items()}
+        # Inner programs are changed first, so `change` sees them as they will be.
         eqns.append(change(eqn.replace(params=params)))
     result: jex.Jaxpr = jaxpr.replace(eqns=eqns)
     return result

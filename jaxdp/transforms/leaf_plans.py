@@ -118,6 +118,7 @@ def _by_bookkeeping(
 ) -> list[Treatment]:
     # This repeats the choices of `engines.by_bookkeeping`, on shapes.
     plan = tap_plan(program, consts, leaves)
+    # Gradients are float32 or wider, whatever the leaves are.
     wide = [jax.ShapeDtypeStruct(jnp.shape(x), sites.wide_dtype(x)) for x in leaves]
     weights = plan.weights_program(wide)
     result = [_NO_GRADIENT] * len(leaves)
@@ -125,19 +126,23 @@ def _by_bookkeeping(
         component = [plan.sites[number] for number in numbers]
         members = leaves_of(component)
         leaf_size = sum(math.prod(wide[leaf].shape) for leaf in members)
+        # A norm by factors would be that of all parts together.
         choice = "keep"
         own_weights = jaxprs.restricted(weights, numbers)
         has_form = _has_form(component, own_weights, wide)
         if not spans_parts(component, part_of):
             choice = choose_method(component, leaf_size, may_keep, has_form)
+        # A weight with a form may be dropped although J^T does more than move entries.
         method = choice if has_form else applied(choice, own_weights)
         options, ordinary = method_costs(component, leaf_size, may_keep, has_form)
         # A "keep" in place of a "drop" has no entry of its own if it takes too much memory.
         cost = options.get(method, options["drop"])
+        # Counts may say less than an ordinary gradient, which the sum computes in any case.
         work = max(1.0, cost / max(ordinary, 1.0))
         rules = tuple(sorted({_RULE_NAMES[type(site.rule)] for site in component}))
         for leaf in members:
             if method == "factors":
+                # The arrays of a norm belong to the component, so its leaves share them.
                 extra = _norm_bytes(component) // len(members)
             else:
                 extra = 4 * math.prod(wide[leaf].shape)
@@ -159,6 +164,7 @@ def _has_form(component: list[sites.Site], weights: jex.ClosedJaxpr, shapes: Seq
 
 def _norm_bytes(component: Sequence[sites.Site]) -> int:
     """Returns the bytes that a norm by factors needs, for one example."""
+    # Their sums of equal rows are as large as the cotangents.
     if all(isinstance(site.rule, sites.Lookup) for site in component):
         return sum(4 * math.prod(site.tap.shape) for site in component)
     total = 0

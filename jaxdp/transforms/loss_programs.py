@@ -58,6 +58,7 @@ def trace_loss(
     """
     trace = jax.make_jaxpr(loss, return_shape=True)
     program, (value, aux) = trace(leaves, *_one_example(batch))
+    # The checks read the equations of the user's loss, before `batchable` replaces some.
     loss_checks.refuse_batch_norm(program.jaxpr)
     loss_checks.refuse_shared_draws(program.jaxpr, len(leaves))
     program = _batchable(program)
@@ -68,6 +69,7 @@ def _one_example(batch: Any) -> Any:
     """Returns the shapes and dtypes of one example of a batch."""
 
     def one(x: jax.Array) -> Any:
+        # An empty batch has no x[0]. Its result is zeros of no examples.
         if shards.varying_axes(x) and len(x):  # keeps the mesh axes in the type
             return jax.eval_shape(lambda x: x[0], x)
         return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)

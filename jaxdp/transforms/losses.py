@@ -204,6 +204,7 @@ def hinge(logits: jax.Array, label: jax.Array) -> jax.Array:
         sign = jnp.where(jnp.isnan(label), label, sign)
         return _binary_hinge(logits, sign)
     weights = _class_weights(logits, label)
+    # The largest entry is the class, which is no smooth function of the vector.
     weights = jax.lax.stop_gradient(weights)
     return _multiclass_hinge(logits, weights)
 
@@ -219,10 +220,12 @@ def _softmax_value(logits: jax.Array, weights: jax.Array) -> jax.Array:
 
 def _softmax_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    # Weights that do not add up to 1 multiply the logarithm of the normaliser by their sum.
     return total * jax.nn.softmax(logits, axis=-1) - weights
 
 
 def _softmax_label_gradient(logits: jax.Array, weights: jax.Array) -> jax.Array:
+    # The logits of one example, [K]. JAX batches the backward pass.
     return jax.nn.logsumexp(logits) - logits
 
 
@@ -302,10 +305,12 @@ def _primitive(
 
     def shape(logits: Any, label: Any) -> Any:
         result = jax.eval_shape(function, logits, label)
+        # The type of the logits otherwise, with the mesh axes over which they vary.
         return logits.update(shape=result.shape, weak_type=False)
 
     def batched(operands: Any, axes: Any) -> tuple[jax.Array, int]:
         pairs = list(zip(operands, axes, strict=True))
+        # Both operands need the mapped axis, because the functions work along the last axes.
         (size,) = {x.shape[axis] for x, axis in pairs if axis is not None}
         moved = []
         for x, axis in pairs:
@@ -403,6 +408,7 @@ def _loss_of_difference(
         logits: jax.Array,
         label: jax.Array,
     ) -> tuple[jax.Array, Any]:
+        # The gradients need the difference only.
         return loss(logits, label), logits - label
 
     def backward(

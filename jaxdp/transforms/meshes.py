@@ -42,6 +42,7 @@ def check_mesh(
             f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}. Make it with "
             "jax.make_mesh."
         )
+    # A string is a sequence too, of names of one letter.
     is_text = isinstance(data_axes, str)
     if is_text or not data_axes or not set(data_axes) <= set(mesh.axis_names):
         raise ValueError(
@@ -120,6 +121,7 @@ class Layout:
                 names = (axes,)
             else:
                 names = tuple(axes or ())
+            # `PartitionSpec` takes None for an axis that is not divided.
             return tuple(name for name in names if name not in self.data_axes) or None
 
         specs = tuple(PartitionSpec(*map(undivided, spec)) for spec in self.specs)
@@ -191,6 +193,7 @@ class Layout:
             lambda leaf, sharding: None if leaf is None else sharding,
             moving,
             of_params,
+            # Both trees have the structure of params only if None counts as a leaf.
             is_leaf=lambda x: x is None,
         )
 
@@ -206,6 +209,8 @@ class Layout:
         return jax.tree.map(
             lambda part: find(part) or self.everywhere,
             tree,
+            # The largest part that is like the parameters is found first, before its leaves are
+            # looked at.
             is_leaf=lambda part: find(part) is not None,
         )
 
@@ -231,6 +236,7 @@ def _spec(
     else:
         spec = own.spec if isinstance(own, NamedSharding) else PartitionSpec()
     try:
+        # JAX checks the axes of the spec and the sizes here, with no array moved.
         NamedSharding(mesh, spec).shard_shape(leaf.shape)
     except (TypeError, ValueError) as error:
         raise ValueError(

@@ -179,6 +179,7 @@ def check(
     """
     try:
         check_params(params)
+        # From here on only shapes are used, so no value of `example` can reach a finding.
         shapes, n_records = _one_record(jax.tree.map(_shape, example), group)
     except (TypeError, ValueError) as error:
         return ModelCheck((Finding("error", str(error)),), ())
@@ -200,6 +201,7 @@ def check(
         # A complex leaf has its own finding. Here it would end the check.
         return not jnp.iscomplexobj(leaf) and (trainable is None or trainable(path, leaf))
 
+    # Findings do not depend on the clip norm.
     f = clipped_grad(loss_fn, clip_norm=1.0, engine=engine, trainable=trains, has_aux=has_aux)
     key = jax.random.key(0) if stochastic else None
     leaves: list[LeafPlan] = []
@@ -232,6 +234,7 @@ def _plan(
     if group_size is not None:
         f = dataclasses.replace(f, group=True)
         members = [batch] * group_size
+        # [B, k, ...], where every member of a group is the same made-up record.
         batch = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *members)
     return f.plan(params, batch, key=key)
 
@@ -265,6 +268,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
             f"example must be a pytree of numeric arrays, got a leaf of type {type(x).__name__} "
             f"and dtype {dtype}. Encode it as numbers, or leave it out."
         )
+    # NumPy's float64 becomes float32 in a call, unless x64 is on.
     return jax.ShapeDtypeStruct(jnp.shape(x), jax.dtypes.canonicalize_dtype(dtype))
 
 
@@ -302,6 +306,7 @@ def _made_up(shapes: Any) -> Any:
         if jnp.issubdtype(x.dtype, jnp.inexact):
             drawn: Any = random.uniform(size=x.shape)
         else:
+            # 0 and 1 are classes and tokens of every model.
             drawn = random.integers(0, 2, x.shape)
         examples = np.stack([np.zeros(x.shape), np.ones(x.shape), drawn])
         return jnp.asarray(examples, x.dtype)
@@ -319,6 +324,7 @@ def _requires_key(loss_fn: Callable[..., Any]) -> bool:
 
 def _explained(error: Exception, example: Any) -> str:
     text = " ".join(str(error).split())
+    # JAX says so where a collective names an axis that no enclosing map has.
     if "unbound axis name" in text:
         return (
             "loss_fn calls a collective such as the mean over the batch in Equinox's BatchNorm, "
@@ -454,6 +460,7 @@ def _written_for_batches(
 
     one = _per_example(f.loss_fn, f.has_aux)
     if accepts(shapes):
+        # A batch of many examples passes too, if the loss is its mean.
         return _looks_like_a_batch(shapes, accepts, mixes)
     if not _returns_scalar(one, f.has_aux, params, shapes, key):
         return []
@@ -493,6 +500,7 @@ def _looks_like_a_batch(
     if len(leaves) < 2 or len(lengths) > 1 or lengths == {()}:
         return []
     length = leaves[0].shape[0]
+    # A fixed length is that of an example, such as the pixels of an image.
     if not accepts(_with_lead(shapes, length + 1)):
         return []
     message = (
@@ -542,8 +550,10 @@ def _mixes(
 
     together, alone = jax.tree.map(np.asarray, losses(arrays, batch))
     expected: list[Any] = [np.mean(alone), np.sum(alone)]
+    # A loss for each row is neither mean nor sum, and is compared row by row.
     if together.ndim:
         expected = [np.stack(alone)]
+    # The order of a float32 sum differs between the two, and so does a product of few bits.
     close = functools.partial(np.allclose, together, rtol=1e-3, atol=1e-5, equal_nan=True)
     return not any(map(close, expected))
 
@@ -592,6 +602,8 @@ def _check_plan(
     for leaf in leaves:
         if leaf.method == "no gradient":
             why = "does not use it, or stops its gradient"
+            # A loss of a bound model, such as `lambda params, x: model(x)`, has the weights as
+            # constants.
             if any(jnp.shape(x) == leaf.shape for x in closed_over):
                 why = "closes over an array of its shape, perhaps in place of the argument params"
             message = (
@@ -655,6 +667,7 @@ def _check_source(f: ClippedGrad, params: Any, source: Any, key: Any) -> list[Fi
             batch, mask = batch.records, mask[:, None] & batch.present
         out = gradient(params, batch, mask, key=key)
         is_finite = np.isfinite(out.norms) & np.isfinite(out.losses)
+        # A masked row has the norm 0 and the loss 0, so it is not counted.
         dropped += int((~is_finite).sum())
     if not dropped:
         return []

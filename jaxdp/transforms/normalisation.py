@@ -382,6 +382,7 @@ def _constant(
         part = whole and _Parameter(whole.leaf, _long(shape))
         return _Constant(shape, leaves, part, plain=operands[0].plain)
     if name not in _ELEMENTWISE:
+        # What mixes entries of a leaf, such as a sum, is a statistic of it.
         return _Constant(shape, leaves, plain=not leaves)
     stored = _stored(name, _exponent(eqn, operands), operands)
     if stored is not None and stored.shifted and name in ("add", "sub"):
@@ -447,6 +448,7 @@ def _stored(
         return stored
     if other.parameter is not None and stored.scale is None and not stored.shifted:
         return stored._replace(scale=other.parameter)
+    # A second vector, which is the mean if the offset is added later.
     return stored._replace(shifted=True)
 
 
@@ -529,6 +531,8 @@ def _reduced(x: _Data) -> _Data:
     """Returns a sum over axes of a value."""
     statistics = {}
     for origin, fact in _bare(x.facts).items():
+        # A statistic of degree 0, such as a sum of normalised values, tells nothing of the scale of
+        # x.
         if fact.degree:
             statistics[origin] = fact._replace(pointwise=False)
     return _Data(statistics, last=x.last)
@@ -541,6 +545,7 @@ def _contracted(
 ) -> _Data:
     """Returns a product of matrices or a convolution."""
     if len(data) == 2:
+        # A product of two values with data is a sum of their products, such as x^T x.
         return _reduced(_product(data[0], data[1], 1))
     factor = constants[0]
     if not factor.leaves:  # a constant matrix adds up entries, such as those of a group

@@ -40,6 +40,7 @@ def check_finite(params: Any, *, argument: str = "params", remedy: str = _AGAIN)
 
 def _parts(leaf: Any) -> list[Any]:
     """Returns the floating parts of a leaf that this process has, as arrays on the host."""
+    # Python scalars have no dtype. They are settings, as in `clip_arguments.is_array`.
     if not jnp.issubdtype(getattr(leaf, "dtype", object), jnp.inexact):
         return []
     if not isinstance(leaf, jax.Array):

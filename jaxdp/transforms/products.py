@@ -5,6 +5,7 @@ and more. Here factors are rounded first ("settled") to the bits that the device
 norm of a gradient and the gradient in the sum then have the same factors.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +46,26 @@ def square(x: jax.Array) -> jax.Array:
     return jnp.square(wide(x))
 
 
+def one_axis(x: jax.Array) -> jax.Array:
+    """Returns the rows of `x` [B, ...] to be added up, [B, n] on a CPU.
+
+    XLA on CPU adds one axis by windows of 32 entries. Windows of d axes have up to 32^d entries,
+    added one after the other, whose rounding the norm of a large gradient would not cover. It
+    joins a reshape with a sum that follows at once, so rows are reshaped before they are squared
+    or multiplied. On accelerators a reshape may be a copy.
+    """
+    if forms.platform() != "cpu":
+        return x
+    return x.reshape(len(x), math.prod(x.shape[1:]))
+
+
+def squared_lengths(x: jax.Array) -> jax.Array:
+    """Returns the sums of squares [B] of the rows of `x` [B, ...], in its dtype."""
+    rows = one_axis(x)
+    axes = tuple(range(1, rows.ndim))
+    return jnp.square(rows).sum(axes)
+
+
 def along_batch(x: jax.Array, ndim: int) -> jax.Array:
     """Reshapes [B] to [B, 1, ..., 1] of `ndim` dimensions."""
     ones = (1,) * (ndim - 1)
@@ -79,6 +100,7 @@ def multiplied_bits() -> int | None:
     if precision not in _FEW_BITS:
         return None
     if forms.platform() == "tpu":
+        # A TPU then takes several passes of bfloat16, which have more bits than one.
         if precision == "tensorfloat32":
             return None
         return BFLOAT16_BITS

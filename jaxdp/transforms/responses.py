@@ -54,6 +54,7 @@ def flipped(
     run_length = np.maximum(thresholds, np.uint64(1))
     runs = numbers // run_length
     is_flipped = (runs < num_classes - 1) & (thresholds > np.uint64(0))
+    # A shift by 1 to K - 1 modulo K reaches each other label once.
     shift = np.where(is_flipped, runs + np.uint64(1), np.uint64(0)).astype(np.int64)
     return ((labels + shift) % num_classes).astype(np.int32)
 
@@ -86,6 +87,7 @@ def response_threshold(num_classes: int, epsilon: float) -> int:
     others = num_classes - 1
     # own <= E r means 2^64 <= (E + K - 1) r.
     threshold: int = math.ceil(_WHOLE / (ratio + others))
+    # Rounding up may give another label more numbers than the true one.
     if ratio <= 1 or threshold > ratio * (_WHOLE - others * threshold):
         raise ValueError(
             f"epsilon={epsilon!r} is too small for {num_classes} classes and {BITS} random bits. "
@@ -140,6 +142,7 @@ class Response(NamedTuple):
             other = response_threshold(size, self.epsilon) * 2.0**-BITS
             outside = places[rows] >= size
             likelihood[rows] = np.where(outside, 1 / size, other)
+            # An answer is in S, so this overwrites the entry of a class of S.
             likelihood[rows, answers[rows]] = 1 - (size - 1) * other
         return likelihood
 

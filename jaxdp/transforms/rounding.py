@@ -98,8 +98,10 @@ def of_sum(terms: int, dtype: Any) -> float:
 
 
 def additions(count: int) -> int:
-    """Returns how many additions a term passes in a reduction of `count` terms by XLA.
+    """Returns how many additions a term passes where XLA adds up one axis of `count` terms.
 
     Reductions are trees: windows of 32 entries on a CPU, and blocks of threads on an accelerator.
     """
+    # Several axes at once have windows of 32 entries along each, up to 1024 for two axes, on a CPU.
+    # So what is added up there is one axis (`products.one_axis`).
     return min(count, 64 + 2 * math.isqrt(count))

@@ -54,6 +54,7 @@ def shape_like(x: jax.Array, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """Types a value as varying over `axes`, so that JAX does not sum its cotangents over them."""
+    # JAX refuses to type a value as varying over an axis twice.
     missing = tuple(sorted(set(axes) - varying_axes(x)))
     if not missing:
         return x
@@ -105,6 +106,7 @@ def collectives(
             # examples.
             outside -= manual_axes()
         found.update((name, str(axis)) for axis in outside)
+        # Custom derivatives are programs in parameters too.
         for inner in jex.jaxprs_in_params(eqn.params):
             found |= collectives(inner, bound | own_axes)
     return found
@@ -113,6 +115,7 @@ def collectives(
 def _named_axes(eqn: Any) -> frozenset[Any]:
     """Returns the named axes among the parameters of an equation. Axes of an array are integers."""
     axes: set[Any] = set()
+    # `psum` and `pmax` have the parameter `axes`. `all_gather` and `ppermute` have `axis_name`.
     for parameter in ("axes", "axis_name"):
         value = eqn.params.get(parameter, ())
         axes.update(value if isinstance(value, (tuple, list)) else (value,))
@@ -158,6 +161,8 @@ def automatic(
         if mesh is None:
             return function(*args)
         has_mesh = not jax.sharding.get_abstract_mesh().empty
+        # `jax.sharding.auto_axes` reads the mesh in context, which a caller with sharded arrays
+        # need not have set.
         with contextlib.nullcontext() if has_mesh else jax.sharding.use_abstract_mesh(mesh):
             return jax.sharding.auto_axes(function, out_sharding=out_specs)(*args)
 

@@ -32,6 +32,7 @@ def _follow(
 ) -> tuple[bool, list[bool]]:
     """Returns whether there is a shared draw, and whether each output varies."""
     pairs = zip(jaxpr.invars, varies, strict=True)
+    # Constants are not in it, such as a key on which the loss closes.
     varying = {variable for variable, differs in pairs if differs}
     has_shared = False
 

@@ -89,16 +89,20 @@ def settled_at(
     bfloat16 in memory, which is settled. Of factors of float32, XLA multiplies the same array by
     the weight. A form without kernels settles it again.
     """
+    # Gradients of other rules are sums of cotangents, without a product.
     bits = multiplied_bits() if isinstance(rule, (Dot, Conv)) else None
 
     def rounded(x: jax.Array) -> jax.Array:
         if x.dtype != jnp.float32:
+            # A kernel reads the array as it is in memory, where no digit is left beyond its dtype.
             if by_kernels:
                 return x
             return settled(x)
         if bits is None:
             return x
         is_bfloat16 = bits == products.BFLOAT16_BITS
+        # The cast to bfloat16 alone rounds for kernels, because both read its result from memory.
+        # XLA could skip a cast that it fuses.
         if not (by_kernels and is_bfloat16):
             x = lax.reduce_precision(x, products.EXPONENT_BITS, bits)
         if is_bfloat16:  # it takes half of the memory
@@ -122,6 +126,7 @@ def _exact_parts(
         return [x]
     dtype: Any = jnp.float32
     bits = multiplied_bits()
+    # Two products of bfloat16 take less time than one of float32.
     record_is_bfloat16 = isinstance(rule, Dot) and record.dtype == jnp.bfloat16
     if record_is_bfloat16 and products.multiplies_bfloat16():
         bits = products.BFLOAT16_BITS
@@ -248,6 +253,7 @@ class Site:
         if not self.lengths:
             factors: Factors = jax.vmap(self.rule.factors)(record, g)
             return factors
+        # Three maps: over examples, over slices, and over the repeats of a slice.
         record, g = self._by_slice((record, g))
         of_examples = jax.vmap(jax.vmap(jax.vmap(self.rule.factors)))
         parts, w = of_examples(record, g)
@@ -293,6 +299,7 @@ class Site:
         """
         u_across, w_across = self.rule.lanes
         if isinstance(self.rule, Dot) and self.source:
+            # The dimension of the weight that is the last axis of the leaf.
             last_axis = self.source.index(max(self.source))
             w_across = w_across or last_axis in self.rule.row_dims
         return u_across, w_across
@@ -312,6 +319,8 @@ class Site:
         if forms.platform() != "tpu" or not isinstance(rule, (Dot, Conv)):
             return "", ""
         multiplied = {jnp.dtype(jnp.bfloat16)}
+        # Kernels multiply bfloat16. Where a plain step multiplies float32 in full, they would
+        # round.
         if multiplied_bits() == products.BFLOAT16_BITS:
             multiplied.add(jnp.dtype(jnp.float32))  # as XLA rounds float32
         if not {record.dtype, g.dtype} <= multiplied:
@@ -330,6 +339,7 @@ class Site:
         # Where the batch is on the lanes, the arrays of a dense layer would be copied.
         if rule.is_dense and not total:
             served = dense.costs(self.positions, rule.rows, rule.cols)
+            # "keep" needs the gradients in memory, which no kernel writes.
             of_method = {"factors": "gram", "drop": "formed"}.get(method)
             if of_method in served:
                 norm = "dense"
@@ -379,6 +389,8 @@ class Site:
           method: The method of its component.
           alone: Whether its component has no other site.
         """
+        # With several sites the norm is that of a sum of gradients, which no kernel of one site
+        # has.
         norm, total = self.kernels(method, record, g) if alone else ("", "")
         if norm == total == "convolution":
             return record, g
@@ -407,6 +419,7 @@ class Site:
           factors: [B]. An example of the factor 0 contributes 0, whatever its rows in `leaves_out`
             hold.
         """
+        # The kernel of the sum does not depend on the method of the norm.
         _, kernel = self.kernels("", record, g)
         if not kernel:
             return self._contract(record, g, factors)
@@ -433,6 +446,7 @@ class Site:
         (u,), w = self.factors(record, g)
         grads = dense.weighted_sum(u, w, factors, self.lanes)
         by_slice = grads.reshape(self.slices, self.rule.groups, *grads.shape[1:])
+        # [slices, groups, p, q] to [slices, *weight]
         of_slices = jax.vmap(self.rule.as_weight)(by_slice)
         return self._loops_in_front(of_slices)
 
@@ -476,6 +490,7 @@ class Site:
             record, g = self._by_slice((record, g))
         terms = _exact_parts(g, self.rule, record)
         if not self.lengths:
+            # Products with a part are exact, so two sums lose only the bits that the parts lack.
             sums = [weight_grad(record, term) for term in terms]
             return functools.reduce(jnp.add, sums)
 
@@ -496,6 +511,8 @@ class Site:
         """Computes dV of every example, [B, *sliced loops, *weight]."""
         record, g = self._multiplied(record, g)
         if not self.lengths:
+            # `weight_grads` sums over the repeats of an example, [B, N, ...], of which there is one
+            # here.
             once = jax.tree.map(lambda x: x[:, None], (record, g))
             return self.rule.weight_grads(*once)
         record, g = self._by_slice((record, g))
@@ -562,6 +579,7 @@ class Site:
     def _column_sums_by_xla(
         self, record: Any, g: jax.Array, bases: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
+        # The kernels round by themselves, so the default form has to do so here.
         record, g = settled_at(self.rule, record, g)
         grads = self.per_example(record, g)
         axes = tuple(range(1, grads.ndim - 1))
@@ -572,13 +590,14 @@ class Site:
     def _norm_by_xla(self, record: Any, g: jax.Array) -> FormedNorm:
         record, g = settled_at(self.rule, record, g)
         grads = self.per_example(record, g)
-        axes = tuple(range(1, grads.ndim))
-        squares = jnp.square(grads).sum(axes)
+        squares = products.squared_lengths(grads)
+        # A formed gradient has no E: its entries are rounded as M tells.
         spread = jnp.zeros_like(squares)
         apart = self.without_cancellation(record, g)
         return squares, spread, apart
 
     def _norm_by_dense(self, record: Any, g: jax.Array) -> FormedNorm:
+        # A dense site has one part, [B, S, T, p], with loops in S and T.
         (u,), w = self.factors(record, g)
         squares = dense.formed_squares(u, w)
         spread = jnp.zeros_like(squares)
@@ -618,6 +637,7 @@ def summed_rows(
     each entry of the table, so no sum over the batch rounds the terms of one example one by one.
     """
     rule = site.rule
+    # Repeats of a slice are among its rows now, so only loops over slices are left.
     loops = site._sliced_loops
     (u,), w = site.factors(record, g)
     index, total = factored_norms.sums_of_equal_rows(u.index, wide(w))

@@ -158,6 +158,7 @@ class Plan:
             values.update(zip(step.eqn.outvars, results, strict=True))
         outputs = _read(values, self.jaxpr.outvars)
         for index in self.closing:
+            # The result itself has the tap, so its cotangent is the gradient of the weight.
             outputs[index] = tapped(outputs[index], next(pending))
             records.append(())
         return outputs, records
@@ -171,6 +172,7 @@ class Plan:
         """Returns the results of a step, and the records of the sites inside of it."""
         if step.inner is not None:
             n_taps = len(step.inner.sites)
+            # Taps have the order of the sites, so those of the body come next.
             inner_taps = list(itertools.islice(pending, n_taps))
             return _forward_inner(step, step.inner, operands, inner_taps)
         name = step.eqn.primitive.name
@@ -190,6 +192,7 @@ class Plan:
         n_of_example = len(self.jaxpr.invars) - len(leaves)
 
         def weights(leaves: Sequence[Any]) -> list[Any]:
+            # The values of data are never read here.
             no_example = [None] * n_of_example
             values, _ = self.weights([*leaves, *no_example])
             return values
@@ -209,6 +212,7 @@ class Plan:
         weights: list[Any] = []
         for step in self.steps:
             operands = _read(values, step.eqn.invars)
+            # In the order of the sites: a step's own weights, and then those of its body.
             weights += [operands[i] for i in step.weights]
             if step.without_data:
                 results = _bind_wide(self.jaxpr, step.eqn, operands)
@@ -289,10 +293,12 @@ def _bind_wide(
     operands: Sequence[Any],
 ) -> list[Any]:
     """Evaluates an equation without data, with floats in float32 or wider."""
+    # Literals may be scalars of Python, which have no dtype.
     arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in operands]
     if eqn.primitive.name == "convert_element_type":
         (array,) = arrays
         to = eqn.outvars[0].aval
+        # A cast to an integer is evaluated as it stands below, since it has no gradient.
         if _is_float(array) and _is_float(to):
             dtype = sites.wide_dtype(to)
             return [array.astype(dtype)]
@@ -333,6 +339,7 @@ def _forward_inner(
         results = outputs[len(carry) :]
         return new_carry, (results, records)
 
+    # The same options as the user's loop. Records and cotangents are stacked along its iterations.
     options = {name: params[name] for name in ("length", "reverse", "unroll")}
     start = operands[first_carry:first_x]
     scanned = (operands[first_x:], taps)
@@ -362,6 +369,7 @@ def _weights_of_scan(
     if not inner.sites or all(axis is None for axis in in_axes):
         weights, _ = inner.weights(values)
         return weights
+    # The body's own loop is the last of its enclosing ones.
     depth = len(inner.loops) - 1
     out_axes = [0 if site.sliced[depth] else None for site in inner.sites]
 
@@ -422,6 +430,7 @@ class _Walk:
         self.steps: list[_Step] = []
         self.sites: list[sites.Site] = []
         self._loops = loops
+        # A constant is the same in all iterations.
         self._constant = Value(data=False, sliced=(False,) * len(loops))
         self._known = dict.fromkeys(jaxpr.constvars, self._constant)
         self._known |= dict(zip(jaxpr.invars, inputs, strict=True))
@@ -449,6 +458,7 @@ class _Walk:
         elif step.without_data:
             outputs = _outputs_without_data(eqn, values, len(self._loops))
         else:
+            # An operand is data, or its tap is in front of this equation.
             outputs = (_DATA,) * len(eqn.outvars)
         if step.inner is not None:
             self.sites += step.inner.sites
@@ -471,6 +481,7 @@ class _Walk:
         has_data = any(v.data for v in values)
         # Weights that become complex, or enter a custom_vjp, have their tap before that.
         needs_a_tap = bool(weights) and _needs_a_tap(eqn)
+        # A function of weights alone belongs to `Plan.weights`, which differentiates it by itself.
         if not has_data and not needs_a_tap:
             return _Step("bind", eqn, without_data=True)
         if not weights:
@@ -503,6 +514,7 @@ class _Walk:
         """
         if not self._loops or not rule.is_dense or forms.platform() not in _FORMING:
             return False
+        # The entries of dV, and those of u and w, of one iteration.
         of_gradient = rule.rows * rule.cols
         of_factors = rule.positions * (rule.rows + rule.cols)
         return _SMALLER * of_gradient <= of_factors
@@ -522,6 +534,7 @@ class _Walk:
     ) -> sites.Site:
         value = self.value(variable)
         shape = (*self._loops, *tap_on.aval.shape)
+        # The cotangent of a value has its dtype, so the tap has it too.
         tap = jax.ShapeDtypeStruct(shape, tap_on.aval.dtype)
         return sites.Site(rule, value.leaves, value.source, self._loops, value.sliced, tap)
 
@@ -540,6 +553,7 @@ def _plan_scan(
     inner_values = []
     for i, value in enumerate(values):
         is_carry = first_carry <= i < first_x
+        # A carry that starts as a weight is data after the first iteration.
         if value.data or is_carry:
             inner_values.append(_DATA)
         else:
@@ -552,6 +566,7 @@ def _plan_scan(
         close=range(len(body.jaxpr.outvars)),  # so that carries and stacked results are data
         loops=(*loops, eqn.params["length"]),
     )
+    # Inside of the body such a weight is data, so its tap is on the initial value.
     starts = tuple(i for i in range(first_carry, first_x) if values[i].is_weight)
     return _Step("scan", eqn, weights=starts, inner=inner)
 
@@ -596,8 +611,10 @@ def _moved_axes(eqn: Any, value: Value) -> tuple[int, ...] | None:
     if value.source is None or len(eqn.invars) != 1:
         return None
     name = eqn.primitive.name
+    # `Plan.weights` skips casts to few bits, so J only moves entries.
     if name == "convert_element_type":
         return value.source
+    # After a reshape, source is () and stays so.
     if name == "transpose" and value.source:
         return tuple(value.source[i] for i in eqn.params["permutation"])
     size_before = math.prod(eqn.invars[0].aval.shape)
@@ -626,6 +643,7 @@ def _rule(
         if eqn.params["batch_group_count"] == 1:
             return sites.Conv.of(eqn)
         return None
+    # Operand 0 is the table. The others are indices.
     if name in ("gather", "dynamic_slice") and weights == (0,):
         return sites.Lookup.of(eqn)
     return None

@@ -146,6 +146,7 @@ class Dot(Rule):
         first_right = first_left + len(free[0])
         left = range(first_left, first_right)
         right = range(first_right, eqn.outvars[0].aval.ndim)
+        # The weight is the left operand, so its dimensions come before those of the data.
         if w == 0:
             of_data_and_weight = (*right, *left)
         else:
@@ -173,6 +174,7 @@ class Dot(Rule):
         return True
 
     def as_weight(self, grad: jax.Array) -> jax.Array:
+        # [groups, rows, cols] is flat in the order batch, contracted, free.
         shape = [self.weight_shape[d] for d in self.weight_order]
         return transposed_back(grad.reshape(shape), self.weight_order)
 
@@ -195,6 +197,7 @@ class _TableRule(Rule):
     """A rule whose u are rows of an identity matrix."""
 
     def weight_grad(self, record: Any, g: jax.Array) -> jax.Array:
+        # Rows of bfloat16 would be added in bfloat16.
         (u,), w = jax.vmap(self.factors)(record, wide(g))
         # A negative index would wrap around, so it moves out of range, where it is dropped.
         index = jnp.where(u.index < 0, self.rows, u.index)
@@ -252,7 +255,9 @@ class Lookup(_TableRule):
         if not rows or n_rows > jnp.iinfo(jnp.int32).max:
             return None
         present = [d for d in dims if d not in missing]
+        # `dynamic_slice` keeps all dimensions in the result.
         offsets = numbers.offset_dims if numbers else out_dims
+        # Where each dimension of the weight is in the output.
         place = dict(zip(present, offsets, strict=True))
         in_window = [place[d] for d in (*rows, *columns) if d in place]
         n_windows = entries_along(out_shape, windows)
@@ -274,6 +279,7 @@ class Lookup(_TableRule):
     def _starts(self, operands: Sequence[Any]) -> dict[int, Any]:
         """Returns where windows start, for each dimension of the weight that is indexed."""
         if self.numbers is None:
+            # `dynamic_slice` takes a scalar start for each dimension.
             return dict(enumerate(operands[1:]))
         return {d: operands[1][..., k] for k, d in enumerate(self.numbers.start_index_map)}
 
@@ -300,6 +306,7 @@ class Lookup(_TableRule):
                 strict=True,
             )
             for d, axis in batching:
+                # A batching dimension of the weight is indexed by its own number.
                 places[d] = lax.broadcasted_iota(jnp.int32, shape, axis)
         # Axes of the shape of a window follow those of its start.
         shape = (*shape, *(self.sizes[d] for d in self.row_dims))
@@ -317,6 +324,7 @@ class Lookup(_TableRule):
         return row.reshape(-1)
 
     def factors(self, record: Any, g: jax.Array) -> Factors:
+        # One group, S = 1.
         u = OneHot(record.reshape(1, -1))
         w = g.transpose(self.out_order)
         return (u,), w.reshape(1, -1, self.cols)

@@ -20,6 +20,7 @@ from jaxdp.files import check_choice
 from jaxdp.release import new_seed, stream
 from jaxdp.release import program as program_text
 from jaxdp.transforms.meshes import Layout, ParamSharding, check_mesh, rounded_up
+from jaxdp.transforms.noise.keys import is_traced
 from jaxdp.tta.clipped import Clipped
 from jaxdp.tta.method import Method
 from jaxdp.tta.private import Private
@@ -292,14 +293,14 @@ class Adapter:
 
         The typed `key` of noise and second views is for tests. The default has 128 bits of OS
         entropy. Two runs with one key share their noise, so the difference of their updates has
-        none. Raises ValueError inside jit without it.
+        none. Raises ValueError inside jit and vmap without it.
         """
         step = jnp.zeros((), jnp.int32)
         if key is None:
-            if isinstance(step, jax.core.Tracer):
+            if is_traced(self.params):
                 raise ValueError(
-                    "init draws its key from the operating system, but under jit all runs of the "
-                    "program would share one key. Call init outside jit, or pass key."
+                    "init draws its key from the operating system, but all runs of a program under "
+                    "jit or vmap would share one key. Call init outside jit, or pass key."
                 )
             key = stream(new_seed(), "test-time adaptation")
         return self._source_state(step, _typed(key))

@@ -109,7 +109,7 @@ def broadcast(predict: Callable[..., Any], params: Any, source: Examples) -> int
 
 def with_one_key(
     key: jax.Array, *args: Any, whole: Callable[..., Any] = auditing.noisy_fraction
-) -> jax.Array:
+) -> np.ndarray:
     """Draws the noise of all estimates from one key."""
     return whole(case.one_key(key), *args)
 

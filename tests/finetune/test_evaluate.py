@@ -2,12 +2,15 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxdp import data, finetune
+from jaxdp.finetune import evaluate
 from jaxdp.privacy import BudgetExceeded, Ledger
+from jaxdp.transforms import noise
 
 N = 137
 RNG = np.random.default_rng(0)
@@ -108,6 +111,42 @@ def test_noise_has_the_right_scale_and_wrong_scales_are_rejected():
     assert accepted(right)
     assert not accepted(0.7 * right)
     assert not accepted(1.3 * right)
+
+
+def test_the_last_digits_of_an_estimate_tell_no_count():
+    """Noise in float32 told 13 % of the estimates of 0 answers of 1024 from those of 1 answer."""
+    total, sigma = 1024, 1.0
+    step = sigma * 2.0**-24 / total  # a right answer is a whole number of steps
+    keys = jax.random.split(jax.random.key(7, impl="threefry2x32"), 4000)
+
+    def off_the_grid(estimates):
+        inside = estimates[(estimates > 0) & (estimates < 1)]
+        assert len(inside) > 0.4 * len(keys)
+        return np.mean(np.float64(inside) / step % 1 != 0)
+
+    for count in (0, 1):
+        assert off_the_grid(evaluate.noisy_fraction(keys, count, total, sigma)) == 0
+
+    # A broken twin: only a count of 0 has steps this fine.
+    def in_floats(key, count):
+        exact = np.float32(count)
+        return jnp.clip((exact + noise.gaussian(key, exact, sigma)) / total, 0, 1)
+
+    fine = [off_the_grid(jax.vmap(in_floats, (0, None))(keys, count)) for count in (0, 1)]
+    assert fine[0] > 0.1 and fine[1] == 0
+
+
+@pytest.mark.parametrize("sigma", [2.0**-30, 1e-3, 0.7, 3.0, 1e4])
+def test_a_right_answer_moves_the_noisy_count_by_at_most_its_sensitivity(sigma):
+    """In units of the noise, 1 / sigma, and not much less where the noise is not tiny."""
+    key, total = jax.random.key(0, impl="threefry2x32"), 2**24
+    # Exact in float64: the clip to [0, 1] is far from both.
+    low, high = (evaluate.noisy_fraction(key, count, total, sigma) for count in (2**20, 2**21))
+    with pytest.MonkeyPatch.context() as silent:
+        silent.setattr(evaluate, "_noise_of_count", lambda key: jnp.int32(2**24))
+        deviation = evaluate.noisy_fraction(key, 0, total, sigma)
+    moved = (high - low) / 2**20 / deviation
+    assert moved <= (1 + 1e-9) / sigma and moved >= (1 - 2e-3) * min(1 / sigma, 2.0**13)
 
 
 @pytest.mark.slow

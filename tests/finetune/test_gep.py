@@ -520,6 +520,25 @@ def test_anchors_without_finite_gradients_span_nothing():
         trainer_of(anchors=anchors).init(params_of())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 2, lambda path: path])
+def test_leaves_without_entries_change_nothing(groups):
+    """They may be in modules of their own. After other leaves, they change no random numbers."""
+    empty = {"y": jnp.zeros((0, 2)), "z": {"w": jnp.zeros(0)}}
+    terms = {"groups": groups, "basis_size": 9}
+    source = source_of(features_of())
+    plain, padded = (
+        trainer_of(**terms).step(keyed(trainer_of(**terms).init(params)), source)[0].params
+        for params in (params_of(), params_of() | empty)
+    )
+    assert padded["y"].shape == (0, 2)
+    for name, leaf in plain.items():
+        np.testing.assert_allclose(padded[name], leaf, rtol=1e-5, atol=1e-6)
+    trainer_of(**terms).init({"0": jnp.zeros(0), **params_of()})
+    with pytest.raises(ValueError, match="must have a trainable leaf with entries"):
+        trainer_of(**terms).init(empty)
+
+
 def test_a_basis_larger_than_the_gradient_or_the_anchors_is_refused_before_any_gradient():
     with pytest.raises(
         ValueError, match=r"gives 7 directions to 'a', which needs 1 to 6. .*6 entries.*15 anchors"

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from configs.recalibration import hospitals as configs
 from jaxdp import recalibration
-from jaxdp.files import Limits, pack, unpack
+from jaxdp.files import Limits, pack, read_json, unpack, write_json
 from jaxdp.privacy import BudgetExceeded, Ledger
 from launch import hospitals, links
 from tests.launch.canaries import leaks
@@ -224,6 +224,47 @@ def test_a_run_goes_on_with_the_hospitals_that_are_left(network, tmp_path):
     scale = recalibration.noise_scale(method, num_classes=5, **HOW)
     assert variance == scale.variance * 2
     assert network.spends() == {"clinic-1": (1, 1.0), "clinic-2": (1, 1.0), "clinic-3": (0, 0.0)}
+
+
+def test_a_calibrator_that_died_keeps_the_answers_of_hospitals_that_left(tmp_path, records):
+    """Those that are left have another sum, and nobody answers the question that follows from it
+    in a round that was answered.
+    """
+
+    def run(name, *, dies):
+        network = Direct(tmp_path / name, records)
+        ask, asked = network.ask, []
+
+        def third_round(questions, *, timeout):
+            asked.append(sorted(questions))
+            if len(asked) == 3:
+                network.lost = {"clinic-3"}  # for good
+                if dies:
+                    raise KeyboardInterrupt
+            return ask(questions, timeout=timeout)
+
+        network.ask = third_round
+        with contextlib.closing(network.open):
+            seeds(network)
+            if dies:
+                with pytest.raises(KeyboardInterrupt):
+                    network.calibrate(**{"server.fewest": 1})
+            found = network.calibrate(**{"server.fewest": 1})
+            assert network.spends() == dict.fromkeys(NAMES, (1, 1.0))
+        return found.temperature, asked
+
+    alive, asked = run("alive", dies=False)
+    assert run("dead", dies=True) == (alive, [*asked[:3], *asked[2:]])
+
+
+def test_kept_answers_to_another_question_are_refused(network, tmp_path):
+    network.calibrate()
+    path = tmp_path / "calibrator" / "answers.json"
+    rounds = read_json(path, kind=list)
+    rounds[1]["temperature"] += 1
+    write_json(path, rounds)
+    with pytest.raises(ValueError, match=r"has answers to the temperature .* in round 1, not to"):
+        network.calibrate()
 
 
 @pytest.mark.parametrize("name", sorted(recalibration.METHODS))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import optimize, stats
 
-from jaxdp.privacy import Ledger, accounting
+from jaxdp.privacy import Ledger, accounting, balls_in_bins_event, truncated_event
 from jaxdp.privacy.events import (
     CorrelatedSampleDpEvent,
     DiscreteLaplaceDpEvent,
@@ -19,6 +19,7 @@ from jaxdp.privacy.events import (
     PoissonSampledDpEvent,
     PureDpEvent,
     SelfComposedDpEvent,
+    TruncatedSubsampledGaussianDpEvent,
     ZCDpEvent,
     unproven,
 )
@@ -164,6 +165,45 @@ def test_what_has_no_rule_is_converted():
     best = min(2 * rate for rate, cost in zip(rates, single, strict=True) if cost <= rate)
     assert table.groups[1].epsilon == pytest.approx(best, rel=0.01)
     assert epsilons(unproven("no proof"), allow_unproven=True, sizes=(2,)) == [math.inf]
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "zero_out"])
+def test_units_that_leave_truncated_batches_find_smaller_data(adjacency):
+    """Heavy truncation costs the last unit more than the first one."""
+
+    def of(records):
+        return TruncatedSubsampledGaussianDpEvent(records, 0.5, 3, 4.0)
+
+    rates = np.linspace(0.1, 3.0, 400)
+
+    def converted(records, size):
+        """The lemma at the best epsilon, for data of so many records."""
+        deltas = [
+            accounting.delta(of(records), epsilon=rate, adjacency=adjacency) for rate in rates
+        ]
+        factors = np.exp(np.arange(size)[:, None] * rates).sum(axis=0)
+        return size * rates[np.argmax(np.array(deltas) * factors <= 0.01)]
+
+    found = epsilons(of(20), sizes=(4,), delta=0.01, adjacency=adjacency)[0]
+    first, last = converted(20, 4), converted(17, 4)
+    assert last > 1.01 * first  # a broken twin: all units leave the whole data
+    assert found == pytest.approx(last if adjacency == "add_remove" else first, rel=0.01)
+
+
+def test_truncated_bins_pay_for_both_ends_of_the_path():
+    """The conversion counts tau at each step, which is no less than at both ends. See proof 8."""
+    size, tau, limit = 3, 1e-3, 0.02
+    whole = balls_in_bins_event(8.0, bins=4, steps=4, draws=2**14, seed=bytes(16))
+    found = epsilons(truncated_event(whole, tau), sizes=(size,), delta=limit)[0]
+    assert 0 < epsilons(whole, sizes=(size,), delta=limit)[0] < found < math.inf
+    rate = found / size
+    steps = sum(math.exp(i * rate) for i in range(size)) * accounting.delta(whole, epsilon=rate)
+    assert steps + (1 + math.exp(found)) * tau <= limit
+    # A broken twin: the table without the price is too small.
+    free = epsilons(whole, sizes=(size,), delta=limit)[0]
+    rate = free / size
+    steps = sum(math.exp(i * rate) for i in range(size)) * accounting.delta(whole, epsilon=rate)
+    assert steps + (1 + math.exp(free)) * tau > limit
 
 
 def test_the_table_for_people_and_programs():

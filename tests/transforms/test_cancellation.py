@@ -7,6 +7,8 @@ examples and bfloat16."""
 
 import itertools
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 from jax import lax
 
 import jaxdp
-from jaxdp.transforms import components
+from jaxdp.transforms import components, factored_norms, rounding
 
 LONG = bool(os.environ.get("JAXDP_SLOW"))
 METHODS = ("vmap", "factors", "keep", "drop")
@@ -300,7 +302,67 @@ def test_no_contribution_of_a_long_example_exceeds_the_bound(
             assert largest <= LIMIT, (case, seed)
 
 
+# --- The order in which XLA adds ---
+
+LONE = np.array(
+    [1, 63, 11, 2, 1]
+)  # of squared length 2^12, with the product 1 with (1, 0, 0, 0, 0)
+
+
+def lost_in_products(groups: int, length: int) -> int:
+    """Returns how many ones a norm by Gram matrices adds to one 2^24, one after the other.
+
+    The entries of both matrices are 1, but the first one of the first group is 2^12. 2^24 + 1 is
+    2^24 in float32."""
+    u = np.zeros((1, groups, length, 5), np.float32)
+    u[..., 0] = 1
+    u[0, 0, 0] = LONE
+    norm = jax.jit(lambda pair: factored_norms.norm_of_pair(pair))  # a new function, never traced
+    total, _, _ = norm(((u,), u))
+    return 2**24 + groups * length**2 - 1 - int(total[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("groups", "length"), [(1, 9), (1, 16), (1, 32), (1, 40), (4, 16), (31, 4), (1, 197)]
+)
+def test_a_norm_by_gram_matrices_has_the_additions_that_its_bound_counts(groups, length) -> None:
+    assert lost_in_products(groups, length) <= rounding.additions(groups * length**2)
+
+
+WINDOWS = """
+import jax, jax.numpy as jnp, jaxdp
+gradient = jnp.ones((1, 32, 3, 3, 31, 31)).at[0, 0, 0, 0, 0, 0].set(2**12)
+for engine in ("vmap", "bookkeeping", "auto"):
+    f = jaxdp.clipped_grad(lambda p, e: jnp.sum(p * e), clip_norm=1.0, engine=engine)
+    print(float(jnp.linalg.norm(f(jnp.zeros(gradient.shape[1:]), gradient).grads.ravel())))
+"""
+
+
+@pytest.mark.slow
+def test_a_large_gradient_keeps_its_bound_where_xla_adds_by_windows() -> None:
+    """Older releases of XLA on CPU, and builds without YNNPACK, add 276,768 squares one after the
+    other, which gave 1.008 times the clip norm."""
+    command = [sys.executable, "-c", WINDOWS]
+
+    def run(flags: str) -> Any:
+        environment = os.environ | {"XLA_FLAGS": flags}
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    out = run("--xla_cpu_experimental_ynn_fusion_type=")
+    if "Unknown flag" in out.stderr:  # such a release adds by windows anyway
+        out = run("")
+    norms = list(map(float, out.stdout.split()))
+    assert len(norms) == 3 and max(norms) <= LIMIT
+
+
 # --- Broken twins ---
+
+
+@pytest.mark.slow
+def test_a_sum_over_both_axes_of_gram_matrices_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(factored_norms, "one_axis", lambda x: x)
+    assert lost_in_products(1, 32) == 1023 > rounding.additions(32**2)
 
 
 @pytest.mark.slow

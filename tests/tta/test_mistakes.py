@@ -21,6 +21,10 @@ def test_condition_7_tracing_bakes_in_no_key():
     with pytest.raises(ValueError, match="Call init outside jit, or pass key"):
         jax.jit(adapter.init)()
     assert jax.jit(adapter.init)(jax.random.key(0)).step == 0
+    # Under vmap all models would share one key.
+    models = jax.tree.map(lambda x: np.stack([x, x]), tiny.PARAMS)
+    with pytest.raises(ValueError, match="Call init outside jit, or pass key"):
+        jax.vmap(lambda params: tta.Adapter(tiny.apply_fn, params, TENT, SGD).init())(models)
 
 
 @pytest.mark.parametrize("key", [0, np.zeros(2, np.uint32)])

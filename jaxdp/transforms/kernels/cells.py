@@ -184,13 +184,16 @@ class Plan:
     @property
     def _passes_of_gradient(self) -> int:
         lane_tiles = _ceil(self.cells, LANES)
+        # The unit holds 128 x 128 entries of B, and each row of A passes once for each such tile.
         return sum(rows * _ceil(cols, LANES) * lane_tiles for rows, cols in self.sizes)
 
     @property
     def _passes_by_cells(self) -> int:
         lanes = up(self.cells, LANES)
+        # Products of cells are float32 [lanes, lanes].
         if 4 * lanes * lanes > PRODUCT_BYTES:
             return _NEVER
+        # One product serves all examples that share the lanes.
         sides = LANES // _slot(self.cells)
         # A^T A contracts the rows of A, and B^T B those of B.
         row_tiles = sum(_ceil(rows, LANES) + _ceil(cols, LANES) for rows, cols in self.sizes)
@@ -292,6 +295,7 @@ def packed(low: jax.Array, high: jax.Array) -> jax.Array:
 
     low_bits = bits(low)
     high_bits = bits(high)
+    # The first of two rows of bfloat16 is the lower half of a word.
     return (low_bits >> 16) | high_bits
 
 
@@ -373,6 +377,7 @@ def columns_of(
         rows = []
         for (a, b), of_phase in zip(stacks(data, cotangents), bases, strict=True):
             gradient = _product(a, b, over=1)
+            # Column t of A and of B is position t, so M is the sum of products of lengths.
             apart.append(_folded(_length(a) * _length(b)))
             terms = [gradient * gradient, gradient]
             terms += [of_phase[n] * gradient for n in range(of_phase.shape[0])]
@@ -418,6 +423,7 @@ def _sums_of_gradient(a: jax.Array, b: jax.Array) -> list[jax.Array]:
     gradient = _product(a, b, over=1)
     squares = _folded(gradient * gradient)
     apart = _folded(_length(a) * _length(b))
+    # E is 0 where the gradient is formed.
     return [squares, apart, jnp.zeros_like(apart)]
 
 
@@ -438,6 +444,7 @@ def _sums_by_cells(
 ) -> list[jax.Array]:
     # Not products with zeros: another example may hold NaN.
     lanes = (plan.lanes, plan.lanes)
+    # Blocks along the diagonal, each with the products of one example.
     own = _same(lanes, plan.slot)
 
     def own_products(y: jax.Array) -> jax.Array:
@@ -541,6 +548,7 @@ def _phase(
 ) -> jax.Array:
     """Returns the words of the channels of one phase."""
     rows, columns = plan.phases
+    # Two channels of bfloat16 share a word.
     size = plan.filled[0] // 2
     first = (rows.index(row_phase) * len(columns) + column) * size
     return words[first : first + size]

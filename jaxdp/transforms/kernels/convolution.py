@@ -98,6 +98,7 @@ def _mapped_norms(
         x = x.reshape(-1, *x.shape[2:])
         g = g.reshape(-1, *g.shape[2:])
         results = _mapped_norms(geometry, x, g)
+        # [3, size * B] to [size, 3, B]
         by_map = results.reshape(len(results), size, -1)
         return by_map.swapaxes(0, 1), True
 
@@ -183,6 +184,8 @@ def _looped_under_vmap(function: Callable[..., Any]) -> Callable[..., Any]:
         *arrays: jax.Array,
     ) -> tuple[Any, Any]:
         own = _all_mapped(size, batched, arrays)
+        # A sum or a base of one mapped entry must not mix with that of another, so the batch cannot
+        # hold both.
         results = lax.map(lambda arrays: looped(*arrays), own)
         return results, jax.tree.map(lambda _: True, results)
 
@@ -213,11 +216,14 @@ def _column_sums(
     for _, columns in plan.sizes:
         tiles = cells.up(columns, cells.LANES) // cells.LANES
         end = first + (2 + n_bases) * tiles
+        # The rows of a statistic are its columns, cut into tiles of 128.
         of_phase = rows[first:end].reshape(2 + n_bases, tiles, len(x), cells.LANES)
         of_phase = of_phase.swapaxes(1, 2).reshape(2 + n_bases, len(x), -1)
+        # Columns of a phase are kernel columns times outputs.
         by_column = of_phase[..., :columns].reshape(2 + n_bases, len(x), -1, outputs)
         total = total + by_column.sum(2)
         first = end
+    # Outputs were filled up to whole tiles.
     return total[..., : plan.outputs], apart
 
 
@@ -287,6 +293,7 @@ def _sum(
     by_phase = []
     for total in lanes.weighted_sums(plan, geometry.strides, x, g, factors):
         columns = total.reshape(len(plan.rows), channels, -1, outputs)
+        # Without the filled channels and outputs, [rows, C, columns, K].
         columns = columns[:, : plan.channels, :, : plan.outputs]
         by_phase.append(columns.swapaxes(1, 2))
     # Columns of one phase are together. They go back to their places in the kernel.
@@ -348,9 +355,11 @@ def _norms_of_blocks(
         out_shape=shards.shape_like(data, sums_shape),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=lanes.LIMIT_BYTES),
     )(data, cotangents)
+    # The lanes of a row belong to the examples that share them.
     by_side = sums.reshape(groups, cells.RESULTS, plan.sides, -1)
     by_group = jnp.sum(by_side, 3).swapaxes(0, 1)
     by_example = by_group.reshape(cells.RESULTS, -1)
+    # Examples that fill up the last group are zeros.
     return by_example[:, :batch]
 
 
@@ -383,6 +392,7 @@ def _on_lanes(plan: cells.Plan, y: jax.Array) -> jax.Array:
     channels = y.shape[-1]
     sides = plan.sides
     y = y.astype(jnp.bfloat16)
+    # [B, phases, cells, C] to [B, phases, C, cells]
     y = y.reshape(batch, -1, plan.cells, channels).swapaxes(2, 3)
     examples_missing = cells.up(batch, sides) - batch
     channels_missing = cells.up(channels, cells.ROWS) - channels

@@ -63,6 +63,7 @@ def _blocks(
         # The columns stay on the chip while all rows pass.
         features = block_rows + block_cols * block_rows / rows
         read = positions * features * tiles.ITEMSIZE / tiles.BYTES_PER_CYCLE
+        # `tiles.parts` gives only divisors, so no block goes beyond the axes.
         steps = (rows // block_rows) * (cols // block_cols)
         return steps * max(products + _OVERHEAD, squares, read)
 
@@ -112,6 +113,7 @@ def formed_norms(u: jax.Array, w: jax.Array) -> jax.Array:
     """
     u, w = shards.varied(u, w)
     if len(u) == 0:
+        # An empty batch has no step of the grid.
         return shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
     return _sums(u, w).sum((1, 2))
 
@@ -175,4 +177,5 @@ def _tile_of_sums(x: jax.Array) -> jax.Array:
     tile_rows = padded_rows // tiles.SUBLANES
     tile_cols = padded_cols // tiles.LANES
     x = x.reshape(tile_rows, tiles.SUBLANES, tile_cols, tiles.LANES)
+    # Whole tiles are added entry by entry. Sums within a tile would move its lanes.
     return x.sum((0, 2))

@@ -87,6 +87,7 @@ def _products(positions: int, features: int) -> float:
 
 def _multiplied(positions: int) -> int:
     """Returns how many entries of a Gram matrix are computed, with padding."""
+    # The rows of a block of columns end at the diagonal.
     ends = (end for _, end in _columns(positions))
     rows = sum(tiles.padded(end, tiles.PACKED) for end in ends)
     return rows * tiles.LANES
@@ -137,6 +138,7 @@ def _lengths(size: int) -> list[int]:
     dividing = tiles.parts(size, size)
     if size % tiles.LANES == 0:
         return [*dividing]
+    # `_Operand.part_of` sets what lies beyond the axis to zero.
     beyond = range(tiles.LANES, size, tiles.LANES)
     return [*dividing, *beyond]
 
@@ -171,6 +173,7 @@ def _examples(
     # Small products would leave most of a step to its overhead.
     shared = int(_LEAST_STEP / _products(positions, rows + cols))
     most = min(_EXAMPLES, max(1, shared))
+    # A power of two divides 128, the number of examples in a block of the sums.
     return 1 << int(math.log2(most))
 
 
@@ -231,11 +234,13 @@ def gram_norms(
     depends on another.
     """
     u, w = shards.varied(u, w)
+    # An empty batch has no block for a kernel.
     if len(u) == 0:
         nothing = shards.vary(jnp.zeros(0, jnp.float32), shards.varying_axes(u))
         no_rows = jnp.broadcast_to(nothing[:, None], (0, u.shape[1]))
         return GramNorms(*[nothing] * _SUMS_OF_ONE), (no_rows,) * (2 * with_rows)
     sums, *rows = _sums(u, w, (u_across, w_across), with_rows=with_rows)
+    # The last block of 128 examples may have lanes of no example.
     return GramNorms(*sums[:, : len(u)]), tuple(of_one[:, 0] for of_one in rows)
 
 
@@ -329,6 +334,7 @@ def _sums(
         compiler_params=tiles.compiler_params(vmem, parallel=1),
     )
     if of_u.on_lanes:
+        # Where XLA has laid u so, the swap moves nothing.
         u = u.swapaxes(1, 2)
     if of_w.on_lanes:
         w = w.swapaxes(1, 2)
@@ -426,10 +432,12 @@ def _kernel(
                 rows[end - start] = own if before is None else _added(before, own)
                 for diagonal, squares in zip(diagonals, own[3:5], strict=False):
                     diagonal[e, :, start:end] = squares
+            # Eight rows of one length are a tile, so one reduction serves all sums.
             stacked = [jnp.concatenate(terms, 0) for terms in rows.values()]
             of_one = sum(terms.sum(1, keepdims=True) for terms in stacked)
             own_lane = turn * n_examples + e
             is_own = lane == own_lane
+            # [8, 1] to the lane of its example in [8, 128].
             total = jnp.where(is_own, of_one, total)
         sums[...] = total
 

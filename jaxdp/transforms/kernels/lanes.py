@@ -32,6 +32,7 @@ def batch_on_lanes(plan: cells.Plan, batch: int) -> bool:
     else:
         whole_rows = cells.LANES % plan.grid[1] == 0
         cells_fit = whole_rows and plan.cells % cells.LANES == 0
+    # The walk has whole blocks only, and no mask for a last one.
     if not cells_fit or batch % (cells.LANES * plan.sides):
         return False
     # A part holds whole cells, so the kernel must meet their first phases.
@@ -67,6 +68,7 @@ class _Blocks:
     ):
         self.number = len(x) // (cells.LANES * plan.sides)
         data = _cells_first(plan, strides, x)
+        # Cotangents are on the grid of the cells already, so they have one phase.
         cotangents = _cells_first(plan, (1, 1), g)
         self.arrays = [data, cotangents]
         self.movers = _Mover.both(plan, [x.dtype, g.dtype])
@@ -128,8 +130,12 @@ def norms(
 ) -> jax.Array:
     """Returns the squared norms, M and E, [3, B], where the batch is on the lanes."""
     sums = examples(plan, strides, x, g, (), lambda: cells.norm_of(plan), cells.RESULTS)
+    # [blocks, results, 128 examples, 128 lanes]. The lanes of a row belong to the examples that
+    # share them.
     sums = sums.reshape(*sums.shape[:3], plan.sides, -1)
     by_example = jnp.sum(sums, 4)
+    # [blocks, results, examples, sides] to [results, blocks, sides, examples], the order of the
+    # batch.
     by_result = by_example.transpose(1, 0, 3, 2)
     return by_result.reshape(cells.RESULTS, -1)
 
@@ -181,6 +187,7 @@ def examples(
 
         blocks.walk((data, cotangents), memories, compute)
 
+    # The arrays stay in the large memory, from which `_Mover` copies parts by itself.
     everywhere = pl.BlockSpec(memory_space=pl.ANY)
     in_chip = pl.BlockSpec(memory_space=pltpu.VMEM)
     of_block = (results, cells.LANES, cells.LANES)  # results, examples, partial sums
@@ -230,6 +237,7 @@ def weighted_sums(
             words: Callable[[jax.Array], list[jax.Array]],
         ) -> None:
             def factors_of(i: jax.Array) -> list[jax.Array]:
+                # Example i of each side is in another group of 128, as `_copies` lays them.
                 return [factors[block * plan.sides + side, i] for side in range(plan.sides)]
 
             def several(turn: jax.Array, carry: int) -> int:
@@ -252,6 +260,7 @@ def weighted_sums(
     by_block = factors.astype(jnp.float32).reshape(-1, cells.LANES)
     sums: list[jax.Array] = pl.pallas_call(
         kernel,
+        # A factor is a scalar, which the scalar memory gives to a branch or a product.
         in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), everywhere, everywhere],
         out_specs=[pl.BlockSpec(memory_space=pltpu.VMEM) for _ in sizes],
         out_shape=[shards.shape_like(x, size) for size in sizes],
@@ -270,6 +279,7 @@ def _cells_first(
     height, width = plan.grid
     down, across = strides
     y = cells.on_grid(plan, strides, y)
+    # [B, H, W, C] to [H, W, C, B]. XLA has laid a batch on the lanes so.
     y = y.transpose(1, 2, 3, 0)
     channels = y.shape[2]
     missing = cells.up(channels, cells.ROWS) - channels
@@ -326,6 +336,7 @@ class _Mover:
     @property
     def chunk(self) -> int:
         """The channels of a part."""
+        # Chunks are equal, so that parts have one shape.
         return math.gcd(self.channels, CHUNK)
 
     @property
@@ -358,6 +369,7 @@ class _Mover:
     @property
     def stored(self) -> int:
         """The bytes of its memory."""
+        # The `words` of one part, and the `kept` of a block, 128 x 128 words for each row.
         word_rows = self.space + self.tiles * self.pitch
         two_parts = 2 * int(self.dtype.itemsize) * self.chunk
         bytes_of_entry = two_parts + 4 * word_rows
@@ -384,6 +396,7 @@ class _Mover:
         """Returns (tile, row phase, column phase, chunk) of a part."""
         chunks = self.channels // self.chunk
         row_phases, column_phases = self.met
+        # Parts are numbered by tile, row phase, column phase and chunk, the last one fastest.
         rest = lax.div(part, chunks)
         chunk = lax.rem(part, chunks)
         rows = lax.div(rest, column_phases)
@@ -404,6 +417,7 @@ class _Mover:
         from jax.experimental.pallas import tpu as pltpu
 
         tile, down, across, chunk = self._place(jnp.int32(part))
+        # Parts take turns in the two halves of the memory.
         half = lax.rem(jnp.int32(part), 2)
         # The compiler does not see by itself that the offset is aligned.
         first_channel = pl.multiple_of(chunk * self.chunk, self.chunk)
@@ -448,6 +462,7 @@ class _Mover:
             def _() -> None:
                 self.start(source, memory, block, part + 1)
 
+            # The next part arrives in the other half meanwhile.
             for copy in self._copies(source, memory, block, part):
                 copy.wait()
             self._spread(memory, lax.rem(part, 2))
@@ -470,6 +485,7 @@ class _Mover:
                 entries = memory.parts[half, i].reshape(width * self.chunk, cells.LANES)
                 words = cells.words_of(entries)
             else:
+                # Every second row, because a word holds channels 2 k and 2 k + 1.
                 even = flat[pl.ds(first, width * size, stride=2), :]
                 odd = flat[pl.ds(first + 1, width * size, stride=2), :]
                 words = cells.packed(even, odd)
@@ -488,6 +504,7 @@ class _Mover:
         first = phase * (self.channels // 2) + chunk * (self.chunk // 2)
 
         def pair(i: jax.Array) -> None:
+            # Word i of each of 128 cells: [cells, examples], which becomes [examples, cells].
             of_cells = words[pl.ds(i, cells.LANES, stride=self.space), :]
             transposed = of_cells.T
             own = pl.ds(first + i, cells.LANES, stride=self.pitch)

@@ -98,6 +98,7 @@ def _blocks(
         blocks_of_rows = -(-rows // block_rows)
         blocks_of_cols = -(-cols // block_cols)
         steps = blocks_of_rows * blocks_of_cols * positions // length
+        # Reading overlaps with computing.
         cost = steps * max(products + _OVERHEAD / examples, read)
         return _Blocks(block_rows, block_cols, length, examples, cost)
 
@@ -180,6 +181,7 @@ def _operand(
 
     def place(*turns: Any) -> tuple[Any, ...]:
         of_features = turns[axis]
+        # The first two axes of the grid are blocks of the sum.
         examples, positions = turns[2:]
         if is_across:
             return (examples, of_features, positions)
@@ -269,6 +271,7 @@ def _clear(total: Any, first: jax.Array) -> None:
     from jax.experimental import pallas as pl
 
     rows = total.shape[0]
+    # Eight rows are a tile. Sides that are no multiple of 128 may have fewer common factors.
     at_once = next(n for n in (8, 4, 2, 1) if rows % n == 0)
 
     def clear(k: jax.Array, carry: int) -> int:
@@ -288,4 +291,5 @@ def _scaled(
     """Returns factor u^T w, or zeros if the factor is 0."""
     positions = [1 if on_lanes else 0 for on_lanes in across]
     product = tiles.product(u, w, positions)
+    # 0 * NaN is NaN, so the product is left out and not multiplied by 0.
     return jnp.where(factor != 0, factor * product, 0)

@@ -78,6 +78,17 @@ def stream(
     return key
 
 
+def is_traced(params: Any) -> bool:
+    """Returns whether a key that is drawn here would be a constant of a program.
+
+    All runs of the program would share it.
+    """
+    # Parameters that a program closes over are not traced, and an array that it makes is. Under
+    # `jax.vmap` it is the other way round.
+    values = [jnp.zeros((), jnp.int32), *jax.tree.leaves(params)]
+    return any(isinstance(value, jax.core.Tracer) for value in values)
+
+
 def check_key(key: Any) -> None:
     """Raises TypeError if `key` is not a typed key, and ValueError if its shape is not ()."""
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):

@@ -15,7 +15,7 @@ from dp_accounting import dp_event
 from jaxdp.transforms.grids import Grid, GridSchedule
 from jaxdp.transforms.noise import trees
 from jaxdp.transforms.noise.correlation import CorrelatedNoise
-from jaxdp.transforms.noise.keys import check_key, new_seed, stream
+from jaxdp.transforms.noise.keys import check_key, is_traced, new_seed, stream
 from jaxdp.transforms.noise.reuse import check_shards
 from jaxdp.transforms.noise.scales import check_number, check_product, check_scale
 from jaxdp.transforms.noise.schedule import NoiseSchedule
@@ -415,10 +415,7 @@ def _exact_mean(
 
 def _new_key(params: Any) -> jax.Array:
     """Returns a random key. Raises ValueError under tracing."""
-    # Parameters that a program closes over are not traced, and an array that it makes is. Under
-    # `jax.vmap` it is the other way round.
-    values = [jnp.zeros((), jnp.int32), *jax.tree.leaves(params)]
-    if any(isinstance(value, jax.core.Tracer) for value in values):
+    if is_traced(params):
         raise ValueError(
             "privatize.init draws its key from the operating system, and under tracing the "
             "key would be a constant of the program. Call init outside jit, or pass "
