@@ -142,6 +142,11 @@ def _lines(config: Any) -> dict[str, list[str]]:
     texts = {}
     role_of: dict[pathlib.Path, str] = {}
     for role in _roles(config):
+        if not isinstance(config.parts[role], str):
+            raise ValueError(
+                f"config.data.parts.{role} must be the name of a file of texts, got "
+                f"{config.parts[role]!r}."
+            )
         path = pathlib.Path(config.path, config.parts[role])
         if not path.is_file():
             raise FileNotFoundError(
@@ -172,8 +177,15 @@ def _bundled_texts(config: Any) -> dict[str, list[str]]:
         lines += map(str.strip, text.splitlines())
     records = [line for line in lines if len(line) >= _SHORTEST]
     order = shuffled(len(records), seed=config.split_seed)
-    first = round(config.parts.private * len(records))
-    last = first + round((config.parts.get("public") or 0) * len(records))
+    shares = {"private": config.parts.private, "public": config.parts.get("public") or 0}
+    for role, share in shares.items():
+        if not isinstance(share, int | float) or share >= 1:
+            raise ValueError(
+                f"config.data.parts.{role} must be a share of the bundled texts, such as 0.2, got "
+                f"{share!r}."
+            )
+    first = round(shares["private"] * len(records))
+    last = first + round(shares["public"] * len(records))
     places = {"private": order[:first], "public": order[first:last], "test": order[last:]}
     return {role: [records[i] for i in places[role]] for role in _roles(config)}
 

@@ -10,6 +10,7 @@ from typing import Any
 from jaxdp import compilers
 
 from .. import usage
+from ..settings import check_values
 from ..study import Study
 from . import guide, ledgers, running
 from .program import start
@@ -92,6 +93,8 @@ def _check_flags(command: Any, argv: Sequence[str], *, divides: bool) -> None:
             f"--devices must be one, got {command.devices.value!r}. Only launch.finetune "
             "divides its work."
         )
+    # The study checks its own part of the config again, where it is called without flags.
+    check_values(command.config.value)
 
 
 def _check_target(target: str, *, dry_run: bool, trains: bool) -> None:

@@ -31,7 +31,7 @@ from jaxdp.release import Hosts, locked
 from jaxdp.report import check_figures, progress_bar
 
 from .. import plans, results, run_report
-from ..settings import check_numbers
+from ..settings import check_values
 from ..study import Row, Study, nothing
 from . import charges, code, fields, ledgers
 from .accounts import account
@@ -380,8 +380,8 @@ def _checked(
     """
     if study.benchmark and not config.public_benchmark:
         raise ValueError(f"config.public_benchmark must be True for this study. {study.benchmark}")
+    check_values(config)
     bound = study.grows(config) if study.grows else config
-    check_numbers(config)
     fields.check_watch(config)
     fields.people(config.get("data", {}))
     if study.private is None and choice != ledgers.DEFAULT:
