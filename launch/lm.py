@@ -38,6 +38,7 @@ BYTES = "bytes"
 # Rows of the embedding beyond the tokenizer's vocabulary that a publisher may have added, so that
 # sizes are round.
 _SPARE = 1024
+_READ = 256  # texts that are read together
 
 
 class Model(NamedTuple):
@@ -275,8 +276,7 @@ def _read(config: Any) -> Opened:
         sizes.append(f"{len(source)} {role} ({source.name})")
     print(f"{', '.join(sizes)}.", flush=True)
     test = sources["test"]
-    tokens = test.gather(np.arange(len(test)))["tokens"]
-    if not (tokens[:, 1:] >= 0).any():
+    if not _has_target(test):
         raise ValueError(
             "config.data.parts.test must have a text of two tokens. The model is judged by the "
             "tokens after the first one."
@@ -293,6 +293,16 @@ def _read(config: Any) -> Opened:
         prompts,
         decode,
     )
+
+
+def _has_target(texts: Examples) -> bool:
+    """Returns whether a text has two tokens. Reads texts until one has."""
+    rows = np.arange(len(texts))
+    for start in range(0, len(rows), _READ):
+        tokens = texts.gather(rows[start : start + _READ])["tokens"]
+        if (tokens[:, 1:] >= 0).any():
+            return True
+    return False
 
 
 def _bytes_of_prompt(text: str) -> Sequence[int]:

@@ -123,6 +123,24 @@ def test_a_line_is_one_record_whatever_it_holds(tmp_path):
         assert lm._texts(config) == dict.fromkeys(parts, lines)
 
 
+def test_test_texts_are_read_until_one_has_two_tokens():
+    tokens = np.full((3000, 4), -1)
+    tokens[:, 0] = 1
+    for place, read in ((0, 256), (256, 512), (2999, 3000), (None, 3000)):
+        texts = tokens.copy()
+        if place is not None:
+            texts[place, 1] = 2
+        source = from_arrays(tokens=texts, num_classes=16, name="texts")
+        rows = []
+
+        def gather(some, source=source, rows=rows):
+            rows.extend(some)
+            return source.gather(some)
+
+        counted = mock.MagicMock(gather=gather, __len__=lambda _: 3000)
+        assert lm._has_target(counted) == (place is not None) and len(rows) == read
+
+
 def test_texts_without_a_tokenizer_are_bytes(tmp_path):
     opened = lm.STUDY.open(tiny.lm(), tmp_path)
     assert len(opened.private) > 100 and len(opened.test) > 30 and opened.private.num_classes == 256
