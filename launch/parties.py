@@ -288,7 +288,13 @@ def run_client(
     """
     root = pathlib.Path(workdir)
     with Till(root, forget="run") as till, contextlib.ExitStack() as bound:
-        check_values(config)
+        check_values({"client": config})
+        is_new = not (root / "upload").exists()  # kept packages need no images
+        if is_new and config.images and not pathlib.Path(config.images).is_file():
+            raise FileNotFoundError(
+                "config.client.images, or --images, must be an .npz file of the client's images, "
+                f"got {config.images!r}."
+            )
         frame.check_same_config("split client", config, root)
         frame.chosen(choice, config, root)  # raises before the server is asked for anything
         client = _Client(config, root, choice, queries, limits, till, bound)
