@@ -31,6 +31,7 @@ from jaxdp.models import Pretrained
 from jaxdp.privacy import Account, GaussianDpEvent, NonPrivateDpEvent, calibrate_noise
 from jaxdp.report import progress_bar
 from jaxdp.report.exactness import noise_of
+from jaxdp.tta.streams import Order, Remainder, Reset
 
 from . import adapt_figures, adapt_results, data, frame, models, plans, results
 from .adapt_settings import (
@@ -46,6 +47,7 @@ from .adapt_settings import (
     period,
     settings,
 )
+from .settings import named
 
 _FISHER_BATCH = 64  # of the papers' fisher_strength
 # Where the numbers do not matter, as for the text or the program of a method.
@@ -89,7 +91,10 @@ class _Task:
         }
         self._network = models.network(config.model)
         prepare = self._network.preprocessing.prepare
-        opened = data.parts(config.data, "public", "test", "tuning", prepare=prepare)
+        models.check_recipe(config)
+        opened = data.parts(
+            config.data, "public", "test", "tuning", needs=("public",), prepare=prepare
+        )
         self.public = opened["public"]
         test = opened.get("test")
         images = config.data.images
@@ -100,7 +105,10 @@ class _Task:
             used = streams * images
         self._domains = data.domains(config.data, config.data.corruptions)
         in_memory = config.data.get("in_memory", True)
-        self._mine = self._photographs(test, self._domains, np.arange(used), in_memory=in_memory)
+        with named("data", (), name="data.corruptions"):
+            self._mine = self._photographs(
+                test, self._domains, np.arange(used), in_memory=in_memory
+            )
         self.tuning = dict[str, Examples]()
         if not _declares_all(config):
             held_out = data.domains(config.data, config.tuning.corruptions)
@@ -109,7 +117,8 @@ class _Task:
             if photographs is None:  # those behind the photographs of the streams
                 photographs = test
                 rows += used
-            self.tuning = self._photographs(photographs, held_out, rows, in_memory=True)
+            with named("tuning", (), name="tuning.corruptions"):
+                self.tuning = self._photographs(photographs, held_out, rows, in_memory=True)
         self._counted: dict[tta.Method, tta.Method] = {}
         self.source = functools.cache(self._source)
         self.method = functools.cache(self._method)
@@ -384,6 +393,10 @@ def _check(config: Any) -> None:
     frame.some("tuning.corruptions", config.tuning.corruptions)
     orders = ("given", "shuffled", "same")
     check_choice("config.protocol.domain_order", protocol.domain_order, orders)
+    check_choice("config.model.classes", config.model.classes, ("", "imagenet_r"))
+    check_choice("config.protocol.order", protocol.order, Order)
+    check_choice("config.protocol.reset", protocol.reset, Reset)
+    check_choice("config.protocol.remainder", protocol.remainder, Remainder)
     if protocol.sources < 1 or protocol.seeds % protocol.sources:
         raise ValueError(
             "config.protocol.seeds must be a multiple of config.protocol.sources, one run for "
@@ -401,6 +414,9 @@ def _check(config: Any) -> None:
             f"config.privacy.exact must be False with config.privacy.noise {correlated}, got True. "
             "Rows of correlated noise are sums of floats."
         )
+    if not _declares_all(config):
+        for name in ("learning_rates", "clip_norms"):
+            frame.some(f"tuning.{name}", config.tuning[name])
     for images in protocol.lengths:
         if not protocol.batch_size <= images < config.data.images:
             raise ValueError(

@@ -7,6 +7,7 @@ caught.
 """
 
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 
@@ -61,6 +62,10 @@ def main(argv: Sequence[str]) -> None:
     if len(argv) > 1:
         raise ValueError(f"unexpected arguments {argv[1:]}. Use --mechanism=NAME.")
     cases = _cases()
+    if not re.fullmatch("[0-9a-fA-F]{32}", _SEED.value):
+        raise ValueError(
+            f"--seed must be 32 hexadecimal digits, which are 16 bytes, got {_SEED.value!r}."
+        )
     seed = bytes.fromhex(_SEED.value)
     rows: list[dict[str, str]] = []
     all_good = True

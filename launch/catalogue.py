@@ -38,9 +38,9 @@ def known(launcher: str | None = None) -> list[Known]:
         module = runpy.run_path(str(path))
         if "get_config" not in module:  # what several configs share
             continue
-        launchers = _launchers(module["get_config"]())
-        if launchers and launcher in (None, *launchers):
-            configs.append(Known(name, launchers, _first_line(path)))
+        own = launchers(module["get_config"]())
+        if own and launcher in (None, *own):
+            configs.append(Known(name, own, _first_line(path)))
     return configs
 
 
@@ -69,13 +69,13 @@ def launcher(config: str) -> str:
       ValueError: No study needs the parts of the config.
     """
     importable()
-    launchers = _launchers(load(config))
-    if not launchers:
+    own = launchers(load(config))
+    if not own:
         raise ValueError(
             f"--config={config} has the parts of no study, so its launcher is not known. Compare "
             "it with a config of `jaxdp configs list`, or run the launcher with --dry_run."
         )
-    return launchers[0]
+    return own[0]
 
 
 def load(config: str) -> Any:
@@ -132,9 +132,10 @@ def importable() -> None:
         sys.modules.setdefault("configs", configs)
 
 
-def _launchers(config: Any) -> tuple[str, ...]:
-    launchers = (study.launcher for study in studies.recognised(config))
-    return tuple(dict.fromkeys(launchers))
+def launchers(config: Any) -> tuple[str, ...]:
+    """Returns the launchers of a config, which its parts tell. None of them for unknown parts."""
+    names = (study.launcher for study in studies.recognised(config))
+    return tuple(dict.fromkeys(names))
 
 
 def _first_line(path: pathlib.Path) -> str:

@@ -35,7 +35,11 @@ _HOST = flags.DEFINE_list(
 )
 _PARTY = flags.DEFINE_multi_string("party", [], "The name of a party. Repeat it for several.")
 _DAYS = flags.DEFINE_integer(
-    "days", 365, "Days until the certificate of the SuperLink ends.", lower_bound=1
+    "days",
+    365,
+    "Days until the certificate of the SuperLink ends, at most 100 years.",
+    lower_bound=1,
+    upper_bound=36500,
 )
 
 
@@ -51,13 +55,17 @@ def make(
       days: The validity of its certificate.
 
     Raises:
-      ValueError: A name of a party is impossible.
+      ValueError: A name of a party is impossible, or a host has none.
     """
     for name in parties:
         if name == SUPERLINK or frame.file_name(name) != name or name.startswith("."):
             raise ValueError(
                 f"--party must be letters, digits, '-' and '_', not {SUPERLINK!r}, got {name!r}."
             )
+    if not all(hosts) or not hosts:
+        raise ValueError(
+            f"--host must be names or addresses, such as link.example.org, got {','.join(hosts)!r}."
+        )
     link = folder / SUPERLINK
     # The private key is written last, so a folder that has it is complete.
     if not (link / "server.key").exists():

@@ -145,19 +145,23 @@ def specs(
 
 
 def parts(
-    config: Any, *roles: str, prepare: PrepareImages | None = None, grouped: bool = False
+    config: Any,
+    *roles: str,
+    needs: Sequence[str] = (),
+    prepare: PrepareImages | None = None,
+    grouped: bool = False,
 ) -> dict[str, Examples]:
     """Returns the sources of some roles, with names such as "digits/private".
 
     Args:
-      config, roles, grouped: As in `specs`.
+      config, roles, needs, grouped: As in `specs`.
       prepare: As in `jaxdp.data.spec.open_parts`.
 
     Raises:
       FileNotFoundError: The data is missing. The message says how to get it.
       ValueError: As in `specs`, or two parts share an owner.
     """
-    specs_of_roles = specs(config, *roles, grouped=grouped)
+    specs_of_roles = specs(config, *roles, needs=needs, grouped=grouped)
     return open_parts(specs_of_roles, prepare=prepare)
 
 

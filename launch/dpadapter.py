@@ -23,12 +23,14 @@ import numpy as np
 from jaxdp import finetune
 from jaxdp.data import DataSpec, Examples
 from jaxdp.data.spec import open_parts
+from jaxdp.files import check_choice
 from jaxdp.models import Pretrained, load_params, merge_pretrained
 from jaxdp.models.robustness import robust_accuracy
 from jaxdp.privacy import Account
+from jaxdp.privacy.relations import Method
 from jaxdp.report import plot_panels, plot_points
 
-from . import data, frame, models, plans, pretrain, results, trainers
+from . import data, frame, models, optimizers, plans, pretrain, results, trainers
 from .config_dict import ConfigDict
 from .study import Fields, Lines, Result, Row, Rows
 
@@ -110,7 +112,7 @@ class _Bench:
         private = self.private(method, epsilon, dataset, rate)
         public = None
         if private.method == "gep":
-            sources = data.parts(self.config.pretrain.data, "public")
+            sources = data.parts(self.config.pretrain.data, "public", needs=("public",))
             public = models.resize(network, sources["public"])
         spec = self.specs(dataset)["private"]
         return trainers.make(private, network, source, public, spec, unit=spec.unit)
@@ -146,6 +148,7 @@ def _cells(config: Any) -> Iterator[Cell]:
     seeds.
     """
     _check(config)
+    frame.some("seeds", config.seeds)
     for seed, grid in itertools.product(config.seeds, config.grids.values()):
         if seed not in _seeds(grid, config):
             continue
@@ -165,8 +168,20 @@ def _check(config: Any) -> None:
     sweep = "relative_std" if config.robust.relative else "std"
     stds = config.pretrain.robustness[sweep]
     frame.known("robust.std", [config.robust.std], stds)
+    for name, changes in config.methods.items():
+        private = copy.deepcopy(config.private)
+        private.update(changes)
+        frame.known(f"methods.{name}.method", [private.method], finetune.METHODS)
+        check_choice(f"config.methods.{name}.accountant", private.accountant, Method)
+        optimizers.optimizer(private, f"methods.{name}", steps=1)
+    for name, changes in config.upstreams.items():
+        upstream = copy.deepcopy(config.pretrain)
+        upstream.update(changes)
+        pretrain.check(upstream, f"upstreams.{name}.")
     for name, grid in config.grids.items():
         field = f"grids.{name}"
+        for axis in ("upstreams", "methods", "sets", "epsilons"):
+            frame.some(f"{field}.{axis}", grid[axis])
         frame.known(f"{field}.upstreams", grid.upstreams, upstreams)
         frame.known(f"{field}.methods", grid.methods, config.methods)
         frame.known(f"{field}.sets", grid.sets, config.sets)

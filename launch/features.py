@@ -208,7 +208,7 @@ def table(config: Any) -> Opened:
     are used as they are.
     """
     roles = ("public", "private", "test") if config.features else ("private", "test")
-    sources = open_parts(data.specs(config, *roles, tables=True))
+    sources = open_parts(data.specs(config, *roles, needs=_NEEDED, tables=True))
     for role, source in sources.items():
         check_source(source, "features", "label", argument=f"config.data.parts.{role}")
     if config.features and "public" not in sources:
@@ -291,7 +291,8 @@ def images(config: Any) -> Opened:
     dense layers.
     """
     try:
-        sources = open_parts(data.specs(config, *_ROLES), images=True)
+        needs = (*_NEEDED, "public") if config.features else _NEEDED
+        sources = open_parts(data.specs(config, *_ROLES, needs=needs), images=True)
     except FileNotFoundError:
         sources = _without_upstream(config)
     public = None
@@ -334,7 +335,8 @@ def images(config: Any) -> Opened:
     return Opened(len(test), private.num_classes, _width(config, width), compute)
 
 
-_ROLES = ("upstream", "public", "private", "test")
+_NEEDED = ("private", "test")
+_ROLES = ("upstream", "public", *_NEEDED)
 
 
 def _without_upstream(config: Any) -> dict[str, Examples]:
@@ -477,8 +479,8 @@ def text(config: Any) -> Opened:
     words, vectors, counts = data.arrays(
         config, "word_vectors", keys, "public word vectors"
     ).values()
-    specs = data.specs(config, "private", "test", source="tfds")
-    texts_of = {role: data.texts(specs[role], config.field) for role in ("private", "test")}
+    specs = data.specs(config, *_NEEDED, needs=_NEEDED, source="tfds")
+    texts_of = {role: data.texts(specs[role], config.field) for role in _NEEDED}
 
     def compute(_: pathlib.Path) -> Task:
         frequency = counts.astype(np.float64) / counts.sum()

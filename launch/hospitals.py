@@ -36,7 +36,7 @@ from jaxdp.privacy import Ledger
 from jaxdp.release import alone, notes, settle
 
 from . import frame, links, plans, recalibrate
-from .settings import check_numbers
+from .settings import check_values
 from .study import Fields
 
 _Path = str | os.PathLike[str]
@@ -64,7 +64,7 @@ class _Agreed(NamedTuple):
 
 def _agreed(config: Any) -> _Agreed:
     """Returns what a config says to all. Raises ValueError if the method has no noise scale."""
-    check_numbers(config)
+    check_values(config)
     method = recalibrate.method("method", config.method)
     classes = config.num_classes
     guarantee = {"epsilon": config.epsilon, "adjacency": config.adjacency}

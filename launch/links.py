@@ -7,9 +7,12 @@ if each appears whole. Whoever may write to the folder is trusted as the other p
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
+import math
 import pathlib
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -80,16 +83,17 @@ def limits() -> Limits:
 
 def parsed_limits(pairs: Sequence[str]) -> Limits:
     """Returns the limits of NAME=NUMBER pairs, as in ["bytes=17179869184"]."""
-    try:
-        numbers = {}
-        for pair in pairs:
-            name, _, number = pair.partition("=")
-            numbers[name] = int(number)
-        return Limits(**numbers)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"--limits must be NAME=NUMBER pairs, for example bytes=17179869184. {error}"
-        ) from error
+    names = [field.name for field in dataclasses.fields(Limits)]
+    numbers = {}
+    for pair in pairs:
+        name, _, number = pair.partition("=")
+        if name not in names or not re.fullmatch("[1-9][0-9]*", number):
+            raise ValueError(
+                "--limits must be NAME=NUMBER pairs, for example bytes=17179869184, with a name of "
+                f"{', '.join(names)}, got {pair!r}."
+            )
+        numbers[name] = int(number)
+    return Limits(**numbers)
 
 
 def _check() -> None:
@@ -97,6 +101,17 @@ def _check() -> None:
         raise ValueError(
             "give either --address and --keys, for a network, or --exchange, a folder for both "
             "parties."
+        )
+    if math.isnan(TIMEOUT.value):
+        raise ValueError("--timeout must be a number of seconds, got nan.")
+    if not KEYS.value:
+        return
+    if not re.fullmatch(r".+:\d+", ADDRESS.value):
+        raise ValueError(f"--address must be HOST:PORT, got {ADDRESS.value!r}.")
+    if not (pathlib.Path(KEYS.value) / "ca.crt").is_file():
+        raise FileNotFoundError(
+            f"--keys must be a folder that launch.certificates has made, with ca.crt, got "
+            f"{shown(KEYS.value)!r}."
         )
 
 

@@ -38,6 +38,7 @@ BYTES = "bytes"
 # Rows of the embedding beyond the tokenizer's vocabulary that a publisher may have added, so that
 # sizes are round.
 _SPARE = 1024
+_READ = 256  # texts that are read together
 
 
 class Model(NamedTuple):
@@ -142,6 +143,11 @@ def _lines(config: Any) -> dict[str, list[str]]:
     texts = {}
     role_of: dict[pathlib.Path, str] = {}
     for role in _roles(config):
+        if not isinstance(config.parts[role], str):
+            raise ValueError(
+                f"config.data.parts.{role} must be the name of a file of texts, got "
+                f"{config.parts[role]!r}."
+            )
         path = pathlib.Path(config.path, config.parts[role])
         if not path.is_file():
             raise FileNotFoundError(
@@ -172,8 +178,15 @@ def _bundled_texts(config: Any) -> dict[str, list[str]]:
         lines += map(str.strip, text.splitlines())
     records = [line for line in lines if len(line) >= _SHORTEST]
     order = shuffled(len(records), seed=config.split_seed)
-    first = round(config.parts.private * len(records))
-    last = first + round((config.parts.get("public") or 0) * len(records))
+    shares = {"private": config.parts.private, "public": config.parts.get("public") or 0}
+    for role, share in shares.items():
+        if not isinstance(share, int | float) or share >= 1:
+            raise ValueError(
+                f"config.data.parts.{role} must be a share of the bundled texts, such as 0.2, got "
+                f"{share!r}."
+            )
+    first = round(shares["private"] * len(records))
+    last = first + round(shares["public"] * len(records))
     places = {"private": order[:first], "public": order[first:last], "test": order[last:]}
     return {role: [records[i] for i in places[role]] for role in _roles(config)}
 
@@ -263,8 +276,7 @@ def _read(config: Any) -> Opened:
         sizes.append(f"{len(source)} {role} ({source.name})")
     print(f"{', '.join(sizes)}.", flush=True)
     test = sources["test"]
-    tokens = test.gather(np.arange(len(test)))["tokens"]
-    if not (tokens[:, 1:] >= 0).any():
+    if not _has_target(test):
         raise ValueError(
             "config.data.parts.test must have a text of two tokens. The model is judged by the "
             "tokens after the first one."
@@ -281,6 +293,16 @@ def _read(config: Any) -> Opened:
         prompts,
         decode,
     )
+
+
+def _has_target(texts: Examples) -> bool:
+    """Returns whether a text has two tokens. Reads texts until one has."""
+    rows = np.arange(len(texts))
+    for start in range(0, len(rows), _READ):
+        tokens = texts.gather(rows[start : start + _READ])["tokens"]
+        if (tokens[:, 1:] >= 0).any():
+            return True
+    return False
 
 
 def _bytes_of_prompt(text: str) -> Sequence[int]:

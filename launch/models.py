@@ -86,6 +86,11 @@ def network(
         model = create(config.name, num_classes=classes, **options)
         preprocessing: Any = Vectors(width) if width else None
         if config.preprocessing:
+            if not hasattr(config.preprocessing, "items"):
+                raise ValueError(
+                    "config.model.preprocessing must have the fields size, mean and std, got "
+                    f"{config.preprocessing!r}. Or leave it empty."
+                )
             preprocessing = Preprocessing(**config.preprocessing)
     if config.get("checkpoint", ""):
         return load_checkpoint(
@@ -328,6 +333,12 @@ def trained(
 
     frame.make_once(path, write)
     return dataclasses.replace(network, params=load_params(path))
+
+
+def check_recipe(config: Any) -> None:
+    """Raises ValueError for an optimizer or a schedule of `config.train` that does not exist."""
+    if "optimizer" in config.train:
+        optimizers.optimizer(config.train, "train")
 
 
 def source_model(

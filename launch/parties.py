@@ -50,7 +50,7 @@ from jaxdp.split.server import adapt_by_client
 
 from . import client_images, data, frame, links, models, plans
 from .client_images import Images
-from .settings import check_numbers
+from .settings import check_values
 from .study import Fields
 
 _MOST = 1000  # images by which the projection is fitted
@@ -79,7 +79,7 @@ def run_server(
     """
     root = pathlib.Path(workdir)
     with alone(root), contextlib.ExitStack() as bound:
-        check_numbers(config)
+        check_values(config)
         frame.check_same_config("split server", config, root)
         if len(client.names) != 1:
             names = ", ".join(map(shown, client.names)) or "none"
@@ -288,7 +288,13 @@ def run_client(
     """
     root = pathlib.Path(workdir)
     with Till(root, forget="run") as till, contextlib.ExitStack() as bound:
-        check_numbers(config)
+        check_values({"client": config})
+        is_new = not (root / "upload").exists()  # kept packages need no images
+        if is_new and config.images and not pathlib.Path(config.images).is_file():
+            raise FileNotFoundError(
+                "config.client.images, or --images, must be an .npz file of the client's images, "
+                f"got {config.images!r}."
+            )
         frame.check_same_config("split client", config, root)
         frame.chosen(choice, config, root)  # raises before the server is asked for anything
         client = _Client(config, root, choice, queries, limits, till, bound)

@@ -73,7 +73,7 @@ def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
     name = config.method.name
     ascent = config.ascent
     loss = models.loss(network)
-    frame.known("method.name", [name], pretrain.METHODS)
+    check(config)
     optimizer = _optimizer(config.train)
     devices = np.array(jax.devices()[: ascent.devices])
     mesh = None
@@ -91,19 +91,30 @@ def _trainer(config: Any, network: Pretrained) -> pretrain.SharpnessTrainer:
     )
 
 
+def check(config: Any, before: str = "") -> None:
+    """Refuses a method or a schedule that does not exist. `before` is set before their fields."""
+    frame.known(f"{before}method.name", [config.method.name], pretrain.METHODS)
+    frame.known(f"{before}train.schedule", [config.train.schedule], _SCHEDULES)
+
+
 def _optimizer(train: Any) -> optax.GradientTransformation:
     """Returns SGD with the schedule of `config.train`."""
-    rate = train.learning_rate
-    drops = {int(share * train.steps): 0.1 for share in train.drops}
-    schedules = {
-        "cosine": optax.cosine_decay_schedule(rate, max(train.steps, 1)),
-        "steps": optax.piecewise_constant_schedule(rate, drops),
-    }
-    frame.known("train.schedule", [train.schedule], schedules)
-    schedule = schedules[train.schedule]
+    schedule = _SCHEDULES[train.schedule](train)
     sgd = optax.sgd(schedule, momentum=train.momentum or None)
     weight_decay = optax.add_decayed_weights(train.weight_decay)
     return optax.chain(weight_decay, sgd)
+
+
+def _cosine(train: Any) -> optax.Schedule:
+    return optax.cosine_decay_schedule(train.learning_rate, max(train.steps, 1))
+
+
+def _steps(train: Any) -> optax.Schedule:
+    drops = {int(share * train.steps): 0.1 for share in train.drops}
+    return optax.piecewise_constant_schedule(train.learning_rate, drops)
+
+
+_SCHEDULES = {"cosine": _cosine, "steps": _steps}
 
 
 def _batches(config: Any, train: Examples) -> pretrain.Batches:

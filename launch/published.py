@@ -24,6 +24,7 @@ from jaxdp.report.books import Books
 
 from . import data, features, frame, models, run_report
 from .finetune import SCALER, Model
+from .frame.workdir import released_file
 from .lifecycle import document, parts
 from .lifecycle.recalibrate import restored
 from .lifecycle.stages import known as stages
@@ -41,6 +42,10 @@ class Run:
     root: pathlib.Path
     config: Any
     result: Result
+
+    def file(self, name: str) -> pathlib.Path:
+        """Returns the path of a file that the run wrote. Raises as `released_file`."""
+        return released_file(self.root, name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,7 +86,7 @@ def _network(
         logits = network.apply_fn(params, batch)
         return jax.nn.softmax(logits)
 
-    params = load_params(run.root / file)
+    params = load_params(run.file(file))
     return {"predict": predict, "params": params, "probe": probe}
 
 
@@ -123,8 +128,9 @@ def _finetune(run: Run) -> Published:
     sources = open_parts(specs, images=bool(config.model.preprocessing))
     test = sources["test"]
     network = network_of(config, sources, test.num_classes)
-    if (run.root / SCALER).exists():
-        scaler = Scaler.load(run.root / SCALER)
+    scaler_file = run.file(SCALER)
+    if scaler_file.exists():
+        scaler = Scaler.load(scaler_file)
         network = scaled(network, scaler)
     accounts: pathlib.Path | Books
     if "private" in result:
@@ -171,7 +177,11 @@ def _source(file: str) -> Callable[[Run], Published]:
     """Returns the function for a public network that a study trains for its own measurements."""
 
     def published(run: Run) -> Published:
-        _need(run, file, "The run had a checkpoint, which its publisher has released.")
+        if not run.file(file).exists():
+            raise FileNotFoundError(
+                f"{file} is not in the workdir, so nothing is released. The run had a checkpoint, "
+                "which its publisher has released."
+            )
         model = run.config.model
         network = models.network(model)
         return Published(
@@ -183,11 +193,6 @@ def _source(file: str) -> Callable[[Run], Published]:
         )
 
     return published
-
-
-def _need(run: Run, file: str, reason: str) -> None:
-    if not (run.root / file).exists():
-        raise FileNotFoundError(f"{file} is not in the workdir, so nothing is released. {reason}")
 
 
 def _lm(run: Run) -> Published:
@@ -214,7 +219,7 @@ def _lm(run: Run) -> Published:
 def _student(run: Run) -> Published:
     """Computes the features again, for which all parts of the data are opened."""
     config, result = run.config, run.result
-    task = features.read(config.data).compute(run.root / "network.safetensors")
+    task = features.read(config.data).compute(run.file("network.safetensors"))
     mapping = task.mapping
     count = task.test.num_classes
     one_input = task.test.gather(np.arange(1))
@@ -228,7 +233,7 @@ def _student(run: Run) -> Published:
             return jax.nn.softmax(logits)
         return jnp.stack([jax.nn.sigmoid(-logits), jax.nn.sigmoid(logits)], axis=1)
 
-    student = load_params(run.root / "student.safetensors")
+    student = load_params(run.file("student.safetensors"))
     others = result["tested"] - config.prediction.queries
     accuracy = result["released"]["student"], others
     return Published(

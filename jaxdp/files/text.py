@@ -86,6 +86,8 @@ def rounded(value: float, digits: int, direction: str, *, keeps_whole: bool = Fa
     place = exact.adjusted() + 1 - digits
     if keeps_whole:
         place = min(place, 0)
+    if place <= int(exact.as_tuple().exponent):  # nothing to round, and perhaps too many digits
+        return float(exact)
     return float(exact.quantize(decimal.Decimal(1).scaleb(place), rounding=direction))
 
 

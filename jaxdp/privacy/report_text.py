@@ -157,8 +157,9 @@ def _open_spends(entry: Mapping[str, Any]) -> list[str]:
             f"  not committed, counted in full: #{row['id']} {row['status']} "
             f"{shown(row['label']) or '-'} (run {shown(row['run'])})"
         )
-    if len(entry["open"]) > _MOST_LINES:
-        lines.append(f"  ... {len(entry['open']) - _MOST_LINES} or more not committed")
+    more = entry["unfinished"] - len(lines)  # `open` ends at 1000 spends
+    if more:
+        lines.append(f"  ... {more} more not committed")
     return lines
 
 

@@ -15,18 +15,18 @@ from jaxdp.privacy.spent_epsilon import largest_epsilon
 from jaxdp.privacy.terms import Dataset
 from jaxdp.privacy.times import local, utc
 
+LISTED = 1000  # the most rows of a list, whose numbers do not end there
 _OPEN = "status <> 'committed'"
 _SPENDS = (
     "SELECT totals.partition, json, spends, coalesce(open, 0) AS open, first_at, last_at, "
     "first_label, last_label FROM totals JOIN events ON events.id = event LEFT JOIN (SELECT "
     f"partition, event, count(*) AS open FROM spends WHERE dataset = :dataset AND {_OPEN} "
     "GROUP BY partition, event) USING (partition, event) WHERE dataset = :dataset ORDER BY "
-    "first_at, totals.partition, event LIMIT 1000"
+    f"first_at, totals.partition, event LIMIT {LISTED}"
 )
 _SUMS = (
     "SELECT count(*) AS rows, count(DISTINCT nullif(partition, '')) AS partitions, "
     'coalesce(max(json LIKE \'%"type":"Unproven"%\'), 0) AS unproven, '
-    # The lists of spends end at 1000 rows, and these numbers do not.
     "coalesce(sum(spends), 0) AS charges, "
     f"(SELECT count(*) FROM spends WHERE dataset = :dataset AND {_OPEN}) AS unfinished "
     "FROM totals JOIN events ON events.id = event WHERE dataset = :dataset"
@@ -34,11 +34,11 @@ _SUMS = (
 _RUNS = (
     f"SELECT who, host, run, version, count(*) AS spends, sum({_OPEN}) AS open, "
     "min(reserved_at) AS first_at, max(reserved_at) AS last_at FROM spends WHERE dataset "
-    "= :dataset GROUP BY who, host, run, version ORDER BY max(id) DESC LIMIT 1000"
+    f"= :dataset GROUP BY who, host, run, version ORDER BY max(id) DESC LIMIT {LISTED}"
 )
 _OPEN_SPENDS = (
     "SELECT id, partition, label, status, run, version, who, host, reserved_at FROM spends "
-    f"WHERE dataset = :dataset AND {_OPEN} ORDER BY id LIMIT 1000"
+    f"WHERE dataset = :dataset AND {_OPEN} ORDER BY id LIMIT {LISTED}"
 )
 _HISTORY = (
     "SELECT spends.id AS spend, name AS dataset, partition, json AS event, label, status, "

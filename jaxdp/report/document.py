@@ -13,6 +13,7 @@ from typing import Any
 from jaxdp.files import sha256_of
 from jaxdp.privacy import trade_offs
 from jaxdp.privacy.group_privacy import SIZES, of_account
+from jaxdp.privacy.reports import LISTED
 from jaxdp.privacy.units import unit_words
 from jaxdp.report.books import Books, spends_of
 from jaxdp.report.html import Chart, render_page, round_up
@@ -64,7 +65,10 @@ def page(
     facts["audits"] = audits
     facts["spends"] = spends
     facts["sizes"] = SIZES
-    facts["unfinished"] = sum(len(entry["open"]) for entry in books.entries)
+    unfinished = [len(entry["open"]) for entry in books.entries]
+    # Not how many more, since a page verifies by the listed ones, and others may commit.
+    more = " or more" if LISTED in unfinished else ""
+    facts["unfinished"] = f"{sum(unfinished)}{more}" if any(unfinished) else ""
     facts["words"] = words
     facts["unit"] = words.one
     facts["units"] = words.many

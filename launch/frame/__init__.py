@@ -10,6 +10,7 @@ A `Study` defines its cells, how one is run, and its tables and figures. `run` d
     cells/<a>/<b>/charges.jsonl what was charged for the cell
     rows.jsonl             all rows, one per line
     tables.md, tables.tex  the tables
+    released.json          the digests of the networks and answers that the study released
     result.json            the result of the finished study
 
 Several processes may run one study in one workdir. Each takes cells that no other process holds. A

@@ -43,6 +43,8 @@ def as_lines(path: str, launcher: str) -> Iterator[None]:
         return
     if path != STDERR:
         check_folder("--log_json", path)
+        if os.path.isdir(path):
+            raise IsADirectoryError(f"--log_json must be a file, got the folder {path!r}.")
     handler = logging.StreamHandler() if path == STDERR else logging.FileHandler(path)
     handler.setFormatter(_Lines())
     # The handlers of absl print events too, but only at --verbosity=0 and above.

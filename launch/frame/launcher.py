@@ -10,6 +10,7 @@ from typing import Any
 from jaxdp import compilers
 
 from .. import usage
+from ..settings import check_values
 from ..study import Study
 from . import guide, ledgers, running
 from .program import start
@@ -86,12 +87,27 @@ def _check_flags(command: Any, argv: Sequence[str], *, divides: bool) -> None:
         raise ValueError("--config must be given. --help lists the configs.")
     if command.workdir.value is None and not command.dry_run.value:
         raise ValueError("--workdir must be given: the directory of the run. Or give --dry_run.")
+    _check_paths(command)
     guide.check_launcher(command.config.value)
     if command.devices.value != "one" and not divides:
         raise ValueError(
             f"--devices must be one, got {command.devices.value!r}. Only launch.finetune "
             "divides its work."
         )
+    # The study checks its own part of the config again, where it is called without flags.
+    check_values(command.config.value)
+
+
+def _check_paths(command: Any) -> None:
+    """Refuses a path that no file or folder can have. An empty one would be this folder."""
+    for flag in (command.workdir, command.ledger):
+        if flag.value == "":
+            raise ValueError(f"--{flag.name} must be a path, got ''. Leave it out, or give one.")
+    workdir, ledger = command.workdir.value, command.ledger.value
+    if workdir is not None and os.path.exists(workdir) and not os.path.isdir(workdir):
+        raise NotADirectoryError(f"--workdir must be a folder, got the file {workdir!r}.")
+    if ledger is not None and os.path.isdir(ledger):
+        raise IsADirectoryError(f"--ledger must be a file, got the folder {ledger!r}.")
 
 
 def _check_target(target: str, *, dry_run: bool, trains: bool) -> None:
@@ -123,6 +139,10 @@ def _mesh(devices: str) -> Any:
     joined = re.fullmatch(r"(.+:\d+),(\d+),(\d+)", devices)
     if joined:
         address, number, count = joined.groups()
+        if int(number) >= int(count):
+            raise ValueError(
+                f"--devices=HOST:PORT,I,N must have I in 0..N-1, got I={number} and N={count}."
+            )
         jax.distributed.initialize(address, int(count), int(number))
     elif devices == "cluster":
         try:

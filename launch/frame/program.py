@@ -20,6 +20,12 @@ from .. import catalogue, usage
 from . import events, guide
 
 LARGEST_CACHE = 2**31  # bytes of compiled programs that later runs find
+# What Python says of a value of a flag, and which values it may have.
+_RAW = {
+    "Non-boolean argument": "true or false",
+    "invalid literal for int()": "a whole number",
+    "could not convert string to float": "a number",
+}
 # A user can correct these. The program prints the message without a traceback.
 MISTAKES = (
     ValueError,
@@ -87,6 +93,9 @@ def _clear(error: Exception, arguments: Sequence[str]) -> Exception:
         named = ", ".join(fields) or "a flag"
         hint = hint or "--help lists its fields."
         return ValueError(f"{named}: the config has no field {field}. {hint}")
+    for raw, kind in _RAW.items():
+        if raw in str(error):
+            return ValueError(f"{str(error).partition(': ')[0]} must be {kind}.")
     if " as a ConfigDict" in str(error):
         return ValueError(f"{error} Change its fields one by one. --help lists them.")
     _, mark, raised = str(error).rpartition("\nValueError: ")

@@ -31,11 +31,20 @@ from jaxdp.release import Hosts, locked
 from jaxdp.report import check_figures, progress_bar
 
 from .. import plans, results, run_report
-from ..settings import check_numbers
+from ..settings import check_values
 from ..study import Row, Study, nothing
 from . import charges, code, fields, ledgers
 from .accounts import account
-from .workdir import bind, cell_folder, check_same_config, file_name, make_once, run_of
+from .workdir import (
+    bind,
+    cell_folder,
+    check_same_config,
+    file_name,
+    lacking,
+    make_once,
+    note_released,
+    run_of,
+)
 
 _AGAIN = (
     "Delete it. The command then makes it again from the other files of the workdir, which costs "
@@ -187,6 +196,10 @@ class Work:
                 tables["code"] = note
             results.write_tables(self.root, tables)
             self.study.figures(result, self)
+            if self.cells and self.study.report and self.study.report.released:
+                # The first cell of a study makes its network.
+                row = self.folder(self.cells[0]) / "row.json"
+                note_released(self.root, self.study.report.released, row)
             # It comes last, since a workdir with this file is taken for finished.
             write_json(self.root / "result.json", result)
         return result
@@ -231,7 +244,8 @@ def run(
     before = _stamp(root)
     result = compute(study, config, root, hosts, choice, stale)
     if study.grows is None and before is not None and before == _stamp(root):
-        print(f"{root} holds a finished run. There is nothing to do.\n\n{study.summary(result)}")
+        todo = lacking(root) or "There is nothing to do."
+        print(f"{root} holds a finished run. {todo}\n\n{study.summary(result)}")
         return result
     run_report.write(root, report=study.report)
     names = sorted(path.name for path in root.iterdir() if not path.name.endswith(_HIDDEN))
@@ -366,8 +380,8 @@ def _checked(
     """
     if study.benchmark and not config.public_benchmark:
         raise ValueError(f"config.public_benchmark must be True for this study. {study.benchmark}")
+    check_values(config)
     bound = study.grows(config) if study.grows else config
-    check_numbers(config)
     fields.check_watch(config)
     fields.people(config.get("data", {}))
     if study.private is None and choice != ledgers.DEFAULT:

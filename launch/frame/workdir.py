@@ -9,16 +9,17 @@ import pathlib
 import platform
 import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jaxdp.files import read_json, shown, write_json
+from jaxdp.files import read_json, sha256_of, shown, write_json
 from jaxdp.privacy.contacts import FIELDS
 from jaxdp.release import locked
 from jaxdp.version import __version__
 
 from ..usage import flat
 
+RELEASED = "released.json"
 FORMAT = 3  # The first releases wrote no number.
 _REMEDY = "Restore it from a copy, or use a new workdir."
 # Fields that workdirs of earlier versions lack, with the value that does what these versions did.
@@ -157,6 +158,64 @@ def _has_results(root: pathlib.Path) -> bool:
     files = (path for path in root.rglob("*") if path.is_file())
     own = ("code.json", "lock")
     return any(path != root / "config.json" and not path.name.endswith(own) for path in files)
+
+
+def note_released(root: pathlib.Path, patterns: Iterable[str], row: pathlib.Path) -> None:
+    """Writes the digests of the released files of a run, by which `released_file` knows them.
+
+    Args:
+      root: The workdir.
+      patterns: Those of the files.
+      row: The row.json without which the same command makes the files again.
+    """
+    paths = [path for pattern in patterns for path in sorted(root.glob(pattern))]
+    digests = {str(path.relative_to(root)): sha256_of(path) for path in paths}
+    write_json(root / RELEASED, {"row": str(row.relative_to(root)), "digests": digests})
+
+
+def _noted(root: pathlib.Path) -> dict[str, Any]:
+    path = root / RELEASED
+    if not path.exists():  # the run was finished by an earlier version, or released nothing
+        return {"row": "", "digests": {}}
+    content: dict[str, Any] = read_json(path, remedy=_REMEDY, keys=("row", "digests"))
+    return content
+
+
+def lacking(root: pathlib.Path) -> str:
+    """Returns what to do about a released file of a finished run that was deleted, or ""."""
+    noted = _noted(root)
+    for name in noted["digests"]:
+        if not (root / name).exists():
+            return (
+                f"{shown(name)} is not in the workdir {shown(root)} any more. Restore it from a "
+                f"copy. Or delete result.json and {shown(noted['row'])} there, and give the "
+                "command of the run again. It makes the file again, and pays again only for what "
+                "the workdir does not keep. A public network of which all outputs are kept is not "
+                "made again, so take a new workdir for that."
+            )
+    return ""
+
+
+def released_file(root: pathlib.Path, name: str) -> pathlib.Path:
+    """Returns the path of a file of a finished run. It exists unless the run has written none.
+
+    Raises:
+      FileNotFoundError: It was deleted. The message says how to get it again.
+      ValueError: It is another file than the one that the run wrote.
+    """
+    path = root / name
+    digest = _noted(root)["digests"].get(name)
+    if digest is None:
+        return path
+    if not path.exists():
+        raise FileNotFoundError(lacking(root))
+    if sha256_of(path) != digest:
+        raise ValueError(
+            f"{shown(path)} is not the file that the run wrote, whose digest {RELEASED} has. The "
+            "accounts of the run say nothing about it. Restore the file from a copy, or release "
+            "the workdir of the run that wrote it."
+        )
+    return path
 
 
 def versions() -> dict[str, str]:

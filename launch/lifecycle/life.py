@@ -23,7 +23,7 @@ from jaxdp.report import format_table
 
 from .. import frame, plans
 from ..config_dict import ConfigDict
-from ..settings import check_numbers
+from ..settings import check_values
 from ..study import PrivateSet
 from . import cache, document, parts, references
 from .stage import Accounts, Done, Job, Stage
@@ -104,7 +104,7 @@ def show_plan(
     Raises:
       ValueError, FileNotFoundError: As `run`.
     """
-    check_numbers(config)
+    check_values(config)
     data = parts.load(config.data)
     root = None if workdir is None else pathlib.Path(workdir)
     with tempfile.TemporaryDirectory() as nowhere:

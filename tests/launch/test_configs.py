@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 
 from jaxdp.models import create
 from jaxdp.models.checkpoints import blank_inputs
-from launch import catalogue, models
+from launch import catalogue, models, settings
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = 10  # where the data would say it
@@ -71,6 +71,7 @@ def test_a_clip_norm_of_the_methods_can_be_divided_among_parts(name):
 @pytest.mark.parametrize("name", documented())
 def test_a_config_builds_and_its_network_has_shapes(name):
     config = catalogue.load(name)
+    settings.check_values(config)
     if "model" in config and "name" in config.model:
         assert shapes(config.model) > 0
 

@@ -57,7 +57,9 @@ def steps_charged(root, dataset):
 
 
 @pytest.mark.slow
-def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(public, tmp_path):
+def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
+    public, tmp_path, capsys
+):
     root, judged, study = tmp_path / "run", lm.bits, tiny.opened_once(lm.STUDY)
     with (
         mock.patch.object(lm, "bits", side_effect=[3.0, KeyboardInterrupt]),
@@ -88,6 +90,25 @@ def test_lora_of_a_checkpoint_continues_after_a_crash_and_belongs_to_its_config(
     tokens = np.array([[1, 5, 6, 9, *[-1] * 7]], np.int32)
     after = special.softmax(jax.jit(network.apply_fn)(served, tokens), axis=-1)
     np.testing.assert_allclose(released(tokens), after, atol=1e-6)
+    released_again = functools.partial(release.write, root, tmp_path / "again")
+    file = root / "params.safetensors"
+    content = file.read_bytes()
+    models.save_params(file, jax.tree.map(lambda leaf: -leaf, served))  # as of another run
+    with pytest.raises(ValueError, match=r"is not the file that the run wrote"):
+        released_again()
+    file.unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"Or delete result.json and cells/private/row.json"
+    ):
+        released_again()
+    again = functools.partial(frame.run, study, tiny.lora(public, references=True), root)
+    assert again() == result and not file.exists()
+    assert "params.safetensors is not in the workdir" in capsys.readouterr().out
+    for name in ("result.json", "cells/private/row.json"):
+        (root / name).unlink()
+    assert again() == result and file.read_bytes() == content
+    assert steps_charged(root, "texts/private") == 4
+    released_again()
     with pytest.raises(ValueError, match=r"another model.lora.rank. Use a new workdir"):
         frame.run(lm.STUDY, tiny.lora(public, references=True, model__lora__rank=3), root)
 
@@ -100,6 +121,24 @@ def test_a_line_is_one_record_whatever_it_holds(tmp_path):
             (tmp_path / name).write_bytes((ending.join(lines) + end).encode())
         config = types.SimpleNamespace(source="lines", path=str(tmp_path), parts=parts)
         assert lm._texts(config) == dict.fromkeys(parts, lines)
+
+
+def test_test_texts_are_read_until_one_has_two_tokens():
+    tokens = np.full((3000, 4), -1)
+    tokens[:, 0] = 1
+    for place, read in ((0, 256), (256, 512), (2999, 3000), (None, 3000)):
+        texts = tokens.copy()
+        if place is not None:
+            texts[place, 1] = 2
+        source = from_arrays(tokens=texts, num_classes=16, name="texts")
+        rows = []
+
+        def gather(some, source=source, rows=rows):
+            rows.extend(some)
+            return source.gather(some)
+
+        counted = mock.MagicMock(gather=gather, __len__=lambda _: 3000)
+        assert lm._has_target(counted) == (place is not None) and len(rows) == read
 
 
 def test_texts_without_a_tokenizer_are_bytes(tmp_path):

@@ -49,7 +49,7 @@ RELEASE = {
     "rows.jsonl",
     "cells",
 }
-RELEASE |= {"report.html", "ledger.json"}
+RELEASE |= {"report.html", "ledger.json", "released.json"}
 LEDGERS = ("ledger.sqlite", "references/ledger.sqlite")
 ANSWERS = pathlib.Path("cells") / "single_model" / "released"
 

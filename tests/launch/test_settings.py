@@ -7,7 +7,7 @@ import pathlib
 import pytest
 from ml_collections import ConfigDict
 
-from launch.settings import check_numbers
+from launch.settings import check_numbers, check_values
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # parts of configs
@@ -18,7 +18,7 @@ CONFIGS = sorted(path for path in (ROOT / "configs").rglob("*.py") if path.name 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_passes(path):
     name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    check_numbers(importlib.import_module(name).get_config())
+    check_values(importlib.import_module(name).get_config())
 
 
 @pytest.mark.parametrize(

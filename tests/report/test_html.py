@@ -80,6 +80,9 @@ def test_the_policy_allows_the_style_and_nothing_else(template):
         (9.9999, "10", "9.99"),
         (123.4, "124", "123"),
         (12345.6, "12346", "12345"),
+        (1e27, f"{1e27:.0f}", f"{1e27:.0f}"),
+        (-1.5e29, f"{-1.5e29:.0f}", f"{-1.5e29:.0f}"),
+        (1e300, f"{1e300:.0f}", f"{1e300:.0f}"),
         (math.inf, "infinite", "infinite"),
     ],
 )

@@ -9,8 +9,8 @@ import pytest
 
 import jaxdp
 from jaxdp.files import read_json, write_json
-from jaxdp.privacy import GaussianDpEvent, Ledger
-from jaxdp.report import MetricsWriter, books, runs, signatures, verification
+from jaxdp.privacy import GaussianDpEvent, Ledger, reports
+from jaxdp.report import MetricsWriter, books, document, runs, signatures, verification
 from launch import report
 
 TERMS = {"adjacency": "add_remove", "unit": "patient", "epsilon": 3.0, "delta": 1e-4}
@@ -259,6 +259,23 @@ def test_what_a_signature_needs_is_named(root, monkeypatch):
     monkeypatch.setenv("PATH", str(root))
     with pytest.raises(FileNotFoundError, match=r"ssh-keygen is not installed\. Install"):
         signatures.sign(page, page)
+
+
+def test_lists_that_end_say_that_there_are_more(monkeypatch, tmp_path):
+    """The limit is 1000 spends, and 22 here."""
+    monkeypatch.setattr(reports, "_OPEN_SPENDS", reports._OPEN_SPENDS.replace("1000", "22"))
+    monkeypatch.setattr(document, "LISTED", 22)
+    path = tmp_path / "ledger.sqlite"
+    with Ledger(path) as ledger:
+        ledger.register("patients", **TERMS | {"epsilon": 50.0})
+        for _ in range(25):
+            ledger.spend("patients", GaussianDpEvent(40.0))
+        [entry] = ledger.report()["datasets"]
+        assert len(entry["open"]) == 22 and entry["unfinished"] == 25
+        assert "... 5 more not committed" in ledger.report_text()
+    page = jaxdp.report.write(path, output=tmp_path / "page.html")
+    assert "22 or more payment(s) for releases that did not finish" in page.read_text()
+    assert report.verify(page, path).is_true
 
 
 def test_a_page_of_some_accounts_has_the_unfinished_payments_of_these_only(root):
