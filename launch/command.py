@@ -152,7 +152,9 @@ def _add_configs(parser: argparse.ArgumentParser) -> None:
     commands.add_parser("list", help="lists the configs").set_defaults(run=_list)
     copy = commands.add_parser("copy", help="copies a config, to change it")
     copy.add_argument("name", help="for example digits_dpsgd")
-    copy.add_argument("path", nargs="?", help="the new file, by default with the config's name")
+    copy.add_argument(
+        "path", nargs="?", help="the new file, by default with the config's name, and _ for /"
+    )
     copy.set_defaults(run=_copy)
 
 
@@ -164,8 +166,15 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _copy(options: argparse.Namespace) -> None:
-    source = pathlib.Path(catalogue.find(options.name))
-    path = pathlib.Path(options.path or source.name)
+    source = pathlib.Path(catalogue.find(options.name)).resolve()
+    # `python -m` takes a csv.py of its folder for Python's own module, so finetune/csv is not that.
+    is_known = source.is_relative_to(catalogue.FOLDER)
+    name = "_".join(source.relative_to(catalogue.FOLDER).parts) if is_known else source.name
+    path = pathlib.Path(options.path or name)
+    if path.exists():
+        raise FileExistsError(
+            f"{shown(path)} exists. Give another file: jaxdp configs copy {options.name} FILE."
+        )
     with open(path, "x", encoding="utf-8") as file:  # never over another file
         file.write(source.read_text(encoding="utf-8"))
     print(f"{path}: a copy of {options.name}")

@@ -525,8 +525,12 @@ def test_configs_are_listed_and_copied(tmp_path, capsys, monkeypatch):
     assert (tmp_path / "digits_dpsgd.py").read_text() == (
         ROOT / "configs" / "digits_dpsgd.py"
     ).read_text()
+    main(["configs", "copy", "finetune/csv"])  # csv.py would hide Python's own module
+    main(["configs", "copy", str(ROOT / "configs" / "split" / "digits.py")])
+    names = {"digits_dpsgd.py", "finetune_csv.py", "split_digits.py"}
+    assert {path.name for path in tmp_path.iterdir()} == names
     for name, words in (
-        ("digits_dpsgd", "File exists"),
+        ("digits_dpsgd", "digits_dpsgd.py exists. Give another file: jaxdp configs copy"),
         ("digits", "--config=digits is neither a file nor one of"),
     ):
         with pytest.raises(SystemExit, match="2"):

@@ -1,6 +1,7 @@
 """README: its Python runs, its links lead somewhere, and it stays one page."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,10 @@ def test_a_stranger_finds_a_page_in_one_click(name):
     [row] = [row for row in rows.splitlines() if re.search(rf"\b{name}\b", row.split("|")[1])]
     [target, *_] = re.findall(r"\]\(([^)#]+)", row)
     assert (ROOT / "docs" / target).is_file()
+
+
+def test_pages_name_the_wheel_that_is_built():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pages = [README, *(page.read_text() for page in (ROOT / "docs").rglob("*.md"))]
+    named = [name for page in pages for name in re.findall(r"[\w-]+(?=-\*\.whl)", page)]
+    assert len(named) >= 2 and set(named) == {project["name"].replace("-", "_")}

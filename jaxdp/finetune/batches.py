@@ -3,6 +3,7 @@
 import collections
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from jaxdp.data import Records, Source, check_batch
 from jaxdp.data.physical import RowBytes
 from jaxdp.finetune.query import moving_params
 from jaxdp.finetune.step import StepFunctions, TrainState
+from jaxdp.transforms.example_loss import LossFunction, one_loss
 from jaxdp.transforms.jaxprs import forward_bytes
 from jaxdp.transforms.meshes import Layout
 
@@ -113,8 +115,9 @@ def row_bytes(functions: StepFunctions, state: TrainState, source: Source) -> Ro
     if functions.group and isinstance(example, Records):
         views *= len(example.present)
         example = jax.tree.map(lambda x: x[0], example.records)
-    key = {"key": state.key} if functions.stochastic else {}
-    jaxpr = jax.make_jaxpr(gradient.loss_fn)(state.params, example, **key).jaxpr
+    key = state.key if functions.stochastic else None
+    loss = functools.partial(one_loss, LossFunction(gradient.loss_fn, has_aux=False, group=False))
+    jaxpr = jax.make_jaxpr(loss)(state.params, example, key).jaxpr
     moving = jax.tree.leaves(moving_params(gradient, state.params))
     return RowBytes(
         forward=views * forward_bytes(jaxpr),

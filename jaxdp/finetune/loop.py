@@ -81,10 +81,10 @@ class RunOptions:
         it.
       checkpoint_every: The number of steps per chunk.
       evaluate: `evaluate(params) -> {name: number}`, called with the moving average if there is
-        one. It must read public or held-out data only. For private data see `charged_accuracy`.
-        Without a workdir it is also called with the first parameters, before anything is charged,
-        because its error would lose the paid steps. After a crash it is called again for the steps
-        that are repeated. Every process of the mesh calls it, and process 0 writes the numbers.
+        one. No name is "epsilon", "step", "time" or "seconds". It must read public or held-out data
+        only. For private data see `charged_accuracy`. Without a workdir it is also called with the
+        first parameters, before any charge, because its error would lose the paid steps. After a
+        crash it is called again for repeated steps. Every process calls it, and process 0 writes.
       evaluate_every: The number of steps between calls of `evaluate`, which also runs after the
         last step. The default is after every chunk.
       callbacks: Functions `callback(step, metrics, params)` that are called in order after every
@@ -290,16 +290,18 @@ def check_account(
     account.epsilon(delta=delta)  # A missing delta must raise before a chunk is charged.
 
 
+_ROW = {"step", "time", "seconds", "epsilon"}  # The report reads that of the ledger from a row.
 _KEPT = "The steps until now are paid and kept. The same call goes on from them."
 
 
 def _numbers(evaluation: Any, remedy: str = _KEPT) -> dict[str, float]:
     """Returns what `evaluate` returned, as numbers by name."""
     numbers = np.array([*evaluation.values()]) if isinstance(evaluation, Mapping) else None
-    if numbers is None or numbers.ndim > 1 or numbers.dtype.kind not in "biuf":
+    is_bad = numbers is None or numbers.ndim > 1 or numbers.dtype.kind not in "biuf"
+    if is_bad or _ROW & evaluation.keys():
         raise TypeError(
-            f"evaluate must return numbers by name, such as {{'accuracy': 0.9}}, got "
-            f"{shown(repr(evaluation)[:80])}. {remedy}"
+            "evaluate must return numbers by name, such as {'accuracy': 0.9}, and none named "
+            f"{sorted(_ROW)}, got {shown(repr(evaluation)[:80])}. {remedy}"
         )
     return {name: float(value) for name, value in evaluation.items()}
 

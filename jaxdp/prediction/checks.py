@@ -75,14 +75,25 @@ def check_data(
     *,
     may_be_empty: bool = False,
 ) -> int:
-    """Returns the number of records. Raises ValueError for none, or a value that is not finite."""
+    """Returns the number of records.
+
+    Raises:
+      ValueError: There is none, or a value is not finite.
+      TypeError: A leaf has no numbers. The error has no value of it.
+    """
     n = count_rows(data, name)
     if n == 0 and not may_be_empty:
         raise ValueError(f"{name} has no records.")
     for path, leaf in jax.tree_util.tree_leaves_with_path(data):
-        is_floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        where = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
+        try:
+            is_floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        except TypeError:  # which shows the values
+            raise TypeError(
+                f"{name} leaf {where} must be an array of numbers, got {type(leaf).__name__}. "
+                "Number the classes of texts. Give source.gather(range(len(source))) for a source."
+            ) from None
         if is_floating and not np.isfinite(np.asarray(leaf)).all():
-            where = jax.tree_util.keystr(path, simple=True, separator="/") or "array"
             raise ValueError(
                 f"{name} leaf {where} has NaN or infinite entries. Impute or drop these records "
                 "first."
@@ -106,7 +117,12 @@ def check_queries(
     *,
     may_be_empty: bool = False,
 ) -> tuple[int, int]:
-    """Returns the number of queries, and of the logits of each. Raises ValueError for others."""
+    """Returns the number of queries, and of the logits of each.
+
+    Raises:
+      ValueError: The queries are none, or not finite, or `apply_fn` has another shape.
+      TypeError: The queries are no numbers, or the logits are not floating point.
+    """
     count = check_data(queries, "queries", may_be_empty=may_be_empty)
     # By shapes, because nothing private may be computed before it is paid.
     out = jax.eval_shape(apply_fn, params, one_of(queries))
@@ -116,6 +132,12 @@ def check_queries(
         raise ValueError(
             f"apply_fn must return the logits [] or [C] of ONE query, got {shapes}."
             " For a model of batches pass lambda params, x: model(params, x[None])[0]."
+        )
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        # A class would be the only logit of its query.
+        raise TypeError(
+            f"apply_fn must return floating-point logits, got dtype {out.dtype}. Give the logits "
+            "of all classes, not classes."
         )
     if not shape:
         return count, 1

@@ -6,7 +6,7 @@ remedy.
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,7 +63,7 @@ def batched_loss(
         params = tree.tree(leaves, all_leaves)
         if loss_fn.group:
             return _group_loss(loss_fn, params, example, present, key)
-        return _one_loss(loss_fn, params, example, key)
+        return one_loss(loss_fn, params, example, key)
 
     keys = None if key is None else _folded(key, len(mask))
     has_member_mask = mask.ndim == 2
@@ -112,8 +112,8 @@ def _group_loss(
     if present is not None:  # 0 * NaN is NaN: put a True member in place of padding
         shown = jnp.where(present, members, jnp.argmax(present))
         group = jax.tree.map(lambda x: x[shown], group)
-    one_loss = functools.partial(_one_loss, loss_fn, params)
-    losses, aux = jax.vmap(one_loss)(group, keys)
+    member_loss = functools.partial(one_loss, loss_fn, params)
+    losses, aux = jax.vmap(member_loss)(group, keys)
     if present is None:
         return losses.mean(), aux
     total = jnp.where(present, losses, 0).sum()
@@ -143,13 +143,18 @@ _REMEDIES = {
 }
 
 
-def _one_loss(
+def one_loss(
     loss_fn: LossFunction,
     params: Any,
     example: Any,
     key: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
-    """Returns (loss, aux) of one example, with None in place of an aux that `loss_fn` lacks."""
+    """Returns (loss, aux) of one example, with None in place of an aux that `loss_fn` lacks.
+
+    Raises:
+      TypeError: `loss_fn` takes other arguments.
+      ValueError: It returns no scalar, or draws or changes what a model library does not allow.
+    """
     # A loss without randomness has no parameter `key`.
     keys = {} if key is None else {"key": key}
     _check_signature(loss_fn.function, params, example, **keys)
@@ -159,6 +164,9 @@ def _one_loss(
     except Exception as error:
         remedy = _REMEDIES.get(type(error).__name__)
         if remedy is None:
+            if isinstance(error, KeyError) and isinstance(example, Mapping):
+                names = ", ".join(map(repr, example))
+                error.add_note(f"The example has {names}. Text is in no example: give its numbers.")
             raise
         raise ValueError(f"loss_fn {remedy}") from error
     is_pair = isinstance(result, tuple) and len(result) == 2
@@ -194,5 +202,6 @@ def _check_signature(
         raise TypeError(
             f"loss_fn must take (params, example{', *, key' if keys else ''}), got the signature "
             f"{signature}: {error}. Pass an example of several parts as one pytree: "
-            "loss_fn(params, (x, y)). Pass key= in every call if the loss takes a key."
+            "loss_fn(params, (x, y)). Pass key= in every call if the loss takes a key "
+            "(stochastic=True in jaxdp.finetune)."
         ) from None

@@ -896,6 +896,39 @@ def test_models_in_place_of_params_are_refused_with_the_line_that_makes_params()
             trainer.init(model)
 
 
+def test_a_loss_that_cannot_be_called_is_refused_with_its_remedy_at_every_batch_size():
+    """The sizes are chosen from the program of the loss, which was traced without its checks."""
+    rngs = nnx.Rngs(0)
+    dropout = nnx.Sequential(nnx.Linear(FEATURES, CLASSES, rngs=rngs), nnx.Dropout(0.5, rngs=rngs))
+    graph, weights, rest = nnx.split(dropout, nnx.Param, ...)
+
+    def shared(params, example):  # without copy=True
+        logits = nnx.merge(graph, params, rest)(example["features"][1:])
+        return losses.softmax_cross_entropy(logits, example["label"])
+
+    def keyed(params, example, *, key):
+        return loss(params, example)
+
+    source, sampler = source_of(), data.PoissonSampler(N, 0.5)
+    for size in (8, None):
+        for function, params, error, message in [
+            (keyed, params_of(), TypeError, "'key'.*stochastic=True in jaxdp.finetune"),
+            (lambda p, x, y: 0.0, params_of(), TypeError, r"loss_fn\(params, \(x, y\)\)"),
+            (shared, weights, ValueError, "copy=True.*nnx.reseed"),
+        ]:
+            trainer = trainer_of(sampler, loss_fn=function, physical_batch_size=size)
+            with pytest.raises(error, match=message):
+                trainer.step(trainer.init(params), source)
+
+
+def test_a_loss_that_reads_a_column_of_text_learns_which_columns_there_are():
+    source = data.from_arrays(features=source_of().arrays["features"], label=["well", "ill"] * 20)
+    trainer = trainer_of(data.PoissonSampler(N, 0.5), physical_batch_size=None)
+    with pytest.raises(KeyError) as caught:
+        trainer.step(trainer.init(params_of()), source)
+    assert caught.value.__notes__[0].startswith("The example has 'features'. Text is in no example")
+
+
 def test_no_noise_is_no_privacy():
     event = trainer_of(data.PoissonSampler(N, 0.1), noise_multiplier=0.0).event(0, 1)
     assert epsilon(event, delta=1e-5) == math.inf

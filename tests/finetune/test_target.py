@@ -145,6 +145,13 @@ def test_an_evaluation_without_numbers_is_named_before_paid_steps_could_be_lost(
         assert spent > 0 and "paid and kept. The same call goes on from them" in message
 
 
+def test_an_evaluation_does_not_write_over_the_epsilon_of_the_ledger():
+    """The report of the run reads epsilon from the rows, where that of `evaluate` was."""
+    evaluate = lambda params: {"accuracy": 0.5, "epsilon": 0.0}  # noqa: E731
+    spent, message = fitted(optax.sgd(0.1), evaluate=evaluate)
+    assert "none named ['epsilon', 'seconds', 'step', 'time']" in message and spent == 0
+
+
 @pytest.mark.parametrize("difference", [0, 1])
 def test_training_warns_if_the_account_declares_another_number(difference):
     source = methods.source_of()

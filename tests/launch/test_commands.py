@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import io
+import json
 import re
 import shlex
 from pathlib import Path
@@ -21,6 +22,8 @@ from absl import flags
 from absl.testing import flagsaver
 from jax_privacy.matrix_factorization import buffered_toeplitz
 
+import jaxdp
+from jaxdp import data
 from jaxdp.finetune import strategies
 from jaxdp.models.checkpoints import blank_inputs
 from jaxdp.transforms.noise import correlated
@@ -216,3 +219,20 @@ def test_documented_commands_of_a_launcher_are_right(launcher):
 def test_a_mistake_in_a_command_is_noticed(line, said):
     """The twins: a wrong flag, config, variant, field, value, launcher and choice."""
     assert said in mistake(line if line.startswith("jaxdp") else f"python -m {line}")
+
+
+@pytest.mark.slow
+def test_commands_about_a_table_take_the_table_that_a_page_writes(tmp_path, monkeypatch):
+    """A dry run excuses files that are absent, so it sees no table which is too small."""
+    page = (ROOT / "docs" / "howto" / "your_own_data.md").read_text()
+    block = re.search(r'^with open\("patients.csv".*?(?=^```)', page, re.DOTALL | re.MULTILINE)[0]
+    lines = [line for line in COMMANDS if "csv.py:columns.json" in line]
+    assert len(lines) >= 2  # of this page and of the one about scalers
+    monkeypatch.chdir(tmp_path)
+    with mock.patch.object(data, "from_csv", wraps=data.from_csv) as from_csv:
+        exec(block, {"jaxdp": jaxdp})
+    fields = ("label", "classes", "group")  # the command has them
+    columns = {k: v for k, v in from_csv.call_args.kwargs.items() if k not in fields}
+    Path("columns.json").write_text(json.dumps(columns))
+    here = [re.sub(r"columns\.json|patients\.csv", rf"{tmp_path}/\g<0>", line) for line in lines]
+    assert not [said for line in here if (said := mistake(line))]

@@ -1167,6 +1167,11 @@ def test_bad_data_loss_and_parameters(no_work):
         attempt(data=(x, y[:-1]))
     with pytest.raises(ValueError, match=r"data has no records"):
         attempt(data=(x[:0], y[:0]), threat="replace_one")
+    with pytest.raises(TypeError, match=r"data leaf 1 must be an array of numbers") as caught:
+        attempt(data=(x, np.array(["secret"] * len(x))))
+    assert "secret" not in str(caught.value)
+    with pytest.raises(TypeError, match=r"got Examples\..* Give source.gather\("):
+        attempt(data=jaxdp.data.from_arrays(x=x))
     with pytest.raises(ValueError, match=r"loss_fn is stochastic"):
         attempt(loss=_stochastic)
     with pytest.raises(ValueError, match=r"loss_fn must return one floating-point number"):

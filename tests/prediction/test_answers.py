@@ -467,6 +467,31 @@ def test_members_of_other_classes_are_refused_before_anything_is_spent():
     assert not ledger.events("data")
 
 
+def test_classes_in_place_of_logits_are_refused_before_anything_is_spent():
+    """The class of a query was taken for its only logit: every class above 0 became class 1."""
+
+    def classes(params, query):
+        return (params["w"] + 0 * query["x"]).argmax()
+
+    w, ledger = jnp.array([0.0, 0.0, 1.0]), ledger_for()
+    asked = {"x": np.zeros(2, np.float32)}
+    member = prediction.Bounds(
+        {"w": w}, {"w": w[None]}, {"w": w[None]}, (0,), "add_remove", (True,)
+    )
+    mechanism = ensembles.ConfidentGNMax(threshold=1.0, sigma_threshold=1.0, sigma_votes=1.0)
+    options = {"account": account(ledger), "mechanism": mechanism, "max_answers": 1}
+    for answer in (
+        lambda: prediction.certify(member, classes, asked),
+        lambda: prediction.private_predict(
+            member, classes, asked, account=account(ledger), epsilon=1.0
+        ),
+        lambda: prediction.pate_predict([{"w": w}] * 2, classes, asked, **options),
+    ):
+        with pytest.raises(TypeError, match=r"logits, got dtype int32\. Give the logits of all"):
+            answer()
+    assert not ledger.events("data")
+
+
 # --- what a crash leaves ------------------------------------------------------------------------
 
 
