@@ -58,6 +58,23 @@ def write(
     write_json(path, content)
 
 
+def check_unit(workdir: pathlib.Path | None, trainer: PrivateTrainer) -> None:
+    """Raises ValueError if the earlier steps of a run protect another unit than the trainer does.
+
+    Call it before their charges are settled: an account of patients would take charges of steps
+    that clipped each record of a patient.
+    """
+    if workdir is None or not (workdir / FILE).exists():
+        return
+    before = read_json(workdir / FILE)["settings"]["unit"]
+    if before != trainer.unit:
+        raise ValueError(
+            f"workdir holds a run that protects one {before!r}, but the trainer protects one "
+            f"{trainer.unit!r}. Nothing is spent. Give the trainer unit={before!r}, or begin a new "
+            "run in a new workdir."
+        )
+
+
 def _settings(trainer: PrivateTrainer, steps: int, account: Account) -> dict[str, Any]:
     """Returns the public settings of a run by their names for people."""
     query = type(trainer.query).__name__
