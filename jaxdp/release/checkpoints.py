@@ -29,7 +29,7 @@ from jaxdp.files import (
     write_json,
 )
 from jaxdp.release.hosts import Hosts
-from jaxdp.release.identity import digest
+from jaxdp.release.identity import digest, with_words
 
 _REMEDY = (
     "Restore the workdir from a copy, or begin again in a new one. Charges stay charged. A run "
@@ -225,7 +225,7 @@ def _digest_of_state(state: Any) -> str:
     """Returns a hash of a state, or "" if this process does not have the whole."""
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     if all(x.is_fully_addressable or x.is_fully_replicated for x in arrays):
-        return digest(state)
+        return digest(with_words(state))
     return ""
 
 

@@ -120,7 +120,7 @@ class Release(Generic[T]):
         if self.texts:
             identity.check_constants()
         texts = [hashlib.sha256(text.encode()).hexdigest() for text in self.texts]
-        return identity.digest([self.label, texts, self.facts()])
+        return identity.digest([self.label, texts, identity.with_words(self.facts())])
 
 
 class Till:

@@ -641,6 +641,19 @@ def test_resume_with_frozen_parameters_moving_average_and_bfloat16(tmp_path):
         assert np.array_equal(np.asarray(one), np.asarray(other))
 
 
+def test_an_optimizer_may_hold_a_typed_key(tmp_path):
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.01))
+    results = []
+    for name, stops in (("whole", [2]), ("resumed", [1, 2])):
+        ledger = blobs_ledger(delta=1e-5)
+        for stop in stops:
+            trainer = blobs_trainer(optimizer=noisy)
+            words = {"workdir": tmp_path / name, "steps": stop, "seed": bytes(16)}
+            state = fit(trainer, ledger, checkpoint_every=1, **words)
+        results.append(np.asarray(state.params["w"]))
+    assert np.array_equal(*results)
+
+
 def test_parameters_without_entries_are_kept_and_paid_once(tmp_path):
     def loss(params, example):
         return (example["features"] @ params["head"] - example["label"]) ** 2 + params["none"].sum()
