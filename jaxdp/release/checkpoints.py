@@ -94,8 +94,11 @@ class Checkpoints:
             state = jax.tree.map(_fetched, restored)
         except Exception as error:  # Orbax raises many kinds
             what = shown(" ".join(str(error).split())[:200]).removesuffix(".")
+            # The digest of the files agrees, so damage is unlikely.
             raise ValueError(
-                f"{shown(path)} cannot be restored: {type(error).__name__}, {what}. {_REMEDY}"
+                f"{shown(path)} cannot be restored: {type(error).__name__}, {what}. Give the run "
+                "the method, optimizer, moving average and noise that it began with, which decide "
+                f"what its state has. {_REMEDY}"
             ) from error
         _, saved_digest = self._digests[step]
         digest_of_restored = _digest_of_state(state)
