@@ -146,7 +146,9 @@ def test_without_digests_a_wrong_state_goes_unnoticed(tmp_path):
 def test_a_state_of_another_kind_is_named_as_such(tmp_path):
     kept = Checkpoints(tmp_path, keep=2)
     kept.save(1, {"w": np.zeros(2), "carried": None})
-    with pytest.raises(ValueError, match=r"cannot be restored: .* the method, optimizer, moving av"):
+    with pytest.raises(
+        ValueError, match=r"cannot be restored: .* the method, optimizer, moving av"
+    ):
         kept.restore({"w": np.zeros(2), "carried": np.float32(1)})
     kept.close()
 
