@@ -456,7 +456,8 @@ class _Run:
                 f"workdir holds a run of {first} steps, more than steps={self.steps}. Use a new "
                 "workdir."
             )
-        run_notes.check_unit(self.till.workdir, self.trainer)
+        if self.till.workdir is not None and self.till.notes():
+            run_notes.check_unit(self.till.workdir, self.trainer)
         self.till.settle([self.pays])
         if self.whole is not None:
             mark_again(self.till.notes(), self.pays)

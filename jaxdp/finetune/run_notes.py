@@ -58,15 +58,15 @@ def write(
     write_json(path, content)
 
 
-def check_unit(workdir: pathlib.Path | None, trainer: PrivateTrainer) -> None:
+def check_unit(workdir: pathlib.Path, trainer: PrivateTrainer) -> None:
     """Raises ValueError if the earlier steps of a run protect another unit than the trainer does.
 
     Call it before their charges are settled: an account of patients would take charges of steps
     that clipped each record of a patient.
     """
-    if workdir is None or not (workdir / FILE).exists():
+    if not (workdir / FILE).exists():
         return
-    before = read_json(workdir / FILE)["settings"]["unit"]
+    before = read_json(workdir / FILE, keys=["settings"])["settings"].get("unit", trainer.unit)
     if before != trainer.unit:
         raise ValueError(
             f"workdir holds a run that protects one {before!r}, but the trainer protects one "
