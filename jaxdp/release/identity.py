@@ -84,7 +84,8 @@ def with_words(tree: Any) -> Any:
     """
 
     def words(leaf: Any) -> Any:
-        is_key = jax.numpy.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key)
+        is_array = isinstance(leaf, jax.Array)
+        is_key = is_array and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
         return jax.random.key_data(leaf) if is_key else leaf
 
     return jax.tree.map(words, tree)
