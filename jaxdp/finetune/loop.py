@@ -456,9 +456,7 @@ class _Run:
                 f"workdir holds a run of {first} steps, more than steps={self.steps}. Use a new "
                 "workdir."
             )
-        if self.till.workdir is not None and self.till.notes():
-            run_notes.check_unit(self.till.workdir, self.trainer)
-        self.till.settle([self.pays])
+        run_notes.settle_run(self.till, self.trainer, self.pays)
         if self.whole is not None:
             mark_again(self.till.notes(), self.pays)
         if self.till.workdir is not None:

@@ -740,6 +740,18 @@ def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
     assert totals == [{STEP: n * CHUNK} for n in (1, 2, 2, 3)]
 
 
+def test_another_ledger_is_charged_for_what_a_run_paid_under_other_names(tmp_path):
+    first, second = Ledger.in_memory(), Ledger.in_memory()
+    for ledger in (first, second):
+        for name in ("old", "new"):
+            ledger.register(name, adjacency="add_remove", unit="example", delta=1e-5)
+    trainer = shared_trainer()
+    words = {"workdir": tmp_path, "checkpoint_every": 1}
+    for ledger, name, steps in ((first, "old", 1), (first, "new", 2), (second, "new", 2)):
+        fit(trainer, ledger, dataset=name, steps=steps, **words)
+    assert first.epsilon("new") == second.epsilon("new") == epsilon(trainer.event(0, 2), delta=1e-5)
+
+
 @pytest.mark.slow
 def test_evaluations_are_apart_from_checkpoints(tmp_path):
     def evaluate(params):
