@@ -213,6 +213,19 @@ def test_days_and_parts(path, monkeypatch):
     ]
 
 
+def test_a_clock_that_was_set_back_gives_no_day_twice(path, monkeypatch):
+    with Ledger(path) as ledger:
+        ledger.register("clock", adjacency="add_remove", unit="image", delta=0.0)
+        for day, cost in ((2, 0.5), (1, 0.25), (2, 1.0)):
+            monkeypatch.setattr(store, "now", lambda day=day: f"2026-01-0{day}T12:00:00.000+00:00")
+            ledger.spend("clock", PureDpEvent(cost))
+        days = ledger.by_day("clock")
+    assert [(day["day"], day["spends"], day["epsilon"]) for day in days] == [
+        ("2026-01-01", 1, 0.25),
+        ("2026-01-02", 2, 1.75),
+    ]
+
+
 def test_a_file_is_verified_and_copied(path, tmp_path, capsys, monkeypatch):
     text = said(capsys, "verify", path)
     assert "4 spend(s)" in text and "head beside it agrees" in text

@@ -246,7 +246,7 @@ def adp_clip(
         lambda gradient: QuantileClipping(
             gradient=gradient,
             noise_multiplier=float(noise_multiplier),  # an array of JAX would be traced
-            count_noise=sigma_b,
+            count_noise=float(sigma_b),  # weights of 16 bits would let contributions exceed 1
             quantile=quantile,
             clip_learning_rate=clip_learning_rate,
             unit_norm=unit_norm,

@@ -564,8 +564,9 @@ def gep(
             refresh_every=basis_every,
             copies=2,  # embedding residuals beside gradients, per example
             basis_size=basis_size,
-            residual_clip_norm=residual_clip_norm,
-            residual_share=residual_share,
+            # Weights and norms of 16 bits would let contributions exceed 1.
+            residual_clip_norm=float(residual_clip_norm),
+            residual_share=float(residual_share),
             groups=groups,
             power_iterations=power_iterations,
             stochastic=options.get("stochastic", False),

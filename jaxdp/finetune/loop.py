@@ -187,10 +187,10 @@ def fit(
         counts, for the owner of the data. A resumed run does not look again.
       ValueError: source and sampler differ in size. Only one of trainer (`group=True`) and source
         (`by_group`) is about groups. Trainer and account differ in their unit of privacy. A
-        schedule gives a step no positive noise. The workdir has a run with more than `steps` steps,
-        or with fewer than `round_start`, another process uses it, or its newest checkpoint is
-        damaged. Neither the account nor the caller has a delta. Processes of the mesh differ in
-        config, program, data or versions, or share no workdir.
+        schedule gives a step no positive noise. The workdir has a run for another unit, or with
+        more than `steps` steps, or with fewer than `round_start`, another process uses it, or its
+        newest checkpoint is damaged. Neither the account nor the caller has a delta. Processes of
+        the mesh differ in config, program, data or versions, or share no workdir.
 
     Formal guarantees:
       At any instant the ledger has reserved the budget for everything that the process has computed
@@ -458,7 +458,7 @@ class _Run:
                 f"workdir holds a run of {first} steps, more than steps={self.steps}. Use a new "
                 "workdir."
             )
-        self.till.settle([self.pays])
+        run_notes.settle_run(self.till, self.trainer, self.pays)
         if self.whole is not None:
             mark_again(self.till.notes(), self.pays)
         if self.till.workdir is not None:

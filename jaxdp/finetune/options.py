@@ -279,7 +279,7 @@ def check_clip_norm(name: str, value: float | Mapping[str, float]) -> None:
             f"{type(value).__name__} {value!r}."
         )
     least, most = CLIP_NORMS
-    if not least <= value <= most:
+    if not least <= float(value) <= most:
         raise ValueError(
             f"{name} must be between {least:g} and {most:g}, got {value}. Noise cannot hide an "
             "unbounded gradient, and float32 squares must neither overflow nor underflow."

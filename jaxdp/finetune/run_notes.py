@@ -14,6 +14,7 @@ from jaxdp.files import read_json, write_json
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, epsilon, unit_words
 from jaxdp.privacy.events import describe
+from jaxdp.release import Till, settle
 from jaxdp.report.runs import FILE
 from jaxdp.version import __version__
 
@@ -56,6 +57,31 @@ def write(
         "versions": {"jaxdp": __version__, "python": platform.python_version(), **versions},
     }
     write_json(path, content)
+
+
+def settle_run(till: Till, trainer: PrivateTrainer, account: Account) -> None:
+    """Charges an account for the notes of its run, also for those under its earlier names.
+
+    Raises ValueError if the earlier steps protect another unit than the trainer does.
+    """
+    rows = till.notes()
+    if till.workdir is not None and rows:
+        # An account of patients must not take charges of steps that clipped each of their records.
+        _check_unit(till.workdir, trainer)
+    settle(rows, lambda name: account)
+
+
+def _check_unit(workdir: pathlib.Path, trainer: PrivateTrainer) -> None:
+    """Raises ValueError if a run began with another unit."""
+    if not (workdir / FILE).exists():
+        return
+    before = read_json(workdir / FILE, keys=["settings"])["settings"].get("unit", trainer.unit)
+    if before != trainer.unit:
+        raise ValueError(
+            f"workdir holds a run that protects one {before!r}, but the trainer protects one "
+            f"{trainer.unit!r}. Nothing is spent. Give the trainer unit={before!r}, or begin a new "
+            "run in a new workdir."
+        )
 
 
 def _settings(trainer: PrivateTrainer, steps: int, account: Account) -> dict[str, Any]:

@@ -290,6 +290,7 @@ def charged_scaler(
         remedy="Rows of one patient need jaxdp.data.by_group.",
     )
     measured = columns_of(source, ranges)
+    noise_multiplier = float(noise_multiplier)  # 16 bits do not hold the step
     step = step_of(measured, noise_multiplier, len(source))
 
     def estimate(secret: bytes) -> dict[str, np.ndarray]:

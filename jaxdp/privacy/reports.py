@@ -123,7 +123,8 @@ def by_day(
     def day_of(row: sqlite3.Row) -> str:
         return local(row["reserved_at"], timezone).date().isoformat()
 
-    days = itertools.groupby(rows, day_of)
+    # By day, since a clock may have been set back between two spends.
+    days = itertools.groupby(sorted(rows, key=day_of), day_of)
     return [
         {
             "day": stretch.key,

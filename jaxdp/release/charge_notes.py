@@ -5,11 +5,11 @@ the charge, or that is restored from an older copy, is charged again when the ru
 """
 
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxdp.privacy import Account, Ledger
-from jaxdp.privacy.events import from_json
+from jaxdp.privacy import Account, DpEvent, Ledger
+from jaxdp.privacy.events import from_json, to_json
 from jaxdp.privacy.ledger import Head
 from jaxdp.report import read_metrics
 
@@ -29,6 +29,16 @@ def notes(workdir: pathlib.Path) -> list[dict[str, Any]]:
         if "charges" not in row:
             row["charges"] = [[row.get("dataset", ""), row["event"]]]
     return rows
+
+
+def have(rows: Sequence[Mapping[str, Any]], charges: Sequence[tuple[Account, DpEvent]]) -> bool:
+    """Returns whether a row of `notes` has the same charges. A single account may be renamed."""
+
+    def comparable(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+        return sorted(("" if len(charges) == 1 else name, event) for name, event in pairs)
+
+    asked = comparable((account.name, to_json(event)) for account, event in charges)
+    return any(comparable(row["charges"]) == asked for row in rows)
 
 
 def settle(

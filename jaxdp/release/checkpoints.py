@@ -29,7 +29,7 @@ from jaxdp.files import (
     write_json,
 )
 from jaxdp.release.hosts import Hosts
-from jaxdp.release.identity import digest
+from jaxdp.release.identity import digest, with_words
 
 _REMEDY = (
     "Restore the workdir from a copy, or begin again in a new one. Charges stay charged. A run "
@@ -96,8 +96,11 @@ class Checkpoints:
             state = jax.tree.map(_fetched, restored)
         except Exception as error:  # Orbax raises many kinds
             what = shown(" ".join(str(error).split())[:200]).removesuffix(".")
+            # The digest of the files agrees, so damage is unlikely.
             raise ValueError(
-                f"{shown(path)} cannot be restored: {type(error).__name__}, {what}. {_REMEDY}"
+                f"{shown(path)} cannot be restored: {type(error).__name__}, {what}. Give the run "
+                "the method, optimizer, moving average and noise that it began with, which decide "
+                f"what its state has. {_REMEDY}"
             ) from error
         _, saved_digest = self._digests[step]
         digest_of_restored = _digest_of_state(state)
@@ -228,7 +231,7 @@ def _digest_of_state(state: Any) -> str:
     """Returns a hash of a state, or "" if this process does not have the whole."""
     arrays = [x for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
     if all(x.is_fully_addressable or x.is_fully_replicated for x in arrays):
-        return digest(state)
+        return digest(with_words(state))
     return ""
 
 

@@ -77,6 +77,20 @@ def digest(tree: Any) -> str:
     return sha256.hexdigest()
 
 
+def with_words(tree: Any) -> Any:
+    """Returns a pytree with the words of typed keys in their place, for `digest`.
+
+    The state of `optax.add_noise` has a key, which is no secret of a release.
+    """
+
+    def words(leaf: Any) -> Any:
+        is_array = isinstance(leaf, jax.Array)
+        is_key = is_array and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
+    return jax.tree.map(words, tree)
+
+
 def _bytes_of(name: str, leaf: Any) -> bytes:
     """Returns a line with name, type and shape of a leaf, and its bytes behind the line.
 

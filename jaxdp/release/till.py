@@ -39,7 +39,7 @@ import numpy as np
 
 from jaxdp.files import shown
 from jaxdp.privacy import Account, DpEvent
-from jaxdp.privacy.events import to_json
+from jaxdp.privacy.events import describe, to_json
 from jaxdp.release import charge_notes, identity, kept_arrays, secrets
 from jaxdp.release.charge_notes import notes, settle
 from jaxdp.release.hosts import Hosts
@@ -120,7 +120,7 @@ class Release(Generic[T]):
         if self.texts:
             identity.check_constants()
         texts = [hashlib.sha256(text.encode()).hexdigest() for text in self.texts]
-        return identity.digest([self.label, texts, self.facts()])
+        return identity.digest([self.label, texts, identity.with_words(self.facts())])
 
 
 class Till:
@@ -290,7 +290,9 @@ class Till:
         Raises:
           TypeError: The charges are a `Payment`, and there is a workdir. Another ledger could not
               be charged for what the workdir keeps.
-          ValueError: The workdir keeps another release: of other data, settings or programs.
+          ValueError: The workdir keeps another release: of other data, settings or programs. Or it
+              was paid by other events, by another number of accounts, or by several of which one
+              has another name.
           BudgetExceeded: The accounts are of another ledger, which has no room for the kept
               release.
         """
@@ -324,6 +326,15 @@ class Till:
             raise ValueError(
                 f"{self.workdir} keeps another release: of other data, settings or programs. Its "
                 f"values are in {kept_arrays.FILE}. Use a new workdir for a new release."
+            )
+        # The digest has no charges. Those of another adjacency, or of fewer accounts, would be
+        # settled for less than the release costs them, or for nothing.
+        if what.charges and not charge_notes.have(self.notes(), what.charges):
+            asked = ", ".join(f"{describe(event)} of {a.name!r}" for a, event in what.charges)
+            raise ValueError(
+                f"{self.workdir} keeps this release, but has no note that {asked} paid for it. "
+                "Nothing is spent. Give the accounts that paid, with their adjacency, or use a new "
+                "workdir."
             )
         self.settle([account for account, _ in what.charges], partition=what.partition)
         return kept_arrays.load_arrays(self._arrays_path)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from jaxdp.data import identifiers
 from jaxdp.files import check_choice
-from jaxdp.privacy import Account, Ledger
+from jaxdp.privacy import Account, Head, Ledger
 from jaxdp.privacy.accounting import Adjacency, epsilon
 from jaxdp.privacy.events import (
     DpEvent,
@@ -63,6 +63,7 @@ class Visits:
         unfinished: {name of a state in the middle of an update: the sum that it holds}.
         run: The workdir whose notes hold all of these visits. None means that they live in memory
             only.
+        charged: The charged data set, and the head of its ledger after the last charge.
     """
 
     counts: dict[Hashable, dict[Hashable, int]] = dataclasses.field(
@@ -72,6 +73,7 @@ class Visits:
     tokens: dict[str, Hashable] = dataclasses.field(default_factory=dict, repr=False)
     unfinished: dict[str, Sum] = dataclasses.field(default_factory=dict, repr=False)
     run: str | None = None
+    charged: tuple[str, Head] | None = None
 
     def copy(self) -> "Visits":
         """Returns a copy that does not change with this one."""
@@ -81,6 +83,7 @@ class Visits:
             tokens=dict(self.tokens),
             unfinished=dict(self.unfinished),
             run=self.run,
+            charged=self.charged,
         )
 
     def under_way(self, state: str) -> Sum | None:
@@ -312,6 +315,7 @@ class StreamAccount:
                 token = None
             reservation.enter_context(self._account.spend(charge, label=label, token=token))
             charged.append((self._account, charge))
+            self._visits.charged = self._account.name, self.ledger.head
         # Only now: a refused charge raises above and counts no visit.
         self._visits.counts.update(after)
         self._visits.run = run
@@ -319,6 +323,13 @@ class StreamAccount:
         return charged
 
     def _is_charged(self) -> bool:
+        """Returns whether this data set of this ledger was charged for the visits."""
+        charged = self._visits.charged  # None in visits of earlier versions
+        if charged is not None:
+            name, head = charged
+            # Other releases about the data set may have cost as much.
+            if name != self._account.name or not self.ledger.contains(head):
+                return False
         spent = composition(self.ledger.events(self._account.name).get(None, NoOpDpEvent()))
         if self.worst == 0 or NonPrivateDpEvent() in spent:
             return True

@@ -143,6 +143,16 @@ def test_without_digests_a_wrong_state_goes_unnoticed(tmp_path):
     kept.close()
 
 
+def test_a_state_of_another_kind_is_named_as_such(tmp_path):
+    kept = Checkpoints(tmp_path, keep=2)
+    kept.save(1, {"w": np.zeros(2), "carried": None})
+    with pytest.raises(
+        ValueError, match=r"cannot be restored: .* the method, optimizer, moving av"
+    ):
+        kept.restore({"w": np.zeros(2), "carried": np.float32(1)})
+    kept.close()
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_a_crash_left_unnamed_is_made_again(tmp_path):
     kept = Checkpoints(tmp_path, keep=2)

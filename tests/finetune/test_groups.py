@@ -270,6 +270,29 @@ def test_a_run_charges_an_account_of_the_same_unit_and_no_other():
     assert fit(trainer_of(group=False), single, "patient")[1] > 0
 
 
+def test_a_run_does_not_go_on_for_another_unit(tmp_path):
+    """Its earlier charges are for an example. An account of patients must not settle them."""
+    single = data.from_arrays(
+        features=X.astype(np.float32)[:USERS], target=Y.astype(np.float32)[:USERS]
+    )
+    by_record = trainer_of(group=False, unit="example")
+    with Ledger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.register("records", adjacency="add_remove", unit="example", delta=1e-5)
+        ledger.register("scans", adjacency="add_remove", unit="patient", delta=1e-5)
+
+        def go_on(trainer, source, name, steps):
+            params = {"w": jnp.asarray(W, jnp.float32)}
+            words = {"workdir": tmp_path / "run", "progress": False}
+            account = ledger.account(name)
+            return finetune.fit(trainer, params, source, steps=steps, account=account, **words)
+
+        go_on(by_record, single, "records", 1)
+        with pytest.raises(ValueError, match="holds a run that protects one 'example', but the tr"):
+            go_on(compiled("dp_sgd"), users(), "scans", 2)
+        assert not ledger.events("scans")
+        assert int(go_on(by_record, single, "records", 2).step) == 2
+
+
 def test_groups_that_are_not_there_are_refused_before_anything_is_spent():
     with pytest.raises(ValueError, match="unit must name what group=True protects"):
         trainer_of(unit="example")

@@ -641,6 +641,19 @@ def test_resume_with_frozen_parameters_moving_average_and_bfloat16(tmp_path):
         assert np.array_equal(np.asarray(one), np.asarray(other))
 
 
+def test_an_optimizer_may_hold_a_typed_key(tmp_path):
+    noisy = optax.chain(optax.add_noise(0.1, 0.5, 3), optax.sgd(0.01))
+    results = []
+    for name, stops in (("whole", [2]), ("resumed", [1, 2])):
+        ledger = blobs_ledger(delta=1e-5)
+        for stop in stops:
+            trainer = blobs_trainer(optimizer=noisy)
+            words = {"workdir": tmp_path / name, "steps": stop, "seed": bytes(16)}
+            state = fit(trainer, ledger, checkpoint_every=1, **words)
+        results.append(np.asarray(state.params["w"]))
+    assert np.array_equal(*results)
+
+
 def test_parameters_without_entries_are_kept_and_paid_once(tmp_path):
     def loss(params, example):
         return (example["features"] @ params["head"] - example["label"]) ** 2 + params["none"].sum()
@@ -725,6 +738,18 @@ def test_resuming_with_another_ledger_charges_it_in_full(tmp_path):
         with (tmp_path / "run" / "charges.jsonl").open("a") as file:
             file.write('{"step": 3, "tok')  # torn by a crash: nothing was computed after it
     assert totals == [{STEP: n * CHUNK} for n in (1, 2, 2, 3)]
+
+
+def test_another_ledger_is_charged_for_what_a_run_paid_under_other_names(tmp_path):
+    first, second = Ledger.in_memory(), Ledger.in_memory()
+    for ledger in (first, second):
+        for name in ("old", "new"):
+            ledger.register(name, adjacency="add_remove", unit="example", delta=1e-5)
+    trainer = shared_trainer()
+    words = {"workdir": tmp_path, "checkpoint_every": 1}
+    for ledger, name, steps in ((first, "old", 1), (first, "new", 2), (second, "new", 2)):
+        fit(trainer, ledger, dataset=name, steps=steps, **words)
+    assert first.epsilon("new") == second.epsilon("new") == epsilon(trainer.event(0, 2), delta=1e-5)
 
 
 @pytest.mark.slow

@@ -254,6 +254,18 @@ def test_numbers_of_numpy_and_jax_are_numbers(name):
     np.testing.assert_allclose(flat(one.params), flat(other.params), rtol=1e-5)
 
 
+@pytest.mark.parametrize("number", [np.float16, jnp.bfloat16])
+def test_own_numbers_of_16_bits_do_not_round_the_weights(number):
+    """Otherwise the norm of a contribution would exceed 1, or its place on the exact grid be 0."""
+    share = {"residual_share": number(0.3), "residual_clip_norm": np.float16(2.1)}
+    clip = trainer_of("adp_clip", noise_multiplier=1.0, count_noise=number(0.6)).query
+    embedding = trainer_of("gep, basis kept", **share).query
+    for weights in (clip.count_weight, clip.gradient_weight), embedding.weights:
+        assert all(type(weight) is float for weight in weights)
+        assert sum(weight**2 for weight in weights) == pytest.approx(1, abs=1e-12)
+    assert type(embedding.residual_clip_norm) is float
+
+
 @pytest.mark.slow
 @every_method
 def test_an_empty_batch_is_a_step_with_noise(name, monkeypatch):

@@ -71,6 +71,12 @@ def test_little_noise_gives_the_moments_of_numpy(rows):
     assert scaled.fingerprint != rows.fingerprint and scaled.feature_names == rows.feature_names
 
 
+def test_noise_of_16_bits_is_noise():
+    source = data.from_arrays(features=np.linspace(0, 100, 500).reshape(-1, 1))
+    means = [scaler_of(source, z, {"0": (0, 120)}).mean for z in (1.0, np.float16(1.0))]
+    assert means[0] == means[1] != (0.0,)
+
+
 def test_integers_are_scaled_as_floats():
     scaler = finetune.Scaler(
         columns=(0,), missing=(1,), low=(0.0,), high=(100.0,), mean=(20.5,), std=(0.5,)

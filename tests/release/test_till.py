@@ -434,6 +434,31 @@ def test_what_is_kept_is_neither_made_nor_paid_again(tmp_path):
     assert charged(ledger) == 1
 
 
+def test_what_is_kept_was_paid_by_the_charges_of_the_call(tmp_path):
+    """Notes are settled as they are. They lack what other accounts or events owe."""
+    first, second = new_ledger(names=("a", "b")), new_ledger(names=("a", "b", "c"))
+
+    def once(folder, what):
+        with Till(tmp_path / folder) as till:
+            return till.once(what)["answer"]
+
+    free = once("free", release_of(first, names=()))
+    both = once("both", release_of(first, names=("a", "b")))
+    twice = [(second.account("a"), PureDpEvent(1.0))]
+    for folder, what in [
+        ("free", release_of(second, names=("a",))),
+        ("both", release_of(second, names=("a", "c"))),
+        ("both", release_of(second, names=(), charges=twice)),
+    ]:
+        with pytest.raises(ValueError, match="keeps this release, but has no note that Pure"):
+            once(folder, what)
+    assert [charged(second, name) for name in "abc"] == [0, 0, 0]
+    # Another ledger is charged for the same accounts, and a call without accounts reads the value.
+    assert once("both", release_of(second, names=("b", "a"))) == both
+    assert [charged(second, name) for name in "abc"] == [1, 1, 0]
+    assert once("free", release_of(first, names=())) == free
+
+
 def test_a_damaged_value_is_named_and_not_made_again(tmp_path):
     ledger, path = new_ledger(), tmp_path / "released.safetensors"
     with Till(tmp_path) as till:

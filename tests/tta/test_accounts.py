@@ -185,6 +185,11 @@ def test_visits_need_the_ledger_that_was_charged_for_them():
         pass
     with pytest.raises(ValueError, match="no such charge"):
         StreamAccount(half.account("stream"), event=account.event, visits=account.visits)
+    # Another release that cost as much has paid for itself only.
+    with half.spend("stream", GaussianDpEvent(1.0)):
+        pass
+    with pytest.raises(ValueError, match="no such charge"):
+        StreamAccount(half.account("stream"), event=account.event, visits=account.visits)
 
 
 def test_an_overspend_is_refused_before_the_batch_is_touched():
