@@ -313,38 +313,6 @@ def test_configs_have_the_fields_of_the_digits_config(name, variant):
     assert next(iter(predict.STUDY.cells(config))) == predict.RELEASED
 
 
-@pytest.mark.parametrize("name", ["blobs", "imdb"])
-def test_an_unknown_variant_is_refused(name):
-    with pytest.raises(ValueError, match=r"the variant must be one of .*, got 'large'"):
-        load(name, "large")
-
-
-@pytest.mark.parametrize(
-    ("name", "variant", "missing"),
-    [
-        ("pneumonia", (), "data set 'pneumonia_mnist' is not prepared"),
-        ("sst2", (), "File '' does not exist. An .npz file with the arrays words, vectors, counts"),
-        ("imdb", (), "arrays words, vectors, counts"),
-        ("imdb", ("embeddings",), "arrays train_features, .*, public_features"),
-        (
-            "octmnist",
-            (),
-            r"arrays val_images, val_labels .*--config.data.path=..., "
-            "or run the config of the digits",
-        ),
-    ],
-)
-def test_without_data_the_error_says_what_to_do_and_nothing_is_spent(
-    tmp_path, name, variant, missing
-):
-    config = load(name, *variant)
-    if "data_dir" in config.data:
-        config.data.data_dir = str(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=missing):
-        run(config, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.download
 def test_real_x_rays(tmp_path):
     config = load("pneumonia")

@@ -10,6 +10,7 @@ import optax
 import pytest
 from safetensors.numpy import save_file
 
+from configs.finetune import cifar10_squeezenet
 from jaxdp import data, models
 from launch import curve, finetune, frame, trainers
 from tests.launch import tiny
@@ -213,16 +214,9 @@ def test_weight_decay_and_schedules_are_those_of_optax(checkpoint):
         trainers.optimizer(config)
 
 
-def test_the_config_without_data_says_how_to_get_it(tmp_path):
-    from configs.finetune.cifar10_squeezenet import get_config
-
-    config = get_config()
-    config.public_benchmark, config.data.data_dir = True, str(tmp_path / "nowhere")
-    with pytest.raises(FileNotFoundError, match=r"'cifar10.*' is not prepared"):
-        frame.run(curve.STUDY, config, tmp_path / "run")
+def test_the_curve_of_cifar_10_is_of_a_public_benchmark(tmp_path):
+    config = cifar10_squeezenet.get_config()
     config.public_benchmark = False
     with pytest.raises(ValueError, match=r"config\.public_benchmark must be True"):
         frame.run(curve.STUDY, config, tmp_path / "run")
-    with pytest.raises(ValueError, match="'small' or 'full'"):
-        get_config("half")
-    assert get_config("full").private.batch_size == 50_000
+    assert cifar10_squeezenet.get_config("full").private.batch_size == 50_000

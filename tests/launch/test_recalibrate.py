@@ -434,12 +434,6 @@ def test_the_paper_s_factors():
     assert large["epsilon"][0] == (100, 50, 0.2)
 
 
-@pytest.mark.parametrize(("module", "variant"), [(cifar10, "small"), (imagenet, "resnet")])
-def test_an_unknown_variant_is_refused(module, variant):
-    with pytest.raises(ValueError, match=f"must be '.*' or '.*', got '{variant}'"):
-        module.get_config(variant)
-
-
 @pytest.mark.parametrize(
     ("config", "epochs", "images", "decay"),
     [
