@@ -173,7 +173,6 @@ KEPT, NO_OPTIMIZER = {"model.features.keep": "memory"}, " must be an optimizer o
         ({"model.lora.rank": 1, "model.lora.layers": "x"}, "layers must match a dense layer"),
         ({"private.optimizer": "sdg"}, NO_OPTIMIZER + "'sdg'"),
         ({"private.optimizer": "tree"}, NO_OPTIMIZER + "'tree'"),
-        ({"private.schedule": "stairs"}, " has 'stairs'"),
         ({"pretrain.weights": "x.safetensors"}, "both give a start"),
         ({"pretrain.new_head": False}, r"head\.bias: shape \(3,\) does not fit head/bias \(10,\)"),
     ],
