@@ -691,6 +691,7 @@ MISTAKES = {
         ("private.shots", (), " must have at least one entry"),
         ("private.dimensions", (), " must have at least one entry"),
         ("private.epsilons", (), " must have at least one entry"),
+        ("augmentations", ("Fourier",), " has 'Fourier', which is not one of original"),
     ],
 }
 BENCHMARKS = {
