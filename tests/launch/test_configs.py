@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 from jaxdp.models import create
 from jaxdp.models.checkpoints import blank_inputs
 from launch import catalogue, frame, models, studies
+from launch.settings import check_numbers
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = 10  # where the data would say it
@@ -58,10 +59,11 @@ def test_the_documented_variants_are_found():
 
 
 @pytest.mark.parametrize("name", [n for n in documented() if ":" not in n])
-def test_a_clip_norm_of_the_methods_can_be_divided_among_parts(name):
+def test_a_config_has_numbers_in_range_and_its_clip_norm_can_be_divided_among_parts(name):
+    config = catalogue.load(name)
+    check_numbers(config)
     if "method_options import" not in (ROOT / name).read_text():
         return
-    config = catalogue.load(name)
     for part in ("private", "finetune"):
         if "clip_norm" in config.get(part, {}):
             assert config[part].clip_parts == ""
@@ -71,6 +73,7 @@ def test_a_clip_norm_of_the_methods_can_be_divided_among_parts(name):
 @pytest.mark.parametrize("name", documented())
 def test_a_config_builds_and_its_network_has_shapes(name):
     config = catalogue.load(name)
+    check_numbers(config)
     if "model" in config and "name" in config.model:
         assert shapes(config.model) > 0
 

@@ -1,5 +1,8 @@
 """What a page of a report shows, for tests of its numbers."""
 
+import base64
+import hashlib
+import re
 from html.parser import HTMLParser
 
 
@@ -52,3 +55,14 @@ class Page(HTMLParser):
 def texts(rows):
     """Returns rows without their exact numbers."""
     return [{heading: text for heading, (text, _) in row.items()} for row in rows]
+
+
+def allows_only_its_style(text):
+    """Tells whether the policy of a page allows its own style and nothing else, and the page asks
+    for nothing else."""
+    (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="([^"]*)">', text)
+    (style,) = re.findall("<style>(.*?)</style>", text, flags=re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    allowed = ["default-src 'none'", "img-src data:", f"style-src 'sha256-{digest}'"]
+    is_first = text.index("Content-Security-Policy") < text.index("<style>")
+    return policy.split("; ")[:3] == allowed and is_first and " style=" not in text
