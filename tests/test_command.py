@@ -7,6 +7,7 @@ import io
 import json
 import pathlib
 import re
+import shlex
 import shutil
 import sqlite3
 import subprocess
@@ -320,59 +321,47 @@ def test_the_page_of_a_damaged_ledger_says_so_and_replaces_an_older_one(path, tm
     assert "Verified." not in text and "<table" not in text  # its numbers would be too small
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["show", "{folder}/missing.sqlite"], "is not a file"),
-        (["show", "{folder}/missing.sqlite", "--html", "{folder}/page.html"], "is not a file"),
-        (
-            ["show", "{folder}/text.html", "--html", "{folder}/page.html"],
-            "cannot be opened as a ledger",
-        ),
-        (["show", "{path}", "--html", "{path}"], "must name a new page that ends in .html"),
-        (["show", "{folder}/text.html", "--html", "{folder}/text.html"], "must name a new page"),
-        (
-            ["show", "{path}", "--html", "{folder}/none/page.html"],
-            "--html must be in a folder that exists",
-        ),
-        (
-            ["show", "{path}", "--html", "{folder}/folder.html"],
-            "cannot be written: Is a directory. Choose",
-        ),
-        (
-            ["show", "{path}", "--html", "{folder}/page.html", "--if", "train: Gaussian(1)"],
-            "--html shows what is spent, .* Leave one of them out",
-        ),
-        (
-            ["show", "{path}", "--metrics", "{folder}/file", "--if", "train: Gaussian(1)"],
-            "--metrics shows what is spent, .* Leave one of them out",
-        ),
-        (["show", "{path}", "--html", "{folder}/page.html", "--json"], "not allowed with argument"),
-        (["verify", "{folder}/missing.sqlite"], "is not a file"),
-        (["accept", "{folder}/missing.sqlite"], "is not a file"),
-        (["show", "{path}", "--if", "Gaussian(1)"], "--if takes"),
-        (["show", "{path}", "--if", "nobody: Gaussian(1)"], "not registered"),
-        (["show", "{path}", "--if", "train: Gauss(1)"], "cannot be read"),
-        (["history", "{path}", "--dataset", "nobody"], "not registered"),
-        (["explain", "{path}", "nobody"], "not registered"),
-        (["curve", "{path}", "nobody"], "not registered"),
-        (["curve", "{path}", "train", "--slack", "2"], r"slack must be in \[0, 1\), got 2.0"),
-        (["group", "{path}", "nobody"], "not registered"),
-        (["group", "{path}", "train", "--sizes", "0"], "sizes must be whole numbers from 1"),
-        (["explain", "{path}", "--by", "day"], "invalid choice: 'day'"),
-        (["explain", "{path}", "--delta", "2"], r"delta must be in \[0, 1\), got 2.0"),
-        (["show", "{path}", "--alert", "1.5"], r"--alert must be in \(0, 1\]"),
-        (
-            ["show", "{path}", "--metrics", "{folder}/no/file"],
-            "--metrics must be in a folder that exists",
-        ),
-    ],
-)
-def test_mistakes_are_sentences(path, tmp_path, capsys, arguments, words):
+LEAVE_OUT = " is spent, .* Leave one of them out"
+MISTAKES = [
+    ("show DIR/missing.sqlite", "is not a file"),
+    ("show DIR/missing.sqlite --html DIR/page.html", "is not a file"),
+    ("show DIR/text.html --html DIR/page.html", "cannot be opened as a ledger"),
+    ("show LEDGER --html LEDGER", "must name a new page that ends in .html"),
+    ("show DIR/text.html --html DIR/text.html", "must name a new page"),
+    ("show LEDGER --html DIR/none/page.html", "--html must be in a folder that exists"),
+    ("show LEDGER --html DIR/folder.html", "cannot be written: Is a directory. Choose"),
+    ("show LEDGER --html DIR/page.html --if 'train: Gaussian(1)'", "--html shows what" + LEAVE_OUT),
+    (
+        "show LEDGER --metrics DIR/file --if 'train: Gaussian(1)'",
+        "--metrics shows what" + LEAVE_OUT,
+    ),
+    ("show LEDGER --html DIR/page.html --json", "not allowed with argument"),
+    ("verify DIR/missing.sqlite", "is not a file"),
+    ("accept DIR/missing.sqlite", "is not a file"),
+    ("show LEDGER --if Gaussian(1)", "--if takes"),
+    ("show LEDGER --if 'nobody: Gaussian(1)'", "not registered"),
+    ("show LEDGER --if 'train: Gauss(1)'", "cannot be read"),
+    ("history LEDGER --dataset nobody", "not registered"),
+    ("explain LEDGER nobody", "not registered"),
+    ("curve LEDGER nobody", "not registered"),
+    ("curve LEDGER train --slack 2", r"slack must be in \[0, 1\), got 2.0"),
+    ("group LEDGER nobody", "not registered"),
+    ("group LEDGER train --sizes 0", "sizes must be whole numbers from 1"),
+    ("explain LEDGER --by day", "invalid choice: 'day'"),
+    ("explain LEDGER --delta 2", r"delta must be in \[0, 1\), got 2.0"),
+    ("show LEDGER --alert 1.5", r"--alert must be in \(0, 1\]"),
+    ("show LEDGER --metrics DIR/no/file", "--metrics must be in a folder that exists"),
+]
+
+
+@pytest.mark.parametrize(("command", "words"), MISTAKES)
+def test_mistakes_are_sentences(path, tmp_path, capsys, command, words):
     (tmp_path / "folder.html").mkdir()
     (tmp_path / "text.html").write_text("a page")
+    places = {"LEDGER": str(path), "DIR": str(tmp_path)}
+    arguments = [re.sub("LEDGER|DIR", lambda m: places[m[0]], w) for w in shlex.split(command)]
     with pytest.raises(SystemExit, match="2"):
-        main(["ledger", *(argument.format(path=path, folder=tmp_path) for argument in arguments)])
+        main(["ledger", *arguments])
     assert re.search(words, capsys.readouterr().err)
     assert not (tmp_path / "missing.sqlite").exists() and not (tmp_path / "page.html").exists()
     assert (tmp_path / "text.html").read_text() == "a page"
@@ -469,43 +458,43 @@ def test_a_plan_counts_units_by_their_name(tmp_path, capsys, unit, units):
     assert re.search(rf"delta \* {units} +0.02", capsys.readouterr().out)
 
 
+EXACTLY_ONE = "exactly one of batch_size, noise_multiplier, steps, epsilon must be left out, got "
+
+
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("left_out", "changes", "words"),
     [
+        ("", {}, EXACTLY_ONE + "none left out"),
+        ("epsilon steps", {}, EXACTLY_ONE + r"\['steps', 'epsilon'\] left out"),
         (
-            {},
-            "exactly one of batch_size, noise_multiplier, steps, epsilon must be left out, got "
-            "none left out",
-        ),
-        ({"epsilon": None, "steps": None}, r"got \['steps', 'epsilon'\] left out"),
-        (
-            {"epsilon": None, "batch_size": 5000},
+            "epsilon",
+            {"batch_size": 5000},
             r"batch_size must be in \(0, 1168\], .* records, got 5000",
         ),
+        ("epsilon", {"noise_multiplier": -1}, "noise_multiplier must be > 0 and finite, got -1"),
+        ("epsilon records", {}, "--records must be given"),
+        ("epsilon", {"every": -1}, "--every must be at least 1, got -1"),
+        ("epsilon", {"every": 0}, "--every must be at least 1, got 0"),
         (
-            {"epsilon": None, "noise_multiplier": -1},
-            "noise_multiplier must be > 0 and finite, got -1",
-        ),
-        ({"epsilon": None, "records": None}, "--records must be given"),
-        ({"epsilon": None, "every": -1}, "--every must be at least 1, got -1"),
-        ({"epsilon": None, "every": 0}, "--every must be at least 1, got 0"),
-        (
-            {"epsilon": None, "target": "v5e"},
+            "epsilon",
+            {"target": "v5e"},
             "--target=v5e compiles the private steps of a config. Give its --config",
         ),
         (
-            {"steps": None, "epsilon": 0.01},
+            "steps",
+            {"epsilon": 0.01},
             "epsilon=0.01 must be at least .*, the cost of one step. Use more noise",
         ),
         (
-            {"batch_size": None, "steps": 10**6, "noise_multiplier": 0.5},
+            "batch_size",
+            {"steps": 10**6, "noise_multiplier": 0.5},
             "the cost of one record in a batch",
         ),
     ],
 )
-def test_a_plan_that_cannot_be_made_is_refused(capsys, changes, words):
+def test_a_plan_that_cannot_be_made_is_refused(capsys, left_out, changes, words):
     with pytest.raises(SystemExit, match="2"):
-        planned(capsys, **changes)
+        planned(capsys, **dict.fromkeys(left_out.split()), **changes)
     assert re.search(words, capsys.readouterr().err)
 
 

@@ -170,21 +170,15 @@ def test_cycles_count_loops_branches_and_kernels():
     }
 
 
+THREE = "%three = s32[]{:T(128)} constant"
+
+
 @pytest.mark.parametrize(
     ("old", "new", "cycles"),
     [
         ("%five = s32[] constant(5)", "%five = s32[] constant(2)", 2 * 130 + 1007),
-        (
-            "%three = s32[]{:T(128)} constant(3)",
-            "%three = s32[]{:T(128)} constant(1)",
-            5 * 110 + 1007,
-        ),
-        # no turn of it is changed here
-        (
-            "tuple(%fusion.3, %bound.3)",
-            "tuple(%fusion.3, %i.3)",
-            5 * 130 + 1007,
-        ),
+        (f"{THREE}(3)", f"{THREE}(1)", 5 * 110 + 1007),
+        ("tuple(%fusion.3, %bound.3)", "tuple(%fusion.3, %i.3)", 5 * 130 + 1007),  # no turn changes
         ("tuple(%zero, %copied)", "tuple(%zero, %other)", 130 + 1007),  # the bound is not known
         ("true_computation=%dear", "true_computation=%cheap", 650 + 8),
     ],

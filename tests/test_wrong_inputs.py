@@ -1,5 +1,6 @@
 """A wrong argument is refused in one sentence that names it and its value, and nothing is spent."""
 
+import functools
 import re
 
 import jax
@@ -62,6 +63,14 @@ def of_mask(mask):
     return GRADIENT(PARAMS, BATCH, mask=mask)
 
 
+# Functions with the arguments that are right.
+adam = functools.partial(finetune.dp_adam_bc, learning_rate=0.1, noise_std=0.1)
+sampled = functools.partial(data.PoissonSampler, 9)
+calibrated = functools.partial(calibrate_noise, GaussianDpEvent, delta=1e-5)
+epsilon = functools.partial(jaxdp.privacy.epsilon, GaussianDpEvent(1.0))
+sam = functools.partial(pretrain.sam, batch_loss, optax.sgd(0.1))
+split_norm = jaxdp.split_clip_norm
+TWO_NOISES = {"noise_multiplier": 1.0, "steps": None, "delta": None}
 # What is called, how, and the message.
 ARGUMENTS = [
     (to_target, {"steps": 0}, "steps must be an integer of at least 1, got 0."),
@@ -78,52 +87,20 @@ ARGUMENTS = [
     (trainer, {"optimizer": 0.1}, "optimizer must be .* such as optax.sgd.0.1., got 0.1."),
     (trainer, {"optimizer": optax.sgd}, "optimizer must be .*, got sgd."),
     (trainer, {"sampler": 16}, r"sampler must be a jaxdp.data.PoissonSampler.*, got 16."),
-    (
-        to_target,
-        {"noise_multiplier": 1.0, "steps": None, "delta": None},
-        "noise_multiplier must be left out, or epsilon, got 1.0.",
-    ),
-    (
-        finetune.dp_adam_bc,
-        {"learning_rate": "0.1", "noise_std": 0.1},
-        "learning_rate must be a number, got '0.1'.",
-    ),
-    (
-        finetune.dp_adam_bc,
-        {"learning_rate": 0.1, "noise_std": "0.1"},
-        "noise_std must be a number, got '0.1'.",
-    ),
-    (
-        jaxdp.split_clip_norm,
-        {"params": 1.0, "total": PARAMS},
-        "total must be a real number, got dict.",
-    ),
+    (to_target, TWO_NOISES, "noise_multiplier must be left out, or epsilon, got 1.0."),
+    (adam, {"learning_rate": "0.1"}, "learning_rate must be a number, got '0.1'."),
+    (adam, {"noise_std": "0.1"}, "noise_std must be a number, got '0.1'."),
+    (split_norm, {"params": 1.0, "total": PARAMS}, "total must be a real number, got dict."),
     (clipped, {"loss_fn": 3.0}, "loss_fn must be a function, .* got float 3.0."),
     (clipped, {"microbatch_size": 2.5}, "microbatch_size must be an integer .*, got 2.5."),
     (of_mask, {"mask": [True] * 8}, "mask must be a boolean array, got list. Convert it .*"),
     (labelled, {"label": ["a", "b"] * 32}, "label must be integers, got dtype <U1. Number .*"),
     (labelled, {"label": LABELS, "num_classes": "2"}, "num_classes must be an int, got str '2'."),
     (labelled, {"label": LABELS, "num_classes": 2.5}, "num_classes must be an int, .* 2.5."),
-    (
-        data.PoissonSampler,
-        {"num_examples": 9, "sampling_probability": ".2"},
-        "sampling_probability must be a number, got '.2'.",
-    ),
-    (
-        calibrate_noise,
-        {"make_event": GaussianDpEvent, "epsilon": None, "delta": 1e-5},
-        "epsilon must be a number, got None.",
-    ),
-    (
-        jaxdp.privacy.epsilon,
-        {"event": GaussianDpEvent(1.0), "delta": [1e-5]},
-        r"delta must be a number, got \[1e-05\].",
-    ),
-    (
-        pretrain.sam,
-        {"batch_loss_fn": batch_loss, "optimizer": optax.sgd(0.1), "microbatch_size": 2.5},
-        "microbatch_size must be an int, got float 2.5.",
-    ),
+    (sampled, {"sampling_probability": ".2"}, "sampling_probability must be a number, got '.2'."),
+    (calibrated, {"epsilon": None}, "epsilon must be a number, got None."),
+    (epsilon, {"delta": [1e-5]}, r"delta must be a number, got \[1e-05\]."),
+    (sam, {"microbatch_size": 2.5}, "microbatch_size must be an int, got float 2.5."),
     (PrivateRelease, UPLOAD | {"clip_norm": {"a": 1}}, "clip_norm must be .*, got {'a': 1}."),
     (PrivateRelease, UPLOAD | {"noise_multiplier": "1"}, "noise_multiplier must be .*, got '1'."),
     (PrivateRelease, UPLOAD | {"label_epsilon": None}, "label_epsilon must be .*, got None."),
@@ -146,6 +123,9 @@ def evaluate(params):
     return {"accuracy": "good"}
 
 
+ALONE = "optimizer must work with the noisy gradient alone"
+PLATEAU = optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+FOURTH = optax.chain(optax.apply_every(4), optax.sgd(0.1))
 # What `fit` is given, and the message.
 RUNS = [
     ({"account": "d"}, "account must be an account of a ledger in process 0, got str. Use .*"),
@@ -156,20 +136,11 @@ RUNS = [
     ({"evaluate_every": 0}, "evaluate_every must be at least 1, got 0."),
     ({"callbacks": print}, r"callbacks must be a list of functions, .* callbacks=\[callback\]."),
     ({"callbacks": [3]}, "callbacks must be a function, .*, got int 3."),
+    ({"trainer": trainer(optax.lbfgs())}, f"{ALONE}.*'value'.*"),
+    ({"trainer": trainer(optax.polyak_sgd())}, f"{ALONE}.*'value'.*"),
+    ({"trainer": trainer(PLATEAU)}, f"{ALONE}, .* Choose another optimizer, .*"),
     (
-        {"trainer": trainer(optax.lbfgs())},
-        "optimizer must work with the noisy gradient alone.*'value'.*",
-    ),
-    (
-        {"trainer": trainer(optax.polyak_sgd())},
-        "optimizer must work with the noisy gradient alone.*'value'.*",
-    ),
-    (
-        {"trainer": trainer(optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau()))},
-        "optimizer must work with the noisy gradient alone, .* Choose another optimizer, .*",
-    ),
-    (
-        {"trainer": trainer(optax.chain(optax.apply_every(4), optax.sgd(0.1)))},
+        {"trainer": trainer(FOURTH)},
         "optimizer must not be optax.MultiSteps or optax.apply_every: .*",
     ),
 ]

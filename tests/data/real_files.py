@@ -77,6 +77,9 @@ KEPT = [
 ]
 
 HEADER = b"path,label,age\n"
+HAS_TEXT, INSIDE = ".* has text in the column 'age'", ".* must have a path inside of the folder"
+OF_AGE = "column 'age' of .* has "
+HAS_MARK = ".* has a decimal comma or a mark of thousands in the column 'age'"
 # Tables that are refused: (bytes, message).
 TABLES = [
     (b"", "must have rows, and a header with 'path'"),
@@ -88,49 +91,34 @@ TABLES = [
     (b"path\tlabel\n0.png\t0\n", r"line 1 of .* has tabs between its columns"),
     ((HEADER + b"0.png,0,1\n").decode().encode("utf-16"), "is not UTF-8, but UTF-16"),
     ((HEADER + b"0.png,0,1\n").decode().encode("utf-16-le"), "is not UTF-8, but UTF-16"),
-    (
-        HEADER + "0.png,0,\u00e9\n".encode("latin-1"),
-        r"line 2 of .* is not UTF-8, but perhaps Latin-1",
-    ),
+    (HEADER + b"0.png,0,\xe9\n", r"line 2 of .* is not UTF-8, but perhaps Latin-1"),
     (b"path,age,age\n0.png,1,2\n", "has two columns 'age'"),
     (b"path,age, age\n0.png,1,2\n", "has two columns 'age'"),
     (b",path\n0,0.png\n", "column 1 of .* has no name"),
     (HEADER + b'0.png,0,"1\n', r"line 2 of .* is no line of a CSV file"),
     (HEADER + b"0.png,0,1\n1.png,0,\n", r"line 3 of .* has nothing in the column 'age'"),
-    (HEADER + b"0.png,0,1\n1.png,0,elderly\n", r"line 3 of .* has text in the column 'age'"),
-    (HEADER + b"0.png,0,1\n1.png,0,nan\n", r"line 3 of .* has text in the column 'age'"),
-    (
-        HEADER + b"0.png,0,12\n1.png,0,1_23\n",
-        r"line 3 of .* has text in the column 'age'.* texts=\('age',\)",
-    ),
-    (HEADER + "0.png,0,1\n1.png,0,\u0663\n".encode(), r"line 3 of .* has text in the column 'age'"),
-    (
-        HEADER + b'0.png,0,"1,5"\n1.png,0,"2,5"\n',
-        r"line 2 of .* has a decimal comma or a mark of thousands in the column 'age'.* texts=",
-    ),
-    (
-        HEADER + b'0.png,0,"1,500.5"\n1.png,0,12\'500\n',
-        r"line 2 of .* has a decimal comma or a mark of thousands in the column 'age'",
-    ),
-    (HEADER + b"0.png,0,1700000000123\n", r"column 'age' of .* has whole numbers outside of"),
+    (HEADER + b"0.png,0,1\n1.png,0,elderly\n", f"line 3 of {HAS_TEXT}"),
+    (HEADER + b"0.png,0,1\n1.png,0,nan\n", f"line 3 of {HAS_TEXT}"),
+    (HEADER + b"0.png,0,12\n1.png,0,1_23\n", rf"line 3 of {HAS_TEXT}.* texts=\('age',\)"),
+    (HEADER + "0.png,0,1\n1.png,0,\u0663\n".encode(), f"line 3 of {HAS_TEXT}"),
+    (HEADER + b'0.png,0,"1,5"\n1.png,0,"2,5"\n', f"line 2 of {HAS_MARK}.* texts="),
+    (HEADER + b'0.png,0,"1,500.5"\n1.png,0,12\'500\n', f"line 2 of {HAS_MARK}"),
+    (HEADER + b"0.png,0,1700000000123\n", OF_AGE + "whole numbers outside of"),
     (
         HEADER + b"0.png,0,12345678901234567890\n",
-        r"line 2 of .* has a whole number of more than 64 bits",
+        "line 2 of .* has a whole number of more than 64 bits",
     ),
-    (
-        HEADER + b"0.png,0,1e60\n1.png,0,1.5\n",
-        r"column 'age' of .* has numbers that are infinite in float32",
-    ),
+    (HEADER + b"0.png,0,1e60\n1.png,0,1.5\n", OF_AGE + "numbers that are infinite in float32"),
     (b"path,image\n0.png,0\n", "has a column 'image'"),
-    (HEADER + b"../0.png,0,1\n", r"line 2 of .* must have a path inside of the folder"),
+    (HEADER + b"../0.png,0,1\n", f"line 2 of {INSIDE}"),
     (
         HEADER + b"0.png,0,1\n/etc/0.png,0,1\n",
-        r"line 3 of .* must have a path inside of the folder",
+        f"line 3 of {INSIDE}",
     ),
-    (HEADER + b"a/../../0.png,0,1\n", r"line 2 of .* must have a path inside of the folder"),
-    (HEADER + b"a\\..\\0.png,0,1\n", r"line 2 of .* must have a path inside of the folder"),
-    (HEADER + b"C:\\0.png,0,1\n", r"line 2 of .* must have a path inside of the folder"),
-    (HEADER + b",0,1\n", r"line 2 of .* must have a path inside of the folder"),
+    (HEADER + b"a/../../0.png,0,1\n", f"line 2 of {INSIDE}"),
+    (HEADER + b"a\\..\\0.png,0,1\n", f"line 2 of {INSIDE}"),
+    (HEADER + b"C:\\0.png,0,1\n", f"line 2 of {INSIDE}"),
+    (HEADER + b",0,1\n", f"line 2 of {INSIDE}"),
 ]
 
 GREY_16 = np.array([[0, 255, 256, 4095], [40000, 65535, 1, 2]], np.uint16)

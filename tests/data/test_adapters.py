@@ -364,36 +364,21 @@ def test_records_of_any_object_with_random_access():
     assert len(prints) == 3 and from_grain(list(records)).fingerprint == source.fingerprint
 
 
+DIFFERS = "record 1 differs from record 0 in the shape or dtype of"
+NO_RECORDS = r"records must have len\(\) and records\[i\], but list_iterator has not"
+OF_TEXT = "column 'text' has the dtype <U6. Encode it as numbers in prepare="
+
+
 @pytest.mark.parametrize(
     ("records", "error", "message"),
     [
-        (
-            [{"x": [1, 2]}, {"x": [1, 2, 3]}],
-            ValueError,
-            "record 1 differs from record 0 in the shape or dtype of x",
-        ),
-        (
-            [{"x": 1}, {"x": 1.5}],
-            ValueError,
-            "record 1 differs from record 0 in the shape or dtype of x",
-        ),
-        (
-            [{"x": 1}, {"x": 1, "y": 2}],
-            ValueError,
-            "record 1 differs from record 0 in the shape or dtype of y",
-        ),
+        ([{"x": [1, 2]}, {"x": [1, 2, 3]}], ValueError, f"{DIFFERS} x"),
+        ([{"x": 1}, {"x": 1.5}], ValueError, f"{DIFFERS} x"),
+        ([{"x": 1}, {"x": 1, "y": 2}], ValueError, f"{DIFFERS} y"),
         ([{"x": [[1], [1, 2]]}], ValueError, "record 0 has a list of several lengths"),
-        (
-            [{"text": "secret"}],
-            TypeError,
-            "column 'text' has the dtype <U6. Encode it as numbers in prepare=",
-        ),
+        ([{"text": "secret"}], TypeError, OF_TEXT),
         ([{"x": None}], TypeError, "column 'x' has the dtype object"),
-        (
-            iter([1]),
-            TypeError,
-            r"records must have len\(\) and records\[i\], but list_iterator has not",
-        ),
+        (iter([1]), TypeError, NO_RECORDS),
     ],
 )
 def test_records_that_differ_are_refused(records, error, message):

@@ -100,6 +100,9 @@ def test_the_fingerprint_covers_the_records_and_their_owners():
     assert data.by_group(records(), renamed, max_records=3).fingerprint in prints
 
 
+IDENTIFIERS = "identifiers, which are texts or whole numbers"
+
+
 @pytest.mark.parametrize(
     ("owners", "k", "error", "message"),
     [
@@ -107,18 +110,8 @@ def test_the_fingerprint_covers_the_records_and_their_owners():
         (OWNERS[:-1], 3, ValueError, "one value for each of the 7 records, got 6"),
         ([*OWNERS[:-1], None], 3, ValueError, "group lacks a value"),
         ([*OWNERS[:-1], ""], 3, ValueError, "group lacks a value"),
-        (
-            np.array([1.0] * 6 + [np.nan]),
-            3,
-            TypeError,
-            "identifiers, which are texts or whole numbers, got float64",
-        ),
-        (
-            np.zeros((7, 2), int),
-            3,
-            TypeError,
-            "identifiers, which are texts or whole numbers, got list",
-        ),
+        (np.array([1.0] * 6 + [np.nan]), 3, TypeError, f"{IDENTIFIERS}, got float64"),
+        (np.zeros((7, 2), int), 3, TypeError, f"{IDENTIFIERS}, got list"),
     ],
 )
 def test_bad_groups_are_refused(owners, k, error, message):

@@ -96,10 +96,7 @@ TWINS = {
     "each record twice in a cycle": ("cyclic", lambda t: np.union1d(*pair(CYCLIC, t))),
     "each bin twice": ("bins", lambda t: np.union1d(*pair(BINS, t))),
     "no separation": ("separated", lambda t: SEPARATED._past._poisson.batch(t)),
-    "new groups in every cycle": (
-        "cyclic",
-        lambda t: CYCLIC.of_run(bytes([t // B]) * 16).batch(t),
-    ),
+    "new groups in every cycle": ("cyclic", lambda t: CYCLIC.of_run(bytes([t // B]) * 16).batch(t)),
     "a cold start": ("separated", lambda t: COLD[t]),
 }
 
@@ -122,18 +119,13 @@ def test_other_laws_are_rejected(name):
     assert p_value(histories(lambda t: np.sort(np.int64(batch(t)))), law) < 1e-6
 
 
+APART = {"partition_type": batch_selection.PartitionType.INDEPENDENT}
+
+
 @pytest.mark.parametrize(
     ("strategy", "law"),
     [
-        (
-            batch_selection.CyclicPoissonSampling(
-                sampling_prob=Q,
-                iterations=STEPS,
-                cycle_length=B,
-                partition_type=batch_selection.PartitionType.INDEPENDENT,
-            ),
-            cyclic,
-        ),
+        (batch_selection.CyclicPoissonSampling(Q, STEPS, cycle_length=B, **APART), cyclic),
         (batch_selection.BallsInBinsSampling(iterations=STEPS, cycle_length=B), bins),
         (batch_selection.BMinSepSampling(sampling_prob=Q, iterations=STEPS, min_sep=B), separated),
     ],

@@ -46,8 +46,8 @@ def without(*names):
     )()
 
 
-def returning(gather, **members):
-    return type("Own", (Own,), {"gather": lambda self, indices: gather(indices), **members})()
+def returning(batch, **members):
+    return type("Own", (Own,), {"gather": lambda self, indices: batch, **members})()
 
 
 def test_any_class_with_the_three_members_is_a_source():
@@ -57,45 +57,34 @@ def test_any_class_with_the_three_members_is_a_source():
     assert found["scan"][0].shape == (2, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("source", "error", "message"),
-    [
-        (
-            {"image": np.zeros(3)},
-            TypeError,
-            "source must be a jaxdp.data.Source, but dict has no gather, fingerprint",
-        ),
-        (without("__len__"), TypeError, "Own has no __len__"),
-        (returning(lambda i: {}, fingerprint=lambda self: "v"), TypeError, "Own has a method"),
-        (returning(lambda i: {}), TypeError, "returned no array"),
-        (
-            returning(lambda i: {"x": [1.0, 2.0]}),
-            TypeError,
-            "returned at 'x/0' a float. Return arrays",
-        ),
-        (
-            returning(lambda i: {"x": np.zeros(6)}),
-            ValueError,
-            r"at 'x' the shape \(6,\). The first axis must be 2",
-        ),
-        (returning(lambda i: {"x": np.float32(1)}), TypeError, "at 'x' a float32"),
-        (
-            returning(lambda i: np.array([[1], [1, 2]], object)),
-            TypeError,
-            "at 'its root' the dtype object. Encode",
-        ),
-        (
-            returning(lambda i: {"a": {"b": np.array(["x", "y"])}}),
-            TypeError,
-            "at 'a/b' the dtype <U1. Encode text",
-        ),
-        (
-            returning(lambda i: (np.zeros(2),)),
-            ValueError,
-            "source has no column 'label'. It has tuple",
-        ),
-    ],
-)
+IS_NO_SOURCE = "source must be a jaxdp.data.Source, but dict has no gather, fingerprint"
+MISTAKES = [
+    ({"image": np.zeros(3)}, TypeError, IS_NO_SOURCE),
+    (without("__len__"), TypeError, "Own has no __len__"),
+    (returning({}, fingerprint=lambda self: "v"), TypeError, "Own has a method"),
+    (returning({}), TypeError, "returned no array"),
+    (returning({"x": [1.0, 2.0]}), TypeError, "returned at 'x/0' a float. Return arrays"),
+    (
+        returning({"x": np.zeros(6)}),
+        ValueError,
+        r"at 'x' the shape \(6,\). The first axis must be 2",
+    ),
+    (returning({"x": np.float32(1)}), TypeError, "at 'x' a float32"),
+    (
+        returning(np.array([[1], [1, 2]], object)),
+        TypeError,
+        "at 'its root' the dtype object. Encode",
+    ),
+    (
+        returning({"a": {"b": np.array(["x", "y"])}}),
+        TypeError,
+        "at 'a/b' the dtype <U1. Encode text",
+    ),
+    (returning((np.zeros(2),)), ValueError, "source has no column 'label'. It has tuple"),
+]
+
+
+@pytest.mark.parametrize(("source", "error", "message"), MISTAKES)
 def test_what_is_wrong_with_a_source_is_said(source, error, message):
     with pytest.raises(error, match=message):
         check_source(source, *(["label"] if "label" in message else []))
@@ -112,7 +101,7 @@ def test_a_wrong_source_costs_nothing():
         {"clip_norm": 1.0, "noise_multiplier": 1.0, "physical_batch_size": 4},
     )
     trainer = finetune.dp_sgd(lambda p, x: p @ x["x"], optimizer, sampler=sampler, **options)
-    bad = returning(lambda i: {"x": np.zeros((3, 2))})
+    bad = returning({"x": np.zeros((3, 2))})
     with pytest.raises(ValueError, match="The first axis must be 2"):
         finetune.fit(
             trainer, jnp.zeros(2), bad, steps=1, account=ledger.account("own"), progress=False
@@ -121,7 +110,7 @@ def test_a_wrong_source_costs_nothing():
         finetune.charged_accuracy(
             lambda p, x: x,
             (),
-            returning(lambda i: {"x": np.zeros((2, 2))}),
+            returning({"x": np.zeros((2, 2))}),
             account=ledger.account("own"),
             noise_multiplier=1,
         )
@@ -189,6 +178,10 @@ def test_columns_keep_their_dtype():
     assert pixels.dtype == np.float32 and (pixels == 1).all()
 
 
+UNEQUAL = {"x": np.zeros(3), "y": np.zeros(2)}
+OF_ARRAYS = "of source 'arrays' must"
+
+
 @pytest.mark.parametrize(
     ("columns", "error", "message"),
     [
@@ -196,14 +189,10 @@ def test_columns_keep_their_dtype():
         (
             {"text": np.array(["a", "b"])},
             TypeError,
-            "text of source 'arrays' must not be all: a source needs an array",
+            f"text {OF_ARRAYS} not be all: a source needs an array",
         ),
-        (
-            {"x": np.zeros(3), "y": np.zeros(2)},
-            ValueError,
-            "x and y of source 'arrays' must have one length, got 3 and 2",
-        ),
-        ({"x": 3.0}, TypeError, r"x of source 'arrays' must be an array .* shape \(\)"),
+        (UNEQUAL, ValueError, f"x and y {OF_ARRAYS} have one length, got 3 and 2"),
+        ({"x": 3.0}, TypeError, rf"x {OF_ARRAYS} be an array .* shape \(\)"),
     ],
 )
 def test_columns_that_cannot_be_are_refused(columns, error, message):

@@ -263,61 +263,28 @@ def test_labels_that_are_whole_numbers_are_cast_with_a_warning():
         ]
 
 
+ROWS = np.zeros((2, 1))
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("label", "columns", "error", "message"),
     [
-        (
-            {"label": LABEL, "features": np.zeros(2)},
-            ValueError,
-            r"features must have shape \[n, d\]",
-        ),
-        (
-            {"label": LABEL, "features": np.array([["a"], ["b"]])},
-            TypeError,
-            "features must be real numbers",
-        ),
-        ({"label": LABEL, "image": np.zeros((2, 3))}, ValueError, "image must have shape"),
-        ({"label": LABEL, "image": np.zeros((2, 3, 3), int)}, TypeError, "image must be uint8"),
-        (
-            {"label": LABEL, "image": np.full((2, 3, 3), 255.0)},
-            ValueError,
-            "Divide by the largest possible",
-        ),
-        (
-            {"label": np.array([0, 7]), "features": np.zeros((2, 1))},
-            ValueError,
-            r"label must be in \[0, 2\)",
-        ),
-        (
-            {"label": np.array([-1, 0]), "features": np.zeros((2, 1))},
-            ValueError,
-            r"label must be in \[0, 2\)",
-        ),
-        (
-            {"label": np.array([0.5, 1.0]), "features": np.zeros((2, 1))},
-            TypeError,
-            "label must be integers",
-        ),
-        (
-            {"label": np.array([np.inf, np.nan]), "features": np.zeros((2, 1))},
-            TypeError,
-            "label must be integers",
-        ),
-        (
-            {"label": np.zeros((2, 1), int), "features": np.zeros((2, 1))},
-            ValueError,
-            "label must have shape",
-        ),
-        (
-            {"label": LABEL, "features": np.zeros((3, 1))},
-            ValueError,
-            "must have one length, got 3 and 2",
-        ),
+        (LABEL, {"features": np.zeros(2)}, ValueError, r"features must have shape \[n, d\]"),
+        (LABEL, {"features": np.array([["a"], ["b"]])}, TypeError, "features must be real numbers"),
+        (LABEL, {"image": np.zeros((2, 3))}, ValueError, "image must have shape"),
+        (LABEL, {"image": np.zeros((2, 3, 3), int)}, TypeError, "image must be uint8"),
+        (LABEL, {"image": np.full((2, 3, 3), 255.0)}, ValueError, "Divide by the largest possible"),
+        ([0, 7], {"features": ROWS}, ValueError, r"label must be in \[0, 2\)"),
+        ([-1, 0], {"features": ROWS}, ValueError, r"label must be in \[0, 2\)"),
+        ([0.5, 1.0], {"features": ROWS}, TypeError, "label must be integers"),
+        ([np.inf, np.nan], {"features": ROWS}, TypeError, "label must be integers"),
+        ([[0], [0]], {"features": ROWS}, ValueError, "label must have shape"),
+        (LABEL, {"features": np.zeros((3, 1))}, ValueError, "must have one length, got 3 and 2"),
     ],
 )
-def test_unusable_arrays_are_refused(arguments, error, message):
+def test_unusable_arrays_are_refused(label, columns, error, message):
     with pytest.raises(error, match=message):
-        from_arrays(num_classes=2, **arguments)
+        from_arrays(num_classes=2, label=np.array(label), **columns)
 
 
 def test_refusals_do_not_show_records():

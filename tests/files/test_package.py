@@ -4,6 +4,7 @@ code nor memory."""
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 
@@ -105,48 +106,29 @@ def test_jax_arrays_are_packed_and_tuples_become_lists():
     assert got.fields == {"shape": [1, 2]} and got.arrays["x"].tolist() == [0.0, 1.0, 2.0]
 
 
+NAME = "must be a non-empty string"
+DEEP, NANS = functools.reduce(lambda x, _: [x], range(99), 0), np.full(2, np.nan)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"kind": ""}, ValueError, "kind must be a non-empty string, got ''"),
-        ({"fields": {3: 1}}, ValueError, "every name in fields must be a non-empty string, got 3"),
+        ({"kind": ""}, ValueError, f"kind {NAME}, got ''"),
+        ({"fields": {3: 1}}, ValueError, f"every name in fields {NAME}, got 3"),
         ({"fields": {"x": {1, 2}}}, ValueError, "fields must be JSON-able .* set"),
-        (
-            {"fields": {"x": float("nan")}},
-            ValueError,
-            "fields must be JSON-able .* not JSON compliant",
-        ),
-        (
-            {"fields": {"x": functools.reduce(lambda x, _: [x], range(99), 0)}},
-            ValueError,
-            "more than 100 deep",
-        ),
-        (
-            {"arrays": {"": np.zeros(2)}},
-            ValueError,
-            "every name in arrays must be a non-empty string",
-        ),
-        (
-            {"arrays": {"x": np.full(2, np.nan)}},
-            ValueError,
-            "NaN or infinite values in 'x'. Nothing is sent",
-        ),
-        (
-            {"arrays": {"x": np.array([{}])}},
-            TypeError,
-            r"array 'x' has dtype object. .*astype\(np.float32\)",
-        ),
-        (
-            {"arrays": {"x": np.zeros(2, ml_dtypes.bfloat16)}},
-            TypeError,
-            "array 'x' has dtype bfloat16",
-        ),
+        ({"fields": {"x": math.nan}}, ValueError, "fields must be JSON-able .* not JSON compliant"),
+        ({"fields": {"x": DEEP}}, ValueError, "more than 100 deep"),
+        ({"arrays": {"": np.zeros(2)}}, ValueError, f"every name in arrays {NAME}"),
+        ({"arrays": {"x": NANS}}, ValueError, "NaN or infinite values in 'x'. Nothing is sent"),
+        ({"arrays": {"x": np.array([{}])}}, TypeError, r"object. .*astype\(np.float32\)"),
+        ({"arrays": {"x": np.zeros(2, ml_dtypes.bfloat16)}}, TypeError, "bfloat16"),
         ({"arrays": {"x": np.zeros(2, complex)}}, TypeError, "complex128"),
-        ({"arrays": {"x": np.zeros(2, np.longdouble)}}, TypeError, "array 'x' has dtype"),
-        ({"arrays": {"x": np.zeros(2, "i4,f4")}}, TypeError, "array 'x' has dtype"),
+        ({"arrays": {"x": np.zeros(2, np.longdouble)}}, TypeError, ""),
+        ({"arrays": {"x": np.zeros(2, "i4,f4")}}, TypeError, ""),
     ],
 )
 def test_what_cannot_be_packed_is_refused(change, error, match):
+    match = f"array 'x' has dtype {match}" if error is TypeError else match
     with pytest.raises(error, match=match):
         pack(**{"kind": "any", "fields": {}, "arrays": {}, **change})
 
@@ -194,47 +176,24 @@ def test_another_format_is_refused(version):
     )
 
 
+FORMAT = '{"format": 2, "kind": '
+FRONTEND = FORMAT + '"frontend", "fields": '
+OBJECTS = '{"x":' * 10**5 + "0" + "}" * 10**5
+
+
 @pytest.mark.parametrize(
     ("told", "match"),
     [
-        ('{"format": 2, "kind": "frontend", "fields": {"x": NaN}}', "NaN is not a number of JSON"),
-        (
-            '{"format": 2, "kind": "frontend", "fields": {"x": [-Infinity]}}',
-            "-Infinity is not a number of JSON",
-        ),
-        (
-            '{"format": 2, "kind": "frontend", "fields": {"x": 1e999}}',
-            "the number 1e999 is beyond float64",
-        ),
-        (
-            '{"format": 2, "kind": "a", "kind": "frontend", "fields": {}}',
-            "has the key 'kind' twice",
-        ),
-        (
-            '{"format": 2, "kind": "frontend", "fields": ' + "[" * 99 + "]" * 99 + "}",
-            "is of kind 'frontend', not",
-        ),
-        (
-            '{"format": 2, "kind": "frontend", "fields": ' + "[" * 100 + "]" * 100 + "}",
-            "more than 100 deep",
-        ),
-        (
-            '{"format": 2, "kind": "frontend", "fields": '
-            + '{"x":' * 10**5
-            + "0"
-            + "}" * 10**5
-            + "}",
-            "100 deep",
-        ),
-        (
-            '{"format": 2, "kind": "frontend", "fields": {"x": ' + "9" * 10**4 + "}}",
-            "is damaged: ValueError, Exceeds",
-        ),
-        ('{"format": 2, "kind": "\x1b[31mred", "fields": {}}', r"is damaged: JSONDecodeError"),
-        (
-            '{"format": 2, "kind": "\\u001b[31mred", "fields": {}}',
-            r"is of kind '\\x1b\[31mred', not 'frontend'",
-        ),
+        (FRONTEND + '{"x": NaN}}', "NaN is not a number of JSON"),
+        (FRONTEND + '{"x": [-Infinity]}}', "-Infinity is not a number of JSON"),
+        (FRONTEND + '{"x": 1e999}}', "the number 1e999 is beyond float64"),
+        (FORMAT + '"a", "kind": "frontend", "fields": {}}', "has the key 'kind' twice"),
+        (FRONTEND + "[" * 99 + "]" * 99 + "}", "is of kind 'frontend', not"),
+        (FRONTEND + "[" * 100 + "]" * 100 + "}", "more than 100 deep"),
+        (FRONTEND + OBJECTS + "}", "100 deep"),
+        (FRONTEND + '{"x": ' + "9" * 10**4 + "}}", "is damaged: ValueError, Exceeds"),
+        (FORMAT + '"\x1b[31mred", "fields": {}}', "is damaged: JSONDecodeError"),
+        (FORMAT + r'"\u001b[31mred", "fields": {}}', r"is of kind '\\x1b\[31mred', not 'frontend'"),
     ],
 )
 def test_fields_that_are_not_strict_json_are_refused(told, match):

@@ -12,7 +12,8 @@ from ml_collections import ConfigDict
 
 from jaxdp.models import create
 from jaxdp.models.checkpoints import blank_inputs
-from launch import catalogue, models, settings
+from launch import catalogue, frame, models, studies
+from launch.settings import check_values
 
 ROOT = Path(__file__).resolve().parents[2]
 CLASSES = 10  # where the data would say it
@@ -58,10 +59,11 @@ def test_the_documented_variants_are_found():
 
 
 @pytest.mark.parametrize("name", [n for n in documented() if ":" not in n])
-def test_a_clip_norm_of_the_methods_can_be_divided_among_parts(name):
+def test_a_config_has_numbers_in_range_and_its_clip_norm_can_be_divided_among_parts(name):
+    config = catalogue.load(name)
+    check_values(config)
     if "method_options import" not in (ROOT / name).read_text():
         return
-    config = catalogue.load(name)
     for part in ("private", "finetune"):
         if "clip_norm" in config.get(part, {}):
             assert config[part].clip_parts == ""
@@ -71,7 +73,7 @@ def test_a_clip_norm_of_the_methods_can_be_divided_among_parts(name):
 @pytest.mark.parametrize("name", documented())
 def test_a_config_builds_and_its_network_has_shapes(name):
     config = catalogue.load(name)
-    settings.check_values(config)
+    check_values(config)
     if "model" in config and "name" in config.model:
         assert shapes(config.model) > 0
 
@@ -126,24 +128,65 @@ def test_an_option_that_a_model_lacks_fails():
         shapes(config.model)
 
 
+# The variant of these is a file, a number, or a method that the study checks.
+OTHER_VARIANTS = {"finetune/csv.py", "predict/csv.py", "tta/cifar10_batch_one.py"}
+OTHER_VARIANTS |= {"pretrain/digits.py", "pretrain/cifar100.py"}
+
+
 def declared(name: str) -> list[str]:
     """Returns the variants that a config names when it refuses one. [] if it takes none."""
     try:
         catalogue.load(f"{name}:no_such_variant")
-    except ValueError as error:
-        named = re.search(r"(?:be|takes) (?:one of )?(.*?),? got 'no_such_variant'", str(error))
-        if named is None:  # numbers
-            return []
-        text = named[1].removesuffix(" after the colon")
-        return re.findall(r"'(\w+)'", text) or re.findall(r"\w+", text)
     except TypeError:  # get_config takes no argument
         return []
-    return []  # of names such as that of a method, which the study checks
+    except ValueError as error:
+        named = re.search(r"(?:be|takes) (?:one of )?(.*?),? got 'no_such_variant'", str(error))
+        assert named, str(error)
+        text = named[1].removesuffix(" after the colon")
+        return re.findall(r"'(\w+)'", text) or re.findall(r"\w+", text)
+    raise AssertionError(f"{name} takes any variant")
 
 
-def test_every_variant_that_a_config_declares_builds():
-    variants = {name: declared(name) for name in documented() if ":" not in name}
-    assert len(variants["configs/tta/imagenet_c.py"]) >= 3
-    for name, listed in variants.items():
-        for variant in listed:
-            assert catalogue.load(f"{name}:{variant}"), f"{name}:{variant}"
+@pytest.mark.parametrize("name", [n for n in documented() if ":" not in n])
+def test_an_unknown_variant_is_refused_by_the_names_of_the_others_and_these_build(name):
+    if name.removeprefix("configs/") in OTHER_VARIANTS:
+        return
+    variants = declared(name)
+    assert {f"{name}:{variant}" for variant in variants} >= {
+        other for other in documented() if other.startswith(f"{name}:")
+    }
+    for variant in variants:
+        assert catalogue.load(f"{name}:{variant}"), variant
+
+
+MISSING = [
+    ("cifar10_dpsgd.py:cpu", "data set 'cifar10' is not prepared"),
+    ("fashion_mnist_dpsgd.py", "data set 'fashion_mnist' is not prepared"),
+    ("finetune/cifar10_squeezenet.py", "'cifar10.*' is not prepared"),
+    ("predict/pneumonia.py", "data set 'pneumonia_mnist' is not prepared"),
+    (
+        "predict/sst2.py",
+        "File '' does not exist. An .npz file with the arrays words, vectors, counts",
+    ),
+    ("predict/imdb.py", "arrays words, vectors, counts"),
+    ("predict/imdb.py:embeddings", "arrays train_features, .*, public_features"),
+    (
+        "predict/octmnist.py",
+        "arrays val_images, val_labels .*--config.data.path=..., or run the config of the digits",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "missing"), MISSING)
+def test_without_data_the_error_says_what_to_do_and_nothing_is_written(tmp_path, name, missing):
+    config = catalogue.load(f"configs/{name}")
+    if "data_dir" in config.data:
+        config.data.data_dir = str(tmp_path / "nowhere")
+    if "public_benchmark" in config:
+        config.public_benchmark = True
+    (listed,) = studies.recognised(config)
+    module, _, attribute = listed.place.partition(":")
+    with pytest.raises(FileNotFoundError, match=missing):
+        frame.run(getattr(studies.module(module), attribute), config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

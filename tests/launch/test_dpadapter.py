@@ -85,15 +85,6 @@ def test_a_finished_table_takes_more_seeds_and_computes_nothing_again(finished, 
     assert frame.run(tiny.undrawn(dpadapter.STUDY), config, again) == result
 
 
-def test_a_comparison_of_an_unknown_name_is_refused_first(tmp_path):
-    config = tiny.dpadapter(comparisons=(("method", "DP-SGD", "DP-SDG"),))
-    with pytest.raises(
-        ValueError, match=r"config.grids.small.comparisons has 'DP-SDG', which is not one of Adp"
-    ):
-        frame.run(dpadapter.STUDY, config, tmp_path)
-    assert not list(tmp_path.rglob("ledger.sqlite*"))
-
-
 def test_a_learning_rate_is_chosen_on_a_public_set(tmp_path):
     config = tiny.dpadapter(
         methods=("DP-SGD",), upstreams=("none",), sets=("digits",), seeds=(0,), figures=False

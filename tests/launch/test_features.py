@@ -143,27 +143,6 @@ def test_a_part_of_a_file_has_one_role(tmp_path):
         load(medmnist_config(tmp_path / "file.npz", parts=parts))
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
-        (
-            {"kind": "sound"},
-            ValueError,
-            "config.data.kind has 'sound', which is not one of blobs, images",
-        ),
-        (
-            {"source": "web"},
-            ValueError,
-            "config.data.source must be 'bundled', 'tfds', .* or 'package.module:function', got "
-            "'web'",
-        ),
-    ],
-)
-def test_unknown_kinds_and_sources_are_refused(changes, error, message):
-    with pytest.raises(error, match=message):
-        load(digits_config(**changes))
-
-
 def test_a_file_that_is_not_there_or_lacks_arrays_is_named_with_the_remedy(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"File .* does not exist.*val_images, .*--config.data.path="

@@ -4,27 +4,19 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdp.data import bundled
-from jaxdp.models import Preprocessing, ViT
-from jaxdp.split.backbone import Backbone
 from launch.ginver import Ginver
 from launch.representation_attacks import attack
+from tests.launch.attacked import BACKBONE, fresh_params, unlike_digits
 
-MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=2, num_heads=2, mlp_width=32)
-BACKBONE = Backbone(MODEL, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
 TRAINING = {"prefix_tokens": 1, "batch_size": 20}
 COPIES, STEPS = 9, 50
 
 
 @pytest.fixture(scope="module")
 def world():
-    """Public digits 0 to 4, a client's 5 to 9, the frontend, and representations of the client."""
-    source = bundled("digits")
-    columns = source.gather(np.arange(len(source)))
-    images, seen = np.asarray(columns["image"], np.float32), np.asarray(columns["label"]) < 5
-    public, references = images[seen][:100], images[~seen][:20]
-    params = jax.jit(MODEL.init)(jax.random.key(0), np.zeros((1, 8, 8, 1), np.float32))["params"]
-    shipped, _ = BACKBONE.divide(params)
+    """Public digits, a client's, the frontend, and representations of the client."""
+    public, references = unlike_digits(public=100, references=20)
+    shipped, _ = BACKBONE.divide(fresh_params(jax.random.key(0)))
     return public, references, shipped, np.asarray(jax.jit(BACKBONE.front)(shipped, references))
 
 

@@ -2,6 +2,7 @@
 anything is spent."""
 
 import functools
+import re
 import shutil
 import types
 from pathlib import Path
@@ -189,73 +190,51 @@ def test_a_search_of_a_language_model_is_one_charge(tmp_path, monkeypatch):
     assert "a private search" in report and "What an attacker must miss" in report
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"data__tokenizer": "bytes"},
-            r"tokenizer='bytes' has 256 tokens, .*num_classes=31 .* Give the tokenizer",
-        ),
-        (
-            {"data__tokenizer": "none.json"},
-            r"tokenizer must be 'bytes' or the tokenizer.json .*'none.json'",
-        ),
-        (
-            {"data__tokenizer": "private.txt"},
-            r"private.txt is damaged.* Give the tokenizer.json that lies beside",
-        ),
-        (
-            {"model__num_classes": 2000},
-            r"has 31 tokens, and config.model.num_classes=2000 is the vocabulary",
-        ),
-        ({"model__num_classes": 32}, r"(?s)needs a model with num_classes=31, not 32"),
-        (
-            {"data__length": 18},
-            r"config.data.length must be at most 17, the model's positions .*got 18. Cut the texts",
-        ),
-        ({"generation__length": 17}, r"config.generation.length must be at most 16.*got 17"),
-        (
-            {"generation__prompts": ("",)},
-            r"config.generation.prompts must have 1 to 15 tokens each.*got 0 in ''",
-        ),
-        (
-            {"model__lora__layers": ".*atention"},
-            r"config.model.lora.layers must match .*'.\*atention'. There are b",
-        ),
-        (
-            {"model__trainable": "head"},
-            r"config.model.trainable='head' matches no parameter.*lora/blocks",
-        ),
-        ({"model__lora__rank": -1}, r"config.model.lora.rank must be at least 1, got -1"),
-        (
-            {"model__checkpoint": ""},
-            r"config.model.lora.rank must be 0 without config.model.checkpoint",
-        ),
-        ({"model__checkpoint": "no.safetensors"}, r"there is no checkpoint at .*no.safetensors"),
-        (
-            {"data__parts__test": "none.txt"},
-            r"config.data.parts.test must be a file of texts, got '.*none.txt'",
-        ),
-        (
-            {"data__parts__test": "short.txt"},
-            r"config.data.parts.test must have a text of two tokens",
-        ),
-        (
-            {"data__parts__test": "./private.txt"},
-            r"config.data.parts.test must be another file than that of private, got '.*private",
-        ),
-        (
-            {"data__source": "npz"},
-            r"config.data.source must be 'tfds', 'lines' or 'bundled', got 'npz'",
-        ),
-        ({"model__name": "mlp"}, r"config.model.name has 'mlp', which is not one of lm_tiny, gpt2"),
-    ],
-)
-def test_mistakes_are_named_before_anything_is_spent(public, changes, message, tmp_path):
-    if changes == {"data__tokenizer": "private.txt"}:
-        changes = {"data__tokenizer": str(public / "private.txt")}
-    config = tiny.lora(public, **changes)
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+# A field, its value, and the message. Before a blank, the message names the field.
+MISTAKES = [
+    (
+        "data.tokenizer",
+        "bytes",
+        r"tokenizer='bytes' has 256 tokens, .*num_classes=31 .* Give the tokenizer",
+    ),
+    ("data.tokenizer", "none.json", r" must be 'bytes' or the tokenizer.json .*'none.json'"),
+    (
+        "data.tokenizer",
+        "private.txt",
+        r"private.txt is damaged.* Give the tokenizer.json that lies beside",
+    ),
+    (
+        "model.num_classes",
+        2000,
+        r"has 31 tokens, and config.model.num_classes=2000 is the vocabulary",
+    ),
+    ("model.num_classes", 32, r"(?s)needs a model with num_classes=31, not 32"),
+    ("data.length", 18, r" must be at most 17, the model's positions .*got 18. Cut the texts"),
+    ("generation.length", 17, r" must be at most 16.*got 17"),
+    ("generation.prompts", ("",), r" must have 1 to 15 tokens each.*got 0 in ''"),
+    ("model.lora.layers", ".*atention", r" must match .*'.\*atention'. There are b"),
+    ("model.trainable", "head", r"config.model.trainable='head' matches no parameter.*lora/blocks"),
+    ("model.lora.rank", -1, r" must be at least 1, got -1"),
+    ("model.checkpoint", "", r"config.model.lora.rank must be 0 without config.model.checkpoint"),
+    ("model.checkpoint", "no.safetensors", r"there is no checkpoint at .*no.safetensors"),
+    ("data.parts.test", "none.txt", r" must be a file of texts, got '.*none.txt'"),
+    ("data.parts.test", "short.txt", r" must have a text of two tokens"),
+    (
+        "data.parts.test",
+        "./private.txt",
+        r" must be another file than that of private, got '.*private",
+    ),
+    ("data.source", "npz", r" must be 'tfds', 'lines' or 'bundled', got 'npz'"),
+    ("model.name", "mlp", r" has 'mlp', which is not one of lm_tiny, gpt2"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "message"), MISTAKES)
+def test_mistakes_are_named_before_anything_is_spent(public, field, value, message, tmp_path):
+    value = str(public / value) if (field, value) == ("data.tokenizer", "private.txt") else value
+    config = tiny.lora(public, **{field: value})
+    named = rf"config\.{re.escape(field)}" if message.startswith(" ") else ""
+    with pytest.raises((ValueError, FileNotFoundError), match=named + message):
         frame.run(lm.STUDY, config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -216,22 +216,19 @@ def test_the_parts_of_a_table_share_no_patient(table):
     assert [len(open_spec(spec)) for spec in rows.values()] == [240, 60]
 
 
+NO_CLASSES = {"data.class_names": ()}
+IS_TEXT = r"'outcome' of .* is text.* config classes= is config\.data\.class_names"
+TWICE_OR_TEXT = "'mean.0' is declared twice|'patient' of .* is text"
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
         ({"data.path": "nowhere.csv"}, FileNotFoundError, "--config.data.path="),
         ({"data.parts.private": 0.9}, ValueError, "config.data.parts must be shares of the file"),
         ({"data.label": "result"}, ValueError, "header with 'result'"),
-        (
-            {"data.class_names": (), **GROUP},
-            ValueError,
-            r"'outcome' of .* is text.* config classes= is config\.data\.class_names",
-        ),
-        (
-            {"data.label": "mean.0", "data.class_names": ()},
-            ValueError,
-            "'mean.0' is declared twice|'patient' of .* is text",
-        ),
+        (NO_CLASSES | GROUP, ValueError, IS_TEXT),
+        (NO_CLASSES | {"data.label": "mean.0"}, ValueError, TWICE_OR_TEXT),
     ],
 )
 def test_a_table_that_does_not_fit_is_refused_before_a_workdir_is_bound(

@@ -60,14 +60,6 @@ def test_the_steps_of_a_watched_run_are_written_for_tensorboard(finished):
     assert found == pytest.approx({step: rows[step] for step in (4, 5, 6)}, rel=1e-6)
 
 
-def test_an_unknown_writer_is_refused_before_anything_is_done(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"config[.]watch has 'board', which is not one of tensorboard, wandb"
-    ):
-        frame.run(pretrain.STUDY, tiny.pretrain(watch="board"), tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 def test_the_result_is_what_it_was(finished):
     assert golden.differences("pretrain", finished[1]) == []
 

@@ -3,7 +3,6 @@ file is text."""
 
 import hashlib
 import html
-import html.parser
 import json
 import re
 
@@ -14,6 +13,7 @@ from jaxdp.privacy import GaussianDpEvent, Ledger, unproven
 from jaxdp.report import guess_rate, intervals, round_down, verdicts
 from launch import document, report, studies
 from tests.launch.forgery import forgeries
+from tests.report.pages import Page, texts
 
 FORGED = """"'><script>alert(1)</script>"""
 CURVE = [[2, 0.5], [4, 0.75]]
@@ -91,46 +91,12 @@ def workdir(root, study):
     return root
 
 
-class Rows(html.parser.HTMLParser):
-    """The rows of the tables of a page: a dict from heading to text each, by the caption of the
-    table."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.tables, self.text, self.headings, self.cells = {}, "", [], []
-        self.feed(page.read_text())
-
-    def handle_starttag(self, tag, attributes):
-        if tag in ("caption", "th", "td"):
-            self.text = ""
-
-    def handle_data(self, data):
-        self.text += data
-
-    def handle_endtag(self, tag):
-        if tag == "caption":
-            self.tables[self.text], self.headings = [], []
-            self.rows = self.tables[self.text]
-        elif tag in ("th", "td"):
-            self.cells.append(self.text)
-        elif tag == "tr":
-            if self.headings:
-                self.rows.append(dict(zip(self.headings, self.cells, strict=True)))
-            else:
-                self.headings = self.cells
-            self.cells = []
-
-
 def differences(page, ledger):
     """Returns where the first screen of a page and the JSON of a ledger disagree, or where it
     understates a risk."""
     with Ledger(ledger, read_only=True) as opened:
         entries = json.loads(json.dumps(opened.report()))["datasets"]
-    (rows,) = (
-        rows
-        for caption, rows in Rows(page).tables.items()
-        if caption.startswith("What was protected")
-    )
+    rows = texts(Page(page.read_bytes()).titled("What was protected"))
     shown, found = {row["data set"]: row for row in rows}, []
     text = html.unescape(re.sub("<[^>]*>", "", page.read_text()))
     for entry in entries:
@@ -263,11 +229,11 @@ def test_a_change_inside_the_noise_is_called_so(tmp_path):
 
 
 def test_tables_and_charts_have_their_numbers(tmp_path):
-    tables = Rows(report.write(workdir(tmp_path, "adapt"))).tables
-    assert tables["Accuracy"] == [{"method": "Tent", "clean": "0.1235"}]
+    page = Page(report.write(workdir(tmp_path, "adapt")).read_bytes())
+    assert texts(page.tables["Accuracy"]) == [{"method": "Tent", "clean": "0.1235"}]
     (tmp_path / "tuned").mkdir()
-    tables = Rows(report.write(workdir(tmp_path / "tuned", "finetune"))).tables
-    (rows,) = (rows for caption, rows in tables.items() if "Test accuracy" in caption)
+    page = Page(report.write(workdir(tmp_path / "tuned", "finetune")).read_bytes())
+    (rows,) = (texts(rows) for name, rows in page.tables.items() if "Test accuracy" in name)
     assert rows[0] == {"step": "0", "accuracy": "63.3 %"} and rows[-1] == {
         "step": "4",
         "accuracy": "75 %",

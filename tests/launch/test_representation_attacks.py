@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdp.data import bundled
-from jaxdp.models import Preprocessing, ViT
-from jaxdp.split.backbone import Backbone
 from launch.discrepancy import discrepancy
 from launch.ginver import Ginver
 from launch.representation_attacks import (
@@ -29,11 +26,10 @@ from launch.representation_attacks import (
     train_decoder,
 )
 from launch.split_attackers import ATTACKERS, Knowledge, attackers_of
+from tests.launch.attacked import BACKBONE, fresh_params, unlike_digits
 
 pytestmark = pytest.mark.slow
 
-MODEL = ViT(num_classes=5, patch_size=2, width=16, depth=2, num_heads=2, mlp_width=32)
-BACKBONE = Backbone(MODEL, Preprocessing(size=8, mean=(0.5,), std=(0.5,)), 1)
 EXTRACT = BACKBONE.front
 SCALE, COPIES, PUBLIC = 0.6, 9, 256
 TRAINING = {"prefix_tokens": 1, "epochs": 4, "batch_size": 32, "learning_rate": 5e-3}
@@ -49,14 +45,9 @@ def release(key, representations, copy):
     return representations + SCALE * jax.random.laplace(key, representations.shape)
 
 
-# The tests of Ginver have this program too.
-initialize = jax.jit(MODEL.init)
-
-
 def client(key, images):
     """Returns a new frontend, the same with the client's noise, and the uploads."""
-    params = initialize(key, np.zeros((1, 8, 8, 1), np.float32))["params"]
-    shipped, _ = BACKBONE.divide(params)
+    shipped, _ = BACKBONE.divide(fresh_params(key))
     return shipped, *uploaded(key, shipped, images)
 
 
@@ -72,12 +63,8 @@ def uploaded(key, shipped, images):
 
 @pytest.fixture(scope="module")
 def world():
-    """Public digits 0 to 4, a client's 5 to 9, both frontends, and what the client uploads."""
-    source = bundled("digits")
-    columns = source.gather(np.arange(len(source)))
-    images, seen = np.asarray(columns["image"], np.float32), np.asarray(columns["label"]) < 5
-    public, references = images[seen][:PUBLIC], images[~seen][:60]
-
+    """Public digits, a client's, both frontends, and what the client uploads."""
+    public, references = unlike_digits(public=PUBLIC, references=60)
     return public, references, *client(jax.random.key(0), references)
 
 

@@ -183,13 +183,6 @@ def test_sweeps_have_the_values_of_the_papers_tables():
     assert swin_l.get_config().sweeps.patches == ()  # a Swin replaces no patches
 
 
-@pytest.mark.parametrize("axis", ["shots", "dimensions", "epsilons"])
-def test_the_private_mode_needs_a_value_of_each_axis(axis):
-    config = tiny.split(**{f"private__{axis}": ()})
-    with pytest.raises(ValueError, match=f"config.private.{axis} must have at least one entry"):
-        list(split._cells(config))
-
-
 def test_a_workdir_grows_by_patiences_and_not_by_another_number_of_epochs():
     grown, changed, same = (
         split._grows(tiny.split(**changes))

@@ -55,31 +55,17 @@ def backward(blocks, trained):
     return blocks * (WEIGHTS + 2 * PRODUCTS) + trained * WEIGHTS
 
 
+P_ALL, P_THREE = P_EMBED + 4 * P_BLOCK + P_NORM + P_HEAD, P_EMBED + 3 * P_BLOCK
+ONCE = forward(4) + HEAD
 EXPECTED = {
     # method: parameters, forward and training multiplications per image
-    "lp": (P_EMBED + 4 * P_BLOCK + P_NORM + P_HEAD, forward(4) + HEAD, 2 * HEAD),
-    "ft": (
-        P_EMBED + 4 * P_BLOCK + P_NORM + P_HEAD,
-        forward(4) + HEAD,
-        forward(4) + backward(4, 4) + EMBED + 3 * HEAD,
-    ),
-    "ln": (
-        P_EMBED + 4 * P_BLOCK + P_NORM + P_HEAD,
-        forward(4) + HEAD,
-        forward(4) + backward(4, 0) + 3 * HEAD,
-    ),
-    "sl": (
-        P_EMBED + 3 * P_BLOCK + P_HEAD,
-        forward(3),
-        forward(3) + backward(3, 3) + EMBED + 3 * HEAD,
-    ),
+    "lp": (P_ALL, ONCE, 2 * HEAD),
+    "ft": (P_ALL, ONCE, forward(4) + backward(4, 4) + EMBED + 3 * HEAD),
+    "ln": (P_ALL, ONCE, forward(4) + backward(4, 0) + 3 * HEAD),
+    "sl": (P_THREE + P_HEAD, forward(3), forward(3) + backward(3, 3) + EMBED + 3 * HEAD),
     # First and last block are trained; of the two between them one is there.
-    "ot": (
-        P_EMBED + 3 * P_BLOCK + P_NORM + P_HEAD,
-        forward(3) + HEAD,
-        forward(3) + backward(3, 2) + 3 * HEAD,
-    ),
-    "sa": (P_EMBED + 3 * P_BLOCK, forward(3), 0),
+    "ot": (P_THREE + P_NORM + P_HEAD, forward(3) + HEAD, forward(3) + backward(3, 2) + 3 * HEAD),
+    "sa": (P_THREE, forward(3), 0),
 }
 
 

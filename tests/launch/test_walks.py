@@ -9,9 +9,10 @@ import pytest
 from ml_collections import ConfigDict
 
 from jaxdp.data import DataSpec
-from launch import adapt, finetune, lm, predict, pretrain, recalibrate, split
+from launch import lm
 from launch.lifecycle import parts
 from tests.launch import tiny
+from tests.launch.test_frame import STUDIES as FRAME_STUDIES
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 # A reader enters at most so many functions, one inside the other, before arrays are there.
@@ -68,15 +69,9 @@ class Walk:
             self.rooms = max(self.rooms, [name for _, _, name in self._stack], key=len)
 
 
-STUDIES = {
-    "adapt": (adapt.STUDY, tiny.adapt),
-    "finetune": (finetune.STUDY, tiny.finetune),
-    "lm": (lm.STUDY, tiny.lm),
-    "predict": (predict.STUDY, tiny.predict),
-    "pretrain": (pretrain.STUDY, tiny.pretrain),
-    "recalibrate": (recalibrate.STUDY, tiny.recalibrate),
-    "split": (split.STUDY, tiny.split),
-}
+# The cells of a table open its data, each its own.
+STUDIES = {name: study for name, study in FRAME_STUDIES.items() if name != "table"}
+STUDIES["lm"] = lm.STUDY, tiny.lm
 
 
 @pytest.mark.parametrize("name", [*STUDIES, "lifecycle"])

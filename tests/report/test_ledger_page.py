@@ -5,59 +5,15 @@ import decimal
 import json
 import re
 import sqlite3
-from html.parser import HTMLParser
 
 import pytest
 
 from jaxdp.privacy import GaussianDpEvent, Ledger, NonPrivateDpEvent, PureDpEvent, store, unproven
 from jaxdp.report import html, write
 from jaxdp.report.ledger import CHARTS, NEWEST, ROWS, ledger_facts, ledger_page
+from tests.report.pages import Page
 
-
-class Page(HTMLParser):
-    """The tables of a page by caption, as rows of (text, exact numbers) by heading, and all
-    text."""
-
-    def __init__(self, source):
-        super().__init__()
-        self.tables, self.text, self.cells, self._tag, self._caption = {}, "", None, "", ""
-        self.feed(source.decode())
-
-    def handle_starttag(self, tag, attributes):
-        if tag == "table":
-            self.cells, self._caption = [], ""
-        elif tag == "tr" and self.cells is not None:
-            self.cells.append([])
-        elif tag in ("th", "td") and self.cells is not None:
-            self.cells[-1].append(("", []))
-        elif tag == "data" and self.cells:
-            self.cells[-1][-1][1].append(float(dict(attributes)["value"]))
-        self._tag = tag if tag in ("caption", "th", "td") else self._tag
-
-    def handle_data(self, data):
-        self.text += data
-        if self._tag == "caption":
-            self._caption += data
-        elif self._tag in ("th", "td"):
-            text, exact = self.cells[-1][-1]
-            self.cells[-1][-1] = (text + data, exact)
-
-    def handle_endtag(self, tag):
-        if tag == self._tag:
-            self._tag = ""
-        if tag == "table":
-            headings = [text for text, _ in self.cells[0]]
-            rows = [dict(zip(headings, row, strict=True)) for row in self.cells[1:]]
-            self.tables[self._caption] = rows
-            self.cells = None
-
-    @property
-    def accounts(self):
-        return next(
-            rows
-            for caption, rows in self.tables.items()
-            if caption.startswith("What is spent on each")
-        )
+ACCOUNTS = "What is spent on each"
 
 
 @pytest.fixture
@@ -108,10 +64,10 @@ def disagreements(page, path):
     that differ."""
     with Ledger(path, read_only=True) as ledger:
         entries = json.loads(json.dumps(ledger.report()))["datasets"]
-    wrong = []
+    wrong, accounts = [], page.titled(ACCOUNTS)
     for entry in entries:
         found = [
-            row for row in page.accounts if entry["name"] in re.split(r", | \(", row["data set"][0])
+            row for row in accounts if entry["name"] in re.split(r", | \(", row["data set"][0])
         ]
         if len(found) != 1:
             wrong.append(entry["name"])
@@ -143,7 +99,7 @@ def disagreements(page, path):
 def test_the_numbers_are_the_ledgers_and_on_the_safe_side(path):
     page, damage = ledger_page(path)
     assert damage is None and not disagreements(Page(page), path)
-    rows = {row["data set"][0]: row for row in Page(page).accounts}
+    rows = {row["data set"][0]: row for row in Page(page).titled(ACCOUNTS)}
     assert rows["pilot"]["epsilon spent"][0] == "inf (empirical only)"
     assert rows["open"]["epsilon spent"][0] == "infinite"
     assert rows["idle"]["epsilon spent"][0] == "0" and rows["idle"]["left"][0] == "0.3"
@@ -170,7 +126,7 @@ def test_the_check_of_numbers_can_fail(path, monkeypatch):
     assert ("train", "left") in {row[:2] for row in disagreements(Page(ledger_page(path)[0]), path)}
     monkeypatch.setattr(decimal, "ROUND_FLOOR", down)
     page = Page(ledger_page(path)[0])
-    page.accounts.pop()
+    page.titled(ACCOUNTS).pop()
     assert len(disagreements(page, path)) == 1
 
 
@@ -179,11 +135,7 @@ def test_who_spent_what_and_when(path):
     with Ledger(path, read_only=True) as ledger:
         assert facts["report"] == ledger.report()
         history = ledger.history()
-    (newest,) = (
-        rows
-        for caption, rows in page.tables.items()
-        if caption.startswith("The newest 14 of 14 spends")
-    )
+    newest = page.titled("The newest 14 of 14 spends")
     for row, spend in zip(newest, reversed(history), strict=True):
         assert row["spend"][0] == str(spend["spend"]) and row["status"][0] == spend["status"]
         assert (
@@ -248,7 +200,7 @@ def test_what_a_family_loses_is_the_ledgers(path):
 
 def test_a_report_says_what_a_family_loses(path, tmp_path):
     page = Page(write(path, tmp_path / "report.html").read_bytes())
-    (rows,) = (table for name, table in page.tables.items() if name.startswith("Epsilon for sev"))
+    rows = page.titled("Epsilon for sev")
     (row,) = (row for row in rows if row["data set"][0] == "train")
     with Ledger(path, read_only=True) as ledger:
         groups = ledger.group_privacy("train").groups

@@ -338,19 +338,15 @@ def test_a_reliability_diagram_shows_accuracy_gap_shares_and_error(saved, tmp_pa
     }
 
 
+EMPTY = SimpleNamespace(**dict.fromkeys(("counts", "confidence", "accuracy"), np.zeros(2)))
+
+
 @pytest.mark.parametrize(
     ("diagrams", "message"),
     [
         ({}, "one to four entries, got 0"),
         ({str(i): DIAGRAM for i in range(5)}, "one to four entries, got 5. Draw several"),
-        (
-            {
-                "a": SimpleNamespace(
-                    counts=np.zeros(2), confidence=np.zeros(2), accuracy=np.zeros(2)
-                )
-            },
-            "'a'. counts no",
-        ),
+        ({"a": EMPTY}, "'a'. counts no"),
     ],
 )
 def test_diagrams_that_cannot_be_drawn_are_refused(tmp_path, diagrams, message):
