@@ -470,15 +470,6 @@ def no_computing(monkeypatch):
     )
 
 
-def test_if_one_account_cannot_pay_nobody_pays_or_answers(no_computing):
-    with registered({"north": 1.0, "south": 0.5, "west": 1.0}) as ledger:
-        with pytest.raises(BudgetExceeded, match="'south'") as error:
-            acc_t(clinics(ledger, "north", "south", "west"), epsilon=0.7)
-        assert error.value.would_spend == pytest.approx(0.7)
-        assert [ledger.epsilon(name) for name in ("north", "south", "west")] == [0.0, 0.0, 0.0]
-        assert ledger.report()["datasets"][0]["spends"] == []
-
-
 GOOD = people(20)
 MISTAKES = {  # beside those of tests/test_stages.py
     "epsilon nan": ({"epsilon": math.nan}, ValueError, "epsilon must be > 0 .* got nan"),
@@ -577,13 +568,6 @@ def test_the_adjacency_is_that_of_the_account(silent):
         ):
             acc_t(clinics(ledger, "north"), epsilon=1.0)
     assert not acc_t([people(20)], epsilon=1.0).method.split
-
-
-def test_accounts_of_several_ledgers_pay_nothing(no_computing):
-    with registered({"north": 1.0}) as one, registered({"south": 1.0}) as other:
-        with pytest.raises(ValueError, match="must be of one ledger"):
-            acc_t([*clinics(one, "north"), *clinics(other, "south")], epsilon=0.5)
-        assert one.epsilon("north") == other.epsilon("south") == 0.0
 
 
 @pytest.mark.slow
