@@ -184,11 +184,6 @@ def test_each_step_is_charged_the_noise_of_its_epoch(name):
                 == sum(c for s, c in expected.items() if s == pytest.approx(sigma, rel=1e-12))
                 >= count
             )
-    # Chunks of any length compose to the run.
-    parts = dp_event.ComposedDpEvent(
-        [trainer.event(0, 5), trainer.event(5, 6), trainer.event(6, steps)]
-    )
-    assert composition(parts) == composition(trainer.event(0, steps))
     assert composition(trainer.event(3, 5)) == gaussians([schedule(2.5, 0), schedule(2.5, 1)], q)
 
 

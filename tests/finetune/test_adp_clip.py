@@ -14,7 +14,7 @@ from jaxdp import data, finetune
 from jaxdp.privacy import epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import noise
-from tests.finetune.batches import with_batches
+from tests.finetune.batches import flat, has_std, of_many_parts_or_none, with_batches
 
 N, FEATURES, PHYSICAL = 40, 5, 4
 
@@ -50,10 +50,6 @@ def trainer_of(sampler, loss_fn=linear, optimizer=None, **kwargs):
     return finetune.adp_clip(
         loss_fn, optimizer or optax.sgd(0.5), sampler=sampler, **{**defaults, **kwargs}
     )
-
-
-def flat(tree):
-    return np.concatenate([np.asarray(x, np.float64).reshape(-1) for x in jax.tree.leaves(tree)])
 
 
 def keyed(state, number=0):
@@ -177,13 +173,7 @@ def test_steps_equal_float64(probability, unit_norm):
         optimizer=optax.sgd(lr),
     )
 
-    def suits(batches):
-        return (
-            max(map(len, batches)) > 2 * PHYSICAL
-            if probability > 0.1
-            else min(map(len, batches)) == 0
-        )
-
+    suits = of_many_parts_or_none(probability, PHYSICAL)
     state = with_batches(trainer, trainer.init(params_of()), 8, suits)
     source, expected_batch = source_of(features), probability * N
     z_delta = (z**-2 - (2 * sigma_b) ** -2) ** -0.5
@@ -303,12 +293,6 @@ def noises(z, draws=20_000, **kwargs):
 
     gradient, fraction = jax.jit(jax.vmap(step))(jax.random.split(state.noise.key, draws))
     return np.asarray(gradient, np.float64), np.asarray(fraction, np.float64)
-
-
-def has_std(sample, std):
-    """Whether a sample may have this standard deviation; a right one fails with probability below
-    1e-6."""
-    return abs((sample**2).mean() / std**2 - 1) < 4.9 * math.sqrt(2 / sample.size)
 
 
 @pytest.mark.slow

@@ -117,13 +117,6 @@ def test_a_sampler_that_does_not_fit_the_noise_is_refused(options, text):
         trainer_of(**options)
 
 
-def test_a_run_of_more_steps_is_refused():
-    ledger = ledger_of()
-    with pytest.raises(ValueError, match="steps must be at most 6, got 7"):
-        fit(shared_trainer(), ledger, steps=STEPS + 1)
-    assert not charged(ledger)
-
-
 def test_audits_of_single_steps_refuse_correlated_noise():
     terms = {"trials": 2, "delta": 1e-5}
     for audit in (

@@ -67,9 +67,18 @@ def gradient64(params, features, label):
     return {"kernel": np.outer(x, error), "bias": error}
 
 
-def clipped64(gradient):
-    norm = math.sqrt(sum((g**2).sum() for g in gradient.values()))
-    return {name: g * min(1.0, CLIP / norm) for name, g in gradient.items()}
+def norm64(tree):
+    return math.sqrt(sum((x**2).sum() for x in tree.values()))
+
+
+def released64(gradients, probability, key, step):
+    """The mean that a step releases: clipped gradients of examples, and the noise of its key."""
+    drawn = noise.gaussian(key, params_of(), SIGMA * CLIP, number=step)
+    total = float64(drawn)
+    for gradient in gradients:
+        factor = min(1.0, CLIP / norm64(gradient))
+        total = {name: x + factor * gradient[name] for name, x in total.items()}
+    return {name: x / (probability * N) for name, x in total.items()}
 
 
 def float64(tree):
@@ -132,21 +141,14 @@ def test_steps_equal_float64(probability, augmult):
         state, metrics = trainer.step(state, source)
         jax.effects_barrier()
 
-        total = {name: np.zeros_like(p) for name, p in params.items()}
+        gradients = []
         for i in indices:
             example = source[int(i)]
             inputs = [example["features"]] if augmult is None else seen[int(i)]
             assert len({x.tobytes() for x in inputs}) == len(inputs) == (augmult or 1)
             each = [gradient64(params, x, example["label"]) for x in inputs]
-            for name, g in clipped64(
-                {name: np.mean([g[name] for g in each], 0) for name in params}
-            ).items():
-                total[name] += g
-        drawn = noise.gaussian(key, state.params, SIGMA * CLIP, number=step)
-        mean = {
-            name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N)
-            for name in params
-        }
+            gradients.append({name: np.mean([g[name] for g in each], 0) for name in params})
+        mean = released64(gradients, probability, key, step)
         trace = (
             mean
             if trace is None
@@ -157,8 +159,7 @@ def test_steps_equal_float64(probability, augmult):
         ema = {name: decay * ema[name] + (1 - decay) * params[name] for name in params}
         assert_close(state.params, params)
         assert_close(state.ema, ema)
-        norm = math.sqrt(sum((m**2).sum() for m in mean.values()))
-        assert float(metrics["released_gradient_norm"]) == pytest.approx(norm, rel=1e-4)
+        assert float(metrics["released_gradient_norm"]) == pytest.approx(norm64(mean), rel=1e-4)
         assert int(state.step) == int(state.noise.step) == step + 1
     assert suits(sizes)
 
@@ -166,13 +167,7 @@ def test_steps_equal_float64(probability, augmult):
 def test_clipping_is_active_and_inactive_in_the_comparison_above():
     params, source = float64(params_of()), source_of()
     norms = [
-        math.sqrt(
-            sum(
-                (g**2).sum()
-                for g in gradient64(params, source[i]["features"], source[i]["label"]).values()
-            )
-        )
-        for i in range(N)
+        norm64(gradient64(params, source[i]["features"], source[i]["label"])) for i in range(N)
     ]
     assert min(norms) < CLIP < max(norms)
 
@@ -214,25 +209,20 @@ def test_stochastic_loss_has_one_key_per_example_and_step():
         source_of(),
     )
     state = state_without_example_0(trainer, steps=2)
-    params, masks = float64(state.params), []
+    masks = []
     for step in range(2):
         used.clear()
         before, key, indices = float64(state.params), state.noise.key, trainer.drawn(state)
         state, metrics = trainer.step(state, source)
         jax.effects_barrier()
-        total = {name: np.zeros_like(p) for name, p in params.items()}
+        gradients = []
         for i in indices:
             (kept,) = {x.tobytes(): x for x in used[int(i)]}.values()
             masks.append((step, int(i), kept.tobytes()))
             example = source[int(i)]
             features = example["features"] * np.concatenate([[1], kept])
-            for name, g in clipped64(gradient64(before, features, example["label"])).items():
-                total[name] += g
-        drawn = noise.gaussian(key, state.params, SIGMA * CLIP, number=step)
-        mean = {
-            name: (total[name] + np.asarray(drawn[name], np.float64)) / (0.4 * N) for name in params
-        }
-        norm = math.sqrt(sum((m**2).sum() for m in mean.values()))
+            gradients.append(gradient64(before, features, example["label"]))
+        norm = norm64(released64(gradients, 0.4, key, step))
         assert float(metrics["released_gradient_norm"]) == pytest.approx(norm, rel=1e-4)
     # 2^6 masks and about 32 draws: equal keys for all examples of a part, or for both steps, would
     # leave few.
@@ -294,19 +284,12 @@ def test_with_ascent_gradients_are_taken_uphill_of_the_last_release(probability)
     for step in range(5):
         key, indices = state.noise.key, trainer.drawn(state)
         state, _ = trainer.step(state, source)
-        length = math.sqrt(sum((g**2).sum() for g in released.values()))
+        length = norm64(released) or 1
         # Unperturbed at first; from then on at a distance of the radius.
-        at = {name: p + radius * released[name] / (length or 1) for name, p in params.items()}
-        total = {name: np.zeros_like(p) for name, p in params.items()}
-        for i in indices:
-            example = source[int(i)]
-            for name, g in clipped64(gradient64(at, example["features"], example["label"])).items():
-                total[name] += g
-        drawn = noise.gaussian(key, state.params, SIGMA * CLIP, number=step)
-        released = {
-            name: (total[name] + np.asarray(drawn[name], np.float64)) / (probability * N)
-            for name in params
-        }
+        at = {name: p + radius * released[name] / length for name, p in params.items()}
+        examples = (source[int(i)] for i in indices)
+        gradients = [gradient64(at, each["features"], each["label"]) for each in examples]
+        released = released64(gradients, probability, key, step)
         trace = {name: released[name] + MOMENTUM * trace[name] for name in params}
         # the step starts where it was
         params = {name: params[name] - RATE * trace[name] for name in params}
@@ -418,14 +401,6 @@ def test_events_cost_what_dp_accounting_says_and_chunks_compose_to_the_run():
             pass
     assert ledger.epsilon("data") == pytest.approx(expected, rel=1e-3)
     assert expected > 0.5
-
-
-def test_truncation_is_in_the_event():
-    sampler = data.PoissonSampler(N, 0.1, truncated_batch_size=6)
-    event = trainer_of(sampler).event(0, 5)
-    assert event.count == 5
-    assert isinstance(event.event, dp_event.TruncatedSubsampledGaussianDpEvent)
-    assert event.event.truncated_batch_size == 6
 
 
 @pytest.mark.slow
@@ -861,22 +836,6 @@ def test_an_update_in_place_copies_no_array():
 def test_impossible_arguments(change, message):
     with pytest.raises(ValueError, match=message):
         trainer_of(data.PoissonSampler(N, 0.1), **change)
-
-
-def test_event_of_impossible_steps():
-    trainer = trainer_of(data.PoissonSampler(N, 0.1))
-    for first, last in [(-1, 2), (3, 2)]:
-        with pytest.raises(ValueError, match="first"):
-            trainer.event(first, last)
-    negative = trainer_of(data.PoissonSampler(N, 0.1), noise_multiplier=lambda step: 1.0 - step)
-    with pytest.raises(ValueError, match="noise_multiplier"):
-        negative.event(0, 3)
-
-
-def test_leaves_that_are_no_arrays_are_refused():
-    trainer = trainer_of(data.PoissonSampler(N, 0.1))
-    with pytest.raises(TypeError, match="float at 'rate'"):
-        trainer.init({**params_of(), "rate": 0.5})
 
 
 def test_models_in_place_of_params_are_refused_with_the_line_that_makes_params():

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from dp_accounting import dp_event
 
 from jaxdp import data, finetune
 from jaxdp.privacy import Ledger, epsilon
 from jaxdp.privacy.events import composition
 from jaxdp.transforms import noise
 from jaxdp.transforms.noise import trees
-from tests.finetune.batches import with_batches
+from tests.finetune.batches import flat, has_std, of_many_parts_or_none, with_batches
 
 # Anchors of whole chunks, for each size of a chunk is a program.
 N, ANCHORS, PHYSICAL = 30, 15, 5
@@ -82,10 +81,6 @@ def keyed(state, number=0):
     return state._replace(
         noise=state.noise._replace(key=key), key=jax.random.key(number, impl="threefry2x32")
     )
-
-
-def flat(tree):
-    return np.concatenate([np.asarray(x, np.float64).reshape(-1) for x in jax.tree.leaves(tree)])
 
 
 def refreshed(trainer, params=None, step=0, carried=None):
@@ -258,13 +253,7 @@ def test_steps_equal_float64(probability, share):
         residual_share=share,
     )
 
-    def suits(batches):
-        return (
-            max(map(len, batches)) > 2 * PHYSICAL
-            if probability > 0.1
-            else min(map(len, batches)) == 0
-        )
-
+    suits = of_many_parts_or_none(probability, PHYSICAL)
     state, source = with_batches(trainer, trainer.init(params_of()), 5, suits), source_of(features)
     taken, clipped = [], set()
     params = flat(state.params)
@@ -392,12 +381,6 @@ def noise_of_empty_batches(z, share, draws=10_000):
     return gradients @ columns[:, :6], gradients @ columns[:, 6:]
 
 
-def has_std(sample, std):
-    """Whether a sample may have this standard deviation; a right one fails with probability below
-    1e-6."""
-    return abs((sample**2).mean() / std**2 - 1) < 4.9 * math.sqrt(2 / sample.size)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "factors"), [(0.5, (math.sqrt(2), math.sqrt(2))), (0.2, (0.8**-0.5, 0.2**-0.5))]
@@ -423,13 +406,6 @@ def test_without_a_residual_all_of_the_budget_is_the_embeddings():
     along, across = noise_of_empty_batches(0.9, 0.0)
     assert has_std(along, 0.9 * 2.0 / (0.4 * N))
     assert np.abs(across).max() < 1e-5
-
-
-@pytest.mark.parametrize("share", [0.5, 0.2, 0.0])
-def test_a_step_is_one_gaussian_on_one_sample(share):
-    trainer = trainer_of(noise_multiplier=0.9, residual_share=share)
-    one = dp_event.PoissonSampledDpEvent(0.4, dp_event.GaussianDpEvent(0.9))
-    assert composition(trainer.event(0, 5)) == {one: 5}
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from jaxdp.privacy.events import composition
 from jaxdp.release import digest
 from jaxdp.transforms import losses, noise
 from tests.compilations import text_of
+from tests.finetune.batches import flat
 from tests.finetune.own_options import own_options
 
 N, FEATURES, CLASSES, PHYSICAL, Q, Z = 30, 5, 3, 4, 0.25, 0.9
@@ -98,10 +99,6 @@ def keyed(trainer, number=0):
 def arrays(state):
     """Return everything that a state holds but its keys."""
     return [np.asarray(x) for x in jax.tree.leaves(state._replace(noise=None, key=None))]
-
-
-def flat(tree):
-    return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]).astype(np.float64)
 
 
 def assert_same(one, other):

@@ -49,16 +49,13 @@ def loss(params, example):
     return jaxdp.losses.softmax_cross_entropy(example["features"] @ params["w"], example["label"])
 
 
-@functools.cache
-def trainer():
-    return finetune.dp_sgd(
-        loss,
-        optax.inject_hyperparams(optax.sgd)(learning_rate=0.1),
-        sampler=data.PoissonSampler(120, 0.2),
-        clip_norm=1.0,
-        noise_multiplier=4.0,
-        physical_batch_size=40,
-    )
+def trainer_of(loss_fn=loss, **options):
+    given = {"sampler": data.PoissonSampler(120, 0.2), "physical_batch_size": 40, **options}
+    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=0.1)
+    return finetune.dp_sgd(loss_fn, optimizer, clip_norm=1.0, noise_multiplier=4.0, **given)
+
+
+trainer = functools.cache(trainer_of)
 
 
 @functools.cache
@@ -99,6 +96,19 @@ def search(account, score=TOTAL, **options):
     terms = {"steps": STEPS, "runs": RUNS, **options}
     trainers = terms.pop("trainers", candidates())
     return jaxdp.tune(trainers, account, PARAMS, RECORDS, score=score, **terms)
+
+
+def search_of(account, score, **changes):
+    """Returns the same search before it runs."""
+    terms = {"account": account, "params": PARAMS, "source": RECORDS, "steps": STEPS, "runs": RUNS}
+    terms |= {"workdir": None, "checkpoint_every": 1}
+    return module.Search(score=score, **terms | changes)
+
+
+def choose(candidate, account, score, **options):
+    """Searches among one procedure."""
+    terms = {"runs": RUNS, "score": score, **options}
+    return jaxdp.tune({"a": candidate}, account, terms.pop("params", PARAMS), None, **terms)
 
 
 # --- The number of runs and the candidates ------------------------------------------------------
@@ -318,17 +328,7 @@ def test_nothing_is_spent_on_a_search_that_is_refused(account, monkeypatch):
         unit="example",
         event=lambda first, last: UnprovenDpEvent("no proof"),
     )
-    one = module.Search(
-        trainers={"a": unproven},
-        account=account,
-        params=PARAMS,
-        source=RECORDS,
-        steps=3,
-        runs=RUNS,
-        score=charged,
-        workdir=None,
-        checkpoint_every=1,
-    )
+    one = search_of(account, charged, trainers={"a": unproven})
     monkeypatch.setattr(module, "check_account", lambda *args: None)
     with pytest.raises(ValueError, match="protects one record"):
         one.check()
@@ -385,7 +385,7 @@ def test_a_score_costs_what_the_accuracy_costs(source, sigma, people, monkeypatc
     assert people.events("accuracy") == {None: GaussianDpEvent(sigma)}
     assert score.charges(account) == [(account, GaussianDpEvent(sigma))]
     monkeypatch.setattr(RandomRuns, "draw", lambda runs, secret: 1)
-    jaxdp.tune({"a": procedure()}, account, PARAMS, None, runs=RUNS, score=score, seed=SEED)
+    choose(procedure(), account, score, seed=SEED)
     whole = RUNS.event(OneOfDpEvent((ComposedDpEvent([PURE, GaussianDpEvent(sigma)]),)))
     assert composition(people.events("search")[None]) == composition(whole)
     # Broken twin: each record pays for itself.
@@ -401,7 +401,7 @@ def test_owners_who_may_leave_have_no_charged_count(account):
     with pytest.raises(ValueError, match="adjacency must be 'zero_out'"):
         finetune.charged_accuracy(predict, PARAMS, SHARED, account=account, noise_multiplier=20.0)
     with pytest.raises(ValueError, match="adjacency must be 'zero_out'"):
-        jaxdp.tune({"a": procedure()}, account, PARAMS, None, runs=RUNS, score=score)
+        choose(procedure(), account, score)
     assert account.epsilon() == 0
 
 
@@ -410,30 +410,13 @@ def test_groups_have_no_charged_score(people):
         each = jax.vmap(loss, (None, 0))(params, example.records)
         return jnp.where(example.present, each, 0).sum()
 
-    alone = finetune.dp_sgd(
-        whole,
-        optax.sgd(0.1),
-        sampler=data.PoissonSampler(len(GROUPED), 0.2),
-        clip_norm=1.0,
-        noise_multiplier=4.0,
-        unit="person",
-    )
+    sampler = data.PoissonSampler(len(GROUPED), 0.2)
+    alone = trainer_of(whole, sampler=sampler, physical_batch_size=None, unit="person")
     account = people.account("search")
     charged = ChargedScore(predict=predict, source=RECORDS, noise_multiplier=20.0)
-    one = module.Search(
-        trainers={"a": alone},
-        account=account,
-        params=PARAMS,
-        source=GROUPED,
-        steps=STEPS,
-        runs=RUNS,
-        score=charged,
-        workdir=None,
-        checkpoint_every=1,
-    )
     part = data.take(GROUPED, np.arange(len(GROUPED))[::-1])
     for candidate, source in ((alone, GROUPED), (procedure(), GROUPED), (alone, part)):
-        search = dataclasses.replace(one, trainers={"a": candidate}, source=source)
+        search = search_of(account, charged, trainers={"a": candidate}, source=source)
         with pytest.raises(ValueError, match=r"'a'.* protects one person with several records"):
             search.check()
         # Twin: public records are no charge, and pass.
@@ -451,9 +434,7 @@ def test_a_count_of_records_needs_an_account_of_records(people, monkeypatch):
     score = ChargedScore(predict=predict, source=RECORDS, noise_multiplier=20.0)
     match = "unit must be that of account '.*', 'person', .* record of source is, got 'example'"
     with pytest.raises(ValueError, match=match):
-        jaxdp.tune(
-            {"a": procedure()}, people.account("search"), PARAMS, None, runs=RUNS, score=score
-        )
+        choose(procedure(), people.account("search"), score)
     for source, words in ((RECORDS, {}), (RECORDS, {"unit": "scan"}), (SHARED, {})):
         with pytest.raises(ValueError, match="unit must be that of account 'accuracy', 'person'"):
             finetune.charged_accuracy(
@@ -472,19 +453,9 @@ def test_a_count_of_records_needs_an_account_of_records(people, monkeypatch):
 
 def token_of(account, score=TOTAL, **changes):
     """Returns the token of a search under a given seed."""
-    terms = {
-        "trainers": {"a": procedure(facts=["a"])},
-        "account": account,
-        "params": PARAMS,
-        "source": None,
-        "steps": STEPS,
-        "runs": RUNS,
-        "workdir": None,
-        "checkpoint_every": 100,
-    }
-    one = module.Search(score=score, **terms | changes)
+    terms = {"trainers": {"a": procedure(facts=["a"])}, "source": None}
     with Till(seed=SEED) as till:
-        return till.token(one.release())
+        return till.token(search_of(account, score, **terms | changes).release())
 
 
 def charged(predict):
@@ -544,6 +515,8 @@ def noisy(facts=None):
 @pytest.mark.parametrize("facts", [None, ["sum"]])
 def test_copies_of_a_killed_search_release_one_result_a_charge(account, tmp_path, five_runs, facts):
     spends = lambda: len(account.ledger.history("blobs"))  # noqa: E731
+    start = {"w": np.zeros((2, 4), np.float32)}
+    chosen = functools.partial(choose, noisy(["noise"]), account, params=start)
     calls = []
 
     def dies(params):
@@ -557,15 +530,7 @@ def test_copies_of_a_killed_search_release_one_result_a_charge(account, tmp_path
         # Who has no facts hears it before the crash.
         warned = pytest.warns(UserWarning, match="facts are None for score")
         with warned if facts is None else contextlib.nullcontext():
-            return jaxdp.tune(
-                {"a": noisy(["noise"])},
-                account,
-                {"w": np.zeros((2, 4), np.float32)},
-                None,
-                runs=RUNS,
-                score=score,
-                workdir=tmp_path / name,
-            )
+            return chosen(score, workdir=tmp_path / name)
 
     with pytest.raises(Killed):
         go("first", dies)
@@ -587,51 +552,28 @@ def test_copies_of_a_killed_search_release_one_result_a_charge(account, tmp_path
     assert spends() == 1 + len(names)
     # What nobody can compare is not given as the result of another score.
     with pytest.raises(ValueError, match=r"keeps the result of a search .* None for score"):
-        jaxdp.tune(
-            {"a": noisy(["noise"])},
-            account,
-            {"w": np.zeros((2, 4), np.float32)},
-            None,
-            runs=RUNS,
-            score=PublicScore(lambda params: -100.0),
-            workdir=tmp_path / "first",
-        )
+        chosen(PublicScore(lambda params: -100.0), workdir=tmp_path / "first")
     assert spends() == 1 + len(names)
 
 
 def test_what_can_be_checked_is_checked_before_the_charge(account):
-    cyclic = finetune.dp_sgd(
-        loss,
-        optax.sgd(0.1),
-        sampler=data.CyclicPoissonSampler(120, 0.2, cycle_length=7),
-        clip_norm=1.0,
-        noise_multiplier=4.0,
-    )
-    with pytest.raises(
-        ValueError, match=r"checkpoint_every must be a multiple of .*cycle_length=7"
-    ):
+    cyclic = trainer_of(sampler=data.CyclicPoissonSampler(120, 0.2, cycle_length=7))
+    words = r"checkpoint_every must be a multiple of .*cycle_length=7"
+    with pytest.raises(ValueError, match=words):
         search(account, trainers={"a": cyclic}, steps=21, checkpoint_every=10)
 
     def broken(params, example):
         raise RuntimeError("a loss that cannot be traced")
 
-    second = finetune.dp_sgd(
-        broken,
-        optax.sgd(0.1),
-        sampler=data.PoissonSampler(120, 0.2),
-        clip_norm=1.0,
-        noise_multiplier=4.0,
-        physical_batch_size=40,
-    )
     with pytest.raises(RuntimeError, match="cannot be traced"):
-        search(account, trainers={"a": trainer(), "b": second})
+        search(account, trainers={"a": trainer(), "b": trainer_of(broken)})
     assert account.ledger.history("blobs") == []
 
 
 @pytest.mark.parametrize("returned", [{**PARAMS, "b": PARAMS["w"]}, {"v": PARAMS["w"]}, None])
 def test_a_procedure_that_returns_another_structure_is_named(account, returned):
     with pytest.raises(ValueError, match=r"trainers\['a'\] must return arrays in the structure of"):
-        jaxdp.tune({"a": procedure(returned)}, account, PARAMS, None, runs=RUNS, score=TOTAL)
+        choose(procedure(returned), account, TOTAL)
 
 
 # --- Other releases -----------------------------------------------------------------------------
@@ -703,7 +645,7 @@ def test_a_procedure_spends_what_it_says(account):
             spends(*charges).release(account, SEED)
     unbounded = finetune.Procedure(event=UnprovenDpEvent("none"), run=lambda account, seed: PARAMS)
     with pytest.raises(ValueError, match="has no bound"):
-        jaxdp.tune({"a": unbounded}, account, PARAMS, None, runs=RUNS, score=TOTAL)
+        choose(unbounded, account, TOTAL)
     with pytest.raises(TypeError, match="run must be a function"):
         finetune.Procedure(event=PURE, run=3)
     assert account.epsilon() == 0

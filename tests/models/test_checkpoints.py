@@ -1,7 +1,6 @@
 """Public checkpoints against the libraries that publish them: stored logits here, live ones in
 `make parity`."""
 
-import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -109,15 +108,8 @@ def changed(case, folder, change):
 
 
 def test_the_cases_cover_every_naming():
-    # tested further below, in test_language.py and in test_dinov2.py
-    others = {
-        "cifar_resnet",
-        "gpt2",
-        "hf_gpt2",
-        "hf_llama",
-        "hf_dinov2",
-        "hf_dinov2_backbone",
-    }
+    # tested in test_language.py and in test_dinov2.py
+    others = {"gpt2", "hf_gpt2", "hf_llama", "hf_dinov2", "hf_dinov2_backbone"}
     others |= {naming for naming, *_ in test_public_convnets.CASES.values()}
     assert {naming for naming, _, _ in CASES.values()} == set(NAMINGS) - others
     assert set(CASES) == set(FILES) == set(LOGITS) == set(make_checkpoints.BUILDERS)
@@ -281,7 +273,7 @@ def test_files_and_namings_that_are_not_known(tmp_path):
     with pytest.raises(ValueError, match=r"cls: missing, for class_token \(1, 1, 8\)"):
         load("timm_vit", naming="augreg")
     with pytest.raises(ValueError, match="norm/mean of the model: not in the naming 'timm_vit'"):
-        load("timm_vit", model=resnet())
+        load("timm_vit", model=models.create("resnet20", num_classes=3, norm="frozen_batch"))
 
 
 @pytest.mark.parametrize(
@@ -436,151 +428,6 @@ def test_a_public_backbone_gets_a_new_head():
         merged["block_1"]["mlp_0"]["kernel"], pretrained.params["block_1"]["mlp_0"]["kernel"]
     )
     assert merged["head"]["kernel"].shape == (8, 5)
-
-
-# A CIFAR ResNet with BatchNorm: its widths are fixed, so random tensors and NumPy replace a golden
-# file ---------------
-
-
-def resnet(**attributes):
-    return models.create(
-        "resnet20", num_classes=3, **{"depth": 14, "norm": "frozen_batch"} | attributes
-    )
-
-
-def load_resnet(folder, tensors, **kwargs):
-    np.savez(folder / "resnet.npz", **tensors)
-    kwargs = {"model": resnet(), "preprocessing": normalised_by(0.5, "resnet")} | kwargs
-    return load_checkpoint(folder / "resnet.npz", **kwargs)
-
-
-def resnet_tensors():
-    """Two blocks per stage, as PyTorch names, shapes and saves them."""
-    rng = np.random.default_rng(3)
-    tensors = {"linear.weight": rng.normal(0, 0.5, (3, 64)), "linear.bias": rng.normal(0, 0.5, 3)}
-
-    def conv_and_norm(conv, norm, channels, width):
-        tensors[f"{conv}.weight"] = rng.normal(
-            0, np.sqrt(2 / (9 * channels)), (width, channels, 3, 3)
-        )
-        for leaf in ("weight", "bias", "running_mean", "running_var"):
-            tensors[f"{norm}.{leaf}"] = rng.uniform(0.5, 1.5, width)
-
-    conv_and_norm("conv1", "bn1", 3, 16)
-    for stage, width in enumerate((16, 32, 64), start=1):
-        for block in range(2):
-            channels = width // 2 if stage > 1 and block == 0 else width
-            conv_and_norm(
-                f"layer{stage}.{block}.conv1", f"layer{stage}.{block}.bn1", channels, width
-            )
-            conv_and_norm(f"layer{stage}.{block}.conv2", f"layer{stage}.{block}.bn2", width, width)
-    counts = {
-        f"{name.removesuffix('running_var')}num_batches_tracked"
-        for name in tensors
-        if "running_var" in name
-    }
-    return {name: array.astype(np.float32) for name, array in tensors.items()} | dict.fromkeys(
-        counts, np.int64(9)
-    )
-
-
-def resnet_logits(tensors, images):
-    """The forward pass that belongs to these names, float64, on normalised images [B, H, W, 3]."""
-    w = {name: array.astype(np.float64) for name, array in tensors.items()}
-
-    def conv(x, name, stride=1):
-        padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
-        windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(2, 3))[
-            :, :, ::stride, ::stride
-        ]
-        return np.tensordot(windows, w[f"{name}.weight"], ((1, 4, 5), (1, 2, 3))).transpose(
-            0, 3, 1, 2
-        )
-
-    def norm(x, name):
-        weight, bias, mean, var = (
-            w[f"{name}.{leaf}"] for leaf in ("weight", "bias", "running_mean", "running_var")
-        )
-        gain = weight / np.sqrt(var + 1e-5)
-        return x * gain[:, None, None] + (bias - mean * gain)[:, None, None]
-
-    x = np.maximum(norm(conv(images.astype(np.float64).transpose(0, 3, 1, 2), "conv1"), "bn1"), 0)
-    for stage, block in itertools.product((1, 2, 3), range(2)):
-        name = f"layer{stage}.{block}"
-        stride = 2 if stage > 1 and block == 0 else 1
-        y = np.maximum(norm(conv(x, f"{name}.conv1", stride), f"{name}.bn1"), 0)
-        y = norm(conv(y, f"{name}.conv2"), f"{name}.bn2")
-        extra = (y.shape[1] - x.shape[1]) // 2
-        x = np.maximum(
-            y + np.pad(x[:, :, ::stride, ::stride], ((0, 0), (extra, extra), (0, 0), (0, 0))), 0
-        )
-    return x.mean(axis=(2, 3)) @ w["linear.weight"].T + w["linear.bias"]
-
-
-@pytest.mark.slow
-def test_a_batch_norm_resnet_is_its_numpy_forward_pass_and_no_two_tensors_could_be_exchanged(
-    tmp_path,
-):
-    tensors = resnet_tensors()
-    # One image takes a fraction of the time, once for each pair.
-    pretrained, expected = (
-        load_resnet(tmp_path, tensors),
-        resnet_logits(tensors, make_checkpoints.images("vit")[:1]),
-    )
-
-    @jax.jit
-    def apply(variables):
-        used = dataclasses.replace(pretrained, constants={"batch_stats": variables["batch_stats"]})
-        return used.apply_fn(variables["params"], images_of("resnet")[:1])
-
-    variables = {"params": pretrained.params, **pretrained.constants}
-    assert expected.std() > 0.1
-    assert np.abs(apply(variables) - expected).max() <= 1e-4
-    flat = flatten_dict(variables)
-    for a, b in itertools.combinations(flat, 2):
-        if flat[a].shape == flat[b].shape:
-            exchanged = unflatten_dict({**flat, a: flat[b], b: flat[a]})
-            assert np.abs(apply(exchanged) - expected).max() > 2e-4, (a, b)
-
-
-def test_statistics_are_constants_and_everything_else_is_trained(tmp_path):
-    pretrained = load_resnet(tmp_path, resnet_tensors(), naming="cifar_resnet")
-    assert set(pretrained.constants) == {"batch_stats"}
-    assert {path[-1] for path in flatten_dict(pretrained.constants)} == {"mean", "var"}
-    assert {path[-1] for path in flatten_dict(pretrained.params)} == {"kernel", "scale", "bias"}
-    assert load("timm_vit").constants == {}
-
-
-def test_every_statistic_that_does_not_fit_is_named(tmp_path):
-    tensors = resnet_tensors()
-    del tensors["layer1.0.bn2.running_mean"]
-    wrong = dict.fromkeys(["bn1.running_var", "layer3.1.bn1.running_std"], np.zeros(7, np.float32))
-    with pytest.raises(ValueError) as caught:
-        load_resnet(tmp_path, tensors | wrong)
-    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
-        "bn1.running_var: shape (7,) does not fit norm/var (16,)",
-        "layer1.0.bn2.running_mean: missing, for stage_0_block_0_norm_1/mean (16,)",
-        "layer3.1.bn1.running_std: superfluous, shape (7,)",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("attributes", "message"),
-    [
-        (
-            {"norm": "group", "shortcut": "conv"},
-            "norm='frozen_batch', not 'group'; shortcut='pad', not 'conv'",
-        ),
-        ({"depth": 8}, r"layer3\.1\.conv2\.weight: superfluous"),
-        (
-            {"depth": 20},
-            r"layer1\.2\.bn1\.running_mean: missing, for stage_0_block_2_norm_0/mean \(16,\)",
-        ),
-    ],
-)
-def test_a_resnet_that_is_not_the_one_in_the_file(attributes, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        load_resnet(tmp_path, resnet_tensors(), model=resnet(**attributes))
 
 
 # Live comparisons: `make parity` runs them and writes docs/results/parity.md

@@ -5,10 +5,14 @@ The tensors are written and computed here under the names in the file, so a tabl
 names wrongly, a wrong padding, epsilon or order of channels changes the logits. `make parity`
 compares with the publishers themselves."""
 
+import dataclasses
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from jaxdp import models
 from jaxdp.models import Preprocessing, load_checkpoint
@@ -144,6 +148,20 @@ def resnet(file, x, bottleneck):
     return file.dense("fc", x.mean(axis=(2, 3)), 5)
 
 
+def cifar_resnet(file, x):
+    """Two blocks per stage. A shortcut of more channels has zeros around it."""
+    x = relu(file.norm("bn1", file.conv("conv1", x, 16, 3, padding=1)))
+    for stage, width in enumerate((16, 32, 64), start=1):
+        for block in range(2):
+            name, stride = f"layer{stage}.{block}", 2 if stage > 1 and block == 0 else 1
+            y = file.conv(f"{name}.conv1", x, width, 3, stride=stride, padding=1)
+            y = file.conv(f"{name}.conv2", relu(file.norm(f"{name}.bn1", y)), width, 3, padding=1)
+            extra = (width - x.shape[1]) // 2
+            x = np.pad(x[:, :, ::stride, ::stride], ((0, 0), (extra, extra), (0, 0), (0, 0)))
+            x = relu(x + file.norm(f"{name}.bn2", y))
+    return file.dense("linear", x.mean(axis=(2, 3)), 5)
+
+
 def efficientnet_lite(file, x):
     """The stages of EfficientNet-B0 with 8 channels each, and one block except in the ends, which
     have one anyway."""
@@ -171,6 +189,7 @@ def efficientnet_lite(file, x):
 
 
 RESNET = {"depths": (1, 2, 1, 1), "width": 4}
+CIFAR = {"depth": 14, "norm": "frozen_batch"}
 LITE = {"width": 0.02, "depth": 0.1}
 # Case: (naming, model, attributes, forward pass, arguments of the file)
 CASES = {
@@ -192,6 +211,7 @@ CASES = {
         *("caffe_squeezenet", "squeezenet1_0", {"head_padding": 1}),
         *(lambda f, x: squeezenet(f, x, "1.0", caffe=True), {}),
     ),
+    "cifar resnet": ("cifar_resnet", "resnet20", CIFAR, cifar_resnet, {}),
     "resnet": ("resnet", "resnet18", RESNET, lambda f, x: resnet(f, x, False), {}),
     "resnet bottleneck": ("resnet", "resnet50", RESNET, lambda f, x: resnet(f, x, True), {}),
     "lite of google": (
@@ -212,11 +232,11 @@ CASES = {
 }
 
 
-def written(case, folder):
-    """Returns the file of a case and its logits on IMAGES."""
+def written(case, folder, images=IMAGES):
+    """Returns the file of a case, its logits on images, and its tensors."""
     _, _, _, forward, options = CASES[case]
     file = File(sorted(CASES).index(case), same=case == "lite of google", **options)
-    logits = forward(file, (IMAGES.astype(np.float64) * 2 - 1).transpose(0, 3, 1, 2))
+    logits = forward(file, (images.astype(np.float64) * 2 - 1).transpose(0, 3, 1, 2))
     path = folder / "public.npz"
     np.savez(path, **file.tensors)
     return path, logits, file.tensors
@@ -264,12 +284,73 @@ def test_a_new_head_starts_at_zero_and_the_rest_is_the_file(tmp_path):
         ("caffe squeezenet", {"head_padding": 0}, "head_padding=1, not 0"),
         ("torchvision squeezenet 1.1", {"version": "1.0"}, "version='1.1', not '1.0'"),
         ("resnet", {"norm": "group", "groups": 2}, "norm='frozen_batch', not 'group'"),
+        (
+            "cifar resnet",
+            {"norm": "group", "shortcut": "conv"},
+            "norm='frozen_batch', not 'group'; shortcut='pad', not 'conv'",
+        ),
     ],
 )
 def test_what_the_naming_implies_is_checked(case, attributes, message, tmp_path):
     path, _, _ = written(case, tmp_path)
     with pytest.raises(ValueError, match=f"the checkpoint needs a model with {message}"):
         load(case, path, attributes=attributes)
+
+
+@pytest.mark.slow
+def test_no_two_tensors_could_be_exchanged_unnoticed(tmp_path):
+    """On one small image, whose logits take a fraction of the time, once for each pair."""
+    images = IMAGES[:1, :8, :8]
+    path, expected, _ = written("cifar resnet", tmp_path, images)
+    pretrained = load("cifar resnet", path, preprocessing=Preprocessing(size=8, **HALF))
+
+    @jax.jit
+    def apply(variables):
+        used = dataclasses.replace(pretrained, constants={"batch_stats": variables["batch_stats"]})
+        return used.apply_fn(variables["params"], images)
+
+    variables = {"params": pretrained.params, **pretrained.constants}
+    assert np.abs(apply(variables) - expected).max() <= 1e-4
+    flat = flatten_dict(variables)
+    for a, b in itertools.combinations(flat, 2):
+        if flat[a].shape == flat[b].shape:
+            exchanged = unflatten_dict({**flat, a: flat[b], b: flat[a]})
+            # A negative variance gives NaN.
+            assert not np.abs(apply(exchanged) - expected).max() <= 2e-4, (a, b)
+
+
+def test_statistics_are_constants_and_everything_else_is_trained(tmp_path):
+    pretrained = load("cifar resnet", written("cifar resnet", tmp_path)[0])
+    assert set(pretrained.constants) == {"batch_stats"}
+    assert {path[-1] for path in flatten_dict(pretrained.constants)} == {"mean", "var"}
+    assert {path[-1] for path in flatten_dict(pretrained.params)} == {"kernel", "scale", "bias"}
+
+
+def test_every_statistic_that_does_not_fit_is_named(tmp_path):
+    path, _, tensors = written("cifar resnet", tmp_path)
+    del tensors["layer1.0.bn2.running_mean"]
+    wrong = dict.fromkeys(["bn1.running_var", "layer3.1.bn1.running_std"], np.zeros(7, np.float32))
+    np.savez(path, **tensors | wrong)
+    with pytest.raises(ValueError) as caught:
+        load("cifar resnet", path)
+    assert [line.strip() for line in str(caught.value).splitlines()[1:]] == [
+        "bn1.running_var: shape (7,) does not fit norm/var (16,)",
+        "layer1.0.bn2.running_mean: missing, for stage_0_block_0_norm_1/mean (16,)",
+        "layer3.1.bn1.running_std: superfluous, shape (7,)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("depth", "message"),
+    [
+        (8, r"layer3\.1\.conv2\.weight: superfluous"),
+        (20, r"layer1\.2\.bn1\.running_mean: missing, for stage_0_block_2_norm_0/mean \(16,\)"),
+    ],
+)
+def test_a_resnet_that_is_not_the_one_in_the_file(depth, message, tmp_path):
+    path, _, _ = written("cifar resnet", tmp_path)
+    with pytest.raises(ValueError, match=message):
+        load("cifar resnet", path, attributes={"depth": depth})
 
 
 @pytest.mark.slow

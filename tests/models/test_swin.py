@@ -1,145 +1,29 @@
-"""Swin against an independent NumPy float64 forward pass without windows; where it is cut; its
-checkpoints' names."""
-
-import functools
+"""Where a Swin is cut, what the package relies on, and its checkpoints' names. Its forward pass is
+that of test_families."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import flatten_dict
 from safetensors.numpy import save_file
-from scipy import special
 
 from jaxdp import models
 from jaxdp.models.vit import Product
+from tests.models.families import TINY, build, images_of, outputs
 
-# A grid of 8x8 whose windows shift and one of 4x4, one window; a grid of 6x6 with nine windows.
-TWO_STAGES = {"patch_size": 2, "window": 4, "width": 8, "depths": (2, 2), "num_heads": (2, 4)}
-NINE_WINDOWS = {"patch_size": 2, "window": 2, "width": 6, "depths": (2,), "num_heads": (3,)} | {
-    "mlp_ratio": 2,
-    "norm_epsilon": 0.1,
-    "activation": jnp.tanh,
-}
-CASES = {"two stages": (TWO_STAGES, 16), "nine windows": (NINE_WINDOWS, 12)}
+TWO_STAGES = TINY["swin"][1]
+IMAGES = images_of("swin")
 
 
-def build(attributes, **more):
+def create(attributes, **more):
     return models.create("swin_tiny", num_classes=5, **{**attributes, **more})
 
 
-@functools.cache
-def example(case):
-    """(model, images, parameters whose every leaf is moved off its initial value)."""
-    attributes, side = CASES[case]
-    model, rng = build(attributes), np.random.default_rng(1)
-    images = rng.random((3, side, side, 2), np.float32)
-
-    def leaf(path, shape):
-        name = path[-1].key
-        std = (
-            1 / np.sqrt(np.prod(shape.shape[:-1]))
-            if name == "kernel"
-            else 1.0
-            if name == "position_bias"
-            else 0.2
-        )
-        return np.asarray((name == "scale") + rng.normal(0, std, shape.shape), np.float32)
-
-    shapes = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
-    return model, images, jax.tree_util.tree_map_with_path(leaf, shapes)
-
-
-@functools.cache
-def whole(case):
-    model, images, params = example(case)
-    apply = jax.jit(lambda params, images: model.apply({"params": params}, images))
-    return apply, apply(params, images)
-
-
-def dense(x, p):
-    return x @ p["kernel"] + p.get("bias", 0)
-
-
-def layer_norm(x, p, epsilon):
-    centred = x - x.mean(axis=-1, keepdims=True)
-    return (
-        centred / np.sqrt((centred**2).mean(axis=-1, keepdims=True) + epsilon) * p["scale"]
-        + p["bias"]
-    )
-
-
-def attention(x, p, window, shift, heads):
-    """Among all tokens of an image, with weight zero for pairs that are not in one window of the
-    image."""
-    side, size = int(np.sqrt(x.shape[1])), x.shape[2] // heads
-    rows, columns = np.divmod(np.arange(side**2), side)
-    down, right = rows[:, None] - rows, columns[:, None] - columns
-    together = (rows[:, None] - shift) // window == (rows - shift) // window
-    together &= (columns[:, None] - shift) // window == (columns - shift) // window
-    table = p["position_bias"].reshape(2 * window - 1, 2 * window - 1, heads)
-    bias = table[
-        np.where(together, down, 0) + window - 1, np.where(together, right, 0) + window - 1
-    ]
-    q, k, v = (dense(x, p[name]) for name in ("query", "key", "value"))
-    out = np.zeros_like(x)
-    for b in range(len(x)):
-        for h in range(heads):
-            part = slice(h * size, (h + 1) * size)
-            weights = (
-                np.exp(q[b, :, part] @ k[b, :, part].T / np.sqrt(size) + bias[:, :, h]) * together
-            )
-            out[b, :, part] = weights / weights.sum(axis=1, keepdims=True) @ v[b, :, part]
-    return dense(out, p["out"])
-
-
-def merge(x, p, epsilon):
-    side = int(np.sqrt(x.shape[1]))
-    grid = x.reshape(len(x), side, side, -1)
-    corners = [grid[:, i::2, j::2] for i, j in ((0, 0), (1, 0), (0, 1), (1, 1))]
-    x = np.concatenate(corners, axis=-1).reshape(len(x), side**2 // 4, -1)
-    return dense(layer_norm(x, p["norm"], epsilon), p["reduction"])
-
-
-def reference(case, x, p):
-    attributes, epsilon = CASES[case][0], CASES[case][0].get("norm_epsilon", 1e-5)
-    activation = (
-        np.tanh
-        if "activation" in attributes
-        else lambda x: x * (1 + special.erf(x / np.sqrt(2))) / 2
-    )
-    patches = [x[:, i::2, j::2] @ p["embed"]["kernel"][i, j] for i in range(2) for j in range(2)]
-    side = x.shape[1] // 2
-    x = (sum(patches) + p["embed"]["bias"]).reshape(len(x), side**2, -1)
-    x = layer_norm(x, p["embed_norm"], epsilon)
-    for stage, depth in enumerate(attributes["depths"]):
-        if stage:
-            x, side = merge(x, p[f"stage_{stage}_merge"], epsilon), side // 2
-        window = min(attributes["window"], side)
-        for k in range(depth):
-            block = p[f"stage_{stage}_block_{k}"]
-            shift = window // 2 if k == 1 and side > window else 0
-            y = layer_norm(x, block["norm_0"], epsilon)
-            x = x + attention(y, block["attention"], window, shift, attributes["num_heads"][stage])
-            y = activation(dense(layer_norm(x, block["norm_1"], epsilon), block["mlp_0"]))
-            x = x + dense(y, block["mlp_1"])
-    return dense(layer_norm(x, p["norm"], epsilon).mean(axis=1), p["head"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(case):
-    _, images, params = example(case)
-    apply, logits = whole(case)
-    assert logits.shape == (3, 5) and logits.dtype == jnp.float32
-    wide = jax.tree.map(lambda leaf: leaf.astype(np.float64), params)
-    expected = reference(case, images.astype(np.float64), wide)
-    assert expected.std() > 0.1
-    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-5)
-    poisoned = images.copy()
-    poisoned[1:] = np.nan
-    np.testing.assert_allclose(apply(params, poisoned)[0], logits[0], rtol=1e-5, atol=1e-6)
+def example():
+    """Returns the model of two stages, and its parameters off their initial values."""
+    model, variables = build("swin")
+    return model, variables["params"]
 
 
 # Cutting
@@ -148,13 +32,13 @@ def test_the_forward_pass_is_the_documented_one_and_takes_examples_one_by_one(ca
 
 @pytest.mark.slow
 def test_two_parts_are_the_whole_at_every_cut():
-    model, images, params = example("two stages")
+    model, params = example()
     cuts = {1: (64, 8), 2: (16, 16), 3: (16, 16)}  # a cut between stages comes after the merging
     parts = {}
     for cut, tokens in cuts.items():
         between = jnp.zeros((1, *tokens))
         front = jax.eval_shape(
-            lambda cut=cut: model.init(jax.random.key(0), images, 0, cut)["params"]
+            lambda cut=cut: model.init(jax.random.key(0), IMAGES, 0, cut)["params"]
         )
         back = jax.eval_shape(
             lambda cut=cut, x=between: model.init(jax.random.key(0), x, cut)["params"]
@@ -166,7 +50,7 @@ def test_two_parts_are_the_whole_at_every_cut():
     @jax.jit
     def joined(parts):
         tokens = {
-            cut: model.apply({"params": front}, images, 0, cut) for cut, (front, _) in parts.items()
+            cut: model.apply({"params": front}, IMAGES, 0, cut) for cut, (front, _) in parts.items()
         }
         logits = {
             cut: model.apply({"params": back}, tokens[cut], cut) for cut, (_, back) in parts.items()
@@ -176,18 +60,18 @@ def test_two_parts_are_the_whole_at_every_cut():
     tokens, logits = joined(parts)
     assert {cut: x.shape[1:] for cut, x in tokens.items()} == cuts
     for cut in cuts:
-        np.testing.assert_allclose(logits[cut], whole("two stages")[1], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(logits[cut], outputs("swin")[0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_what_may_be_cut_where():
-    model, images, params = example("two stages")
+    model, params = example()
     assert (model.num_blocks, model.prefix_tokens) == (4, 0)
     middle = jax.eval_shape(
         lambda: model.init(jax.random.key(0), jnp.zeros((1, 64, 8)), 1, 3)["params"]
     )
     assert set(middle) == {"stage_0_block_1", "stage_1_merge", "stage_1_block_0"}
-    last = jax.eval_shape(lambda: model.apply({"params": params}, images, 0, 4))
+    last = jax.eval_shape(lambda: model.apply({"params": params}, IMAGES, 0, 4))
     assert last.shape == (3, 16, 16)  # before the last LayerNorm
     large = models.create("swin_large", num_classes=1000)
     handed_over = jax.eval_shape(
@@ -204,7 +88,7 @@ def test_what_may_be_cut_where():
 
 @pytest.mark.slow
 def test_interceptors_see_every_product_and_heads_come_fastest():
-    model, images, params = example("two stages")
+    model, params = example()
     modules, operands = [], {}
 
     def spy(call, args, kwargs, context):
@@ -216,7 +100,7 @@ def test_interceptors_see_every_product_and_heads_come_fastest():
 
     def run(params):
         with nn.intercept_methods(spy):
-            model.apply({"params": params}, images, 0, 2)
+            model.apply({"params": params}, IMAGES, 0, 2)
         return operands
 
     text = str(jax.make_jaxpr(run)(params))
@@ -235,37 +119,6 @@ def test_interceptors_see_every_product_and_heads_come_fastest():
             np.testing.assert_array_equal(together, seen[f"{block}/attention/{name}"][-1])
 
 
-@pytest.mark.slow
-def test_every_parameter_receives_a_gradient_and_layer_norms_are_recognised_by_their_paths():
-    _, images, params = example("two stages")
-    model = build(TWO_STAGES, depths=(1, 1))
-    params = {name: value for name, value in params.items() if "block_1" not in name}
-    gradients = jax.jit(jax.grad(lambda params: model.apply({"params": params}, images[:1])[0, 0]))(
-        params
-    )
-    for (*modules, leaf), gradient in flatten_dict(gradients).items():
-        # softmax does not see a shift that all keys share
-        unseen = (modules[-1], leaf) == (
-            "key",
-            "bias",
-        )
-        assert unseen or np.abs(gradient).max() > 1e-6, (modules, leaf)
-        assert any("norm" in module for module in modules) == (
-            leaf in ("scale", "bias") and "norm" in modules[-1]
-        )
-        assert leaf != "scale" or "norm" in modules[-1]
-
-
-@pytest.mark.slow
-def test_bfloat16_computes_close_to_float32_and_gives_float32_logits():
-    _, images, params = example("nine windows")
-    model = build(NINE_WINDOWS, dtype=jnp.bfloat16)
-    logits = jax.jit(model.apply)({"params": params}, images)
-    fresh = jax.eval_shape(model.init, jax.random.key(0), images)
-    assert {leaf.dtype for leaf in [logits, *jax.tree.leaves(fresh)]} == {jnp.dtype("float32")}
-    assert 1e-4 < np.abs(logits - whole("nine windows")[1]).max() < 0.1
-
-
 @pytest.mark.parametrize(
     ("attributes", "shape", "message"),
     [
@@ -282,13 +135,13 @@ def test_bfloat16_computes_close_to_float32_and_gives_float32_logits():
     ],
 )
 def test_impossible_models_are_refused(attributes, shape, message):
-    model = build(TWO_STAGES, **attributes)
+    model = create(TWO_STAGES, **attributes)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *shape)))
 
 
 def test_tokens_of_no_square_grid_are_refused():
-    model, _, params = example("two stages")
+    model, params = example()
     with pytest.raises(ValueError, match="x must have the tokens of a square grid, got 63"):
         jax.eval_shape(lambda: model.apply({"params": params}, jnp.zeros((1, 63, 8)), 1))
 
@@ -375,7 +228,7 @@ def published(naming):
 def load(naming, tensors, folder, **attributes):
     save_file(tensors, folder / "swin.safetensors")
     preprocessing = models.Preprocessing(size=16, mean=(0.5,) * 3, std=(0.5,) * 3)
-    model = build(FOUR_STAGES, **attributes)
+    model = create(FOUR_STAGES, **attributes)
     return models.load_checkpoint(
         folder / "swin.safetensors", model=model, preprocessing=preprocessing
     ).params

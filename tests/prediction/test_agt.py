@@ -725,33 +725,6 @@ def test_the_number_of_batches_where_that_of_records_is_public(arrays):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("batches", [None, 2])
-def test_a_neighbour_is_trained_with_as_many_batches(batches):
-    """12 records are one and a half batches of 8: rounding would make a batch less of them when one
-    leaves."""
-    case = dataclasses.replace(SMALL, epochs=1, learning_rate=5.0, n=12)
-    options = {"batches": batches}
-    for seed in range(4):
-        params, x, y, _ = case.problem(seed)
-        kept = np.delete(np.arange(case.n), np.random.default_rng(seed).integers(case.n))
-        ours, other = (
-            case.bounds(params, x, y, None, **options),
-            case.bounds(params, x[kept], y[kept], None, **options),
-        )
-        for one, two in ((ours, other), (other, ours)):
-            assert outside(two.params, row(one.lower, 1), row(one.upper, 1)) == 0
-            assert within(two, one)
-        if batches is None:  # by a program of its own
-            theta = case.retrain(params, x[kept], y[kept], [np.arange(case.n - 1)])
-            assert outside(theta, row(ours.lower, 1), row(ours.upper, 1)) == 0
-        answers = [certify(bounds, logits, x) for bounds in (ours, other)]
-        near, far = (np.asarray(answer.distance) for answer in answers)
-        assert (abs(near - far) <= 1).all() and len(set(near)) > 1
-        differ = np.asarray(answers[0].label) != np.asarray(answers[1].label)
-        assert (near[differ] == 0).all() and (far[differ] == 0).all()
-
-
-@pytest.mark.slow
 def test_no_records():
     """The neighbour of a single record; a part of an ensemble may be empty, too."""
     case = dataclasses.replace(SMALL, n=1)

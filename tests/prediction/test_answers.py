@@ -164,18 +164,6 @@ def test_planning_refuses(arguments, match):
 # --- answers ------------------------------------------------------------------------------------
 
 
-def test_every_query_is_charged_once(certified):
-    ledger = ledger_for()
-    answers = predict(Bounds(1, 100), 50, ledger, epsilon=0.2)
-    assert (
-        type(answers) is np.ndarray and answers.dtype == np.int32 and answers.tolist() == [1] * 50
-    )
-    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.2), 50)}
-    predict(Bounds(1, 100), 50, ledger, epsilon=0.2, seed=None)
-    assert ledger.events("data") == {None: SelfComposedDpEvent(PureDpEvent(0.2), 100)}
-    assert len(certified) == 2
-
-
 def test_the_event_of_a_total_is_that_of_its_plan():
     each = prediction.query_epsilon(3.0, 1e-5, 40)
     assert prediction.event(40, total=(3.0, 1e-5)) == SelfComposedDpEvent(PureDpEvent(each), 40)
@@ -201,7 +189,9 @@ def test_a_total_is_planned_for_all_queries_of_the_call(certified):
 @pytest.mark.parametrize("distance", [0, 1, 3])
 def test_answers_flip_with_the_probability_of_their_distance(certified, distance):
     n, epsilon = 20_000, 0.6
-    wrong = int((predict(Bounds(1, distance), n, epsilon=epsilon) != 1).sum())
+    answers = predict(Bounds(1, distance), n, epsilon=epsilon)
+    assert type(answers) is np.ndarray and answers.dtype == np.int32 and len(certified) == 1
+    wrong = int((answers != 1).sum())
     p = float(mechanisms.flip_probability(distance, epsilon=epsilon))
     assert stats.binomtest(wrong, n, p).pvalue > ACCEPT
     assert (

@@ -234,9 +234,14 @@ def test_the_large_batch_over_several_devices():
     assert len(over.params["w"].sharding.device_set) == 4
 
 
+NOTHING, IN_SEVENS = SOURCE.take(np.zeros(0, int)), {"microbatch_size": 7}
+DIVIDE = "microbatch_size must divide the"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"source": NOTHING}, r"source has no examples\. Give public examples"),
         ({"perturbation_batch_size": 0}, r"perturbation_batch_size must be in 1..60, .*, got 0"),
         ({"perturbation_batch_size": 61}, r"perturbation_batch_size must be in 1..60, .*, got 61"),
         ({"update_batch_size": 0}, r"update_batch_size must be in 1..60"),
@@ -250,42 +255,15 @@ def test_the_large_batch_over_several_devices():
         ({"checkpoint_every": 0}, r"checkpoint_every must be at least 1, got 0"),
         ({"evaluate_every": 0}, r"evaluate_every must be at least 1, got 0"),
         ({"seed": b"short"}, r"seed must be 16 bytes such as .* got b'short'"),
+        ({"trainer": IN_SEVENS}, f"{DIVIDE} 20 examples of the perturbation batch, got 7"),
+        ({"trainer": {"microbatch_size": 4}}, f"{DIVIDE} 6 examples of the update batch, got 4"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_done(tmp_path, arguments, message):
+    given = {"trainer": {}, "source": SOURCE, "steps": 4, **SIZES, **arguments}
     with pytest.raises(ValueError, match=message):
-        fit(
-            trainer(),
-            PARAMS,
-            SOURCE,
-            workdir=tmp_path / "run",
-            **{"steps": 4, **SIZES, **arguments},
-        )
+        fit(trainer(**given.pop("trainer")), PARAMS, workdir=tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_microbatch_that_does_not_divide_is_refused_before_anything_is_done(tmp_path):
-    for size, batch in (
-        (7, "20 examples of the perturbation batch"),
-        (4, "6 examples of the update batch"),
-    ):
-        with pytest.raises(
-            ValueError, match=f"microbatch_size must divide the {batch}, got {size}"
-        ):
-            fit(
-                trainer(microbatch_size=size),
-                PARAMS,
-                SOURCE,
-                workdir=tmp_path / "run",
-                steps=1,
-                **SIZES,
-            )
-    assert not (tmp_path / "run").exists()
-
-
-def test_no_examples_are_refused():
-    with pytest.raises(ValueError, match=r"source has no examples\. Give public examples"):
-        fit(trainer(), PARAMS, SOURCE.take(np.zeros(0, np.int64)), steps=1, **SIZES)
 
 
 def test_a_run_with_numbers_of_numpy_goes_on_with_numbers_of_python(tmp_path):

@@ -39,14 +39,6 @@ def test_labels_compose_as_pure_events_do():
     assert labels == privacy.epsilon(pure, delta=1e-5, adjacency="replace_one") < 5
 
 
-def test_disjoint_parts_cost_the_most_expensive_one():
-    ledger = _ledger(epsilon=1.0, delta=0.0)
-    for part in ("stage 1", "stage 2"):
-        with ledger.spend("survey", LabelDpEvent(1.0), partition=part):
-            pass
-    assert ledger.epsilon("survey", delta=0.0) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize("budget", [{"delta": 1e-5}, {"epsilon": 8.0, "delta": 1e-5}])
 @pytest.mark.parametrize("accounting", ["pld", "rdp", "renyi_filter"])
 @pytest.mark.parametrize(

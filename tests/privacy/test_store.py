@@ -443,15 +443,6 @@ def test_a_reader_leaves_nothing_behind(path):
         assert {*path.parent.iterdir()} > {*before}
 
 
-def test_a_reader_sees_what_a_writer_has_written(path):
-    with Ledger(path) as writer:
-        writer.register("data", adjacency="add_remove", unit="example")
-        with Ledger(path, read_only=True) as reader:
-            with writer.spend("data", TENTH):
-                pass
-            assert len(reader.history()) == 1
-
-
 def modes(path):
     files = (path, pathlib.Path(f"{path}.head"), anchor_of(path), pathlib.Path(f"{path}-wal"))
     return [stat.S_IMODE(file.stat().st_mode) for file in files if file.exists()]

@@ -6,7 +6,6 @@ import functools
 import inspect
 import logging
 import math
-import os
 import signal
 import sys
 
@@ -471,33 +470,16 @@ def no_computing(monkeypatch):
     )
 
 
-def test_if_one_account_cannot_pay_nobody_pays_or_answers(no_computing):
-    with registered({"north": 1.0, "south": 0.5, "west": 1.0}) as ledger:
-        with pytest.raises(BudgetExceeded, match="'south'") as error:
-            acc_t(clinics(ledger, "north", "south", "west"), epsilon=0.7)
-        assert error.value.would_spend == pytest.approx(0.7)
-        assert [ledger.epsilon(name) for name in ("north", "south", "west")] == [0.0, 0.0, 0.0]
-        assert ledger.report()["datasets"][0]["spends"] == []
-
-
 GOOD = people(20)
-MISTAKES = {
-    "epsilon 0": ({"epsilon": 0.0}, ValueError, "epsilon must be > 0 .* got 0.0"),
+MISTAKES = {  # beside those of tests/test_stages.py
     "epsilon nan": ({"epsilon": math.nan}, ValueError, "epsilon must be > 0 .* got nan"),
     "epsilon small": ({"epsilon": 1e-8}, ValueError, "epsilon=1e-08 .* Use at least 0.0003"),
-    "adjacency": ({"adjacency": "swap"}, ValueError, "adjacency must be one of .* got 'swap'"),
-    "other adjacency": (
-        {"adjacency": "replace_one"},
-        ValueError,
-        "'replace_one', but 'source 0' .* 'add_remove'",
-    ),
     "old key": ({"key": np.zeros(2, np.uint32)}, TypeError, "key must be a typed key"),
     "many keys": (
         {"key": jax.random.split(KEY)},
         ValueError,
         r"key must have shape \(\), got \(2,\)",
     ),
-    "iterations": ({"iterations": 0}, ValueError, "iterations .* got 0"),
     "half iterations": (
         {"iterations": 2.5},
         ValueError,
@@ -588,13 +570,6 @@ def test_the_adjacency_is_that_of_the_account(silent):
     assert not acc_t([people(20)], epsilon=1.0).method.split
 
 
-def test_accounts_of_several_ledgers_pay_nothing(no_computing):
-    with registered({"north": 1.0}) as one, registered({"south": 1.0}) as other:
-        with pytest.raises(ValueError, match="must be of one ledger"):
-            acc_t([*clinics(one, "north"), *clinics(other, "south")], epsilon=0.5)
-        assert one.epsilon("north") == other.epsilon("south") == 0.0
-
-
 @pytest.mark.slow
 def test_what_planners_ask_is_what_is_charged():
     assert (event(0.3), event(math.inf)) == (PureDpEvent(0.3), NonPrivateDpEvent())
@@ -607,19 +582,6 @@ def test_what_planners_ask_is_what_is_charged():
             PureDpEvent(0.3): 1,
             NonPrivateDpEvent(): 1,
         }
-
-
-def test_a_failure_while_sources_answer_stays_charged(monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("power cut")
-
-    monkeypatch.setattr(MODULE, "converse", fail)
-    with registered({"north": 1.0, "south": 1.0}) as ledger:
-        with pytest.raises(RuntimeError, match="power cut"):
-            acc_t(clinics(ledger, "north", "south"), epsilon=0.5)
-        assert ledger.epsilon("north") == ledger.epsilon("south") == 0.5
-        statuses = [row["status"] for entry in ledger.report()["datasets"] for row in entry["open"]]
-        assert statuses == ["failed", "failed"]
 
 
 # --- What a crash leaves ------------------------------------------------------------------------
@@ -698,27 +660,6 @@ def same(one, other):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SHORT)
-def test_what_is_started_again_after_a_crash_is_the_same_and_is_charged_once(name, tmp_path, dying):
-    with Ledger.in_memory() as ledger:
-        ask = functools.partial(SHORT[name], paying(ledger), epsilon=1.0, workdir=tmp_path)
-        with pytest.raises(PowerCut):
-            ask()
-        found, again = ask(), ask()
-        assert len(dying) == 2 and same(dying[0], dying[1])  # the third is kept
-        assert same(found.parameters, dying[0]) and same(again.parameters, found.parameters)
-        assert jax.tree.structure(again.parameters) == jax.tree.structure(found.parameters)
-        shapes = [
-            [leaf.shape for leaf in jax.tree.leaves(one.parameters)] for one in (found, again)
-        ]
-        assert shapes[0] == shapes[1]
-        assert [ledger.epsilon(f"source {i}", delta=0.0) for i in range(len(SOURCES))] == [
-            1.0
-        ] * len(SOURCES)
-    assert not list(tmp_path.rglob("secret_seed"))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weighted(HistogramBinning):
     """A method that a user writes; the class says nothing of the weight."""
@@ -734,41 +675,29 @@ WEIGHT = {"now": 1.0}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", ["records", "labels", "division", "epsilon", "method", "flags", "nothing"]
-)
+@pytest.mark.parametrize("change", ["division", "method", "nothing"])
 def test_what_is_changed_after_a_crash_draws_fresh_noise_and_pays_again(
     change, tmp_path, dying, monkeypatch
 ):
-    logits, labels = people(40)
+    """tests/test_stages.py has other data, another epsilon and another machine."""
     with registered({"north": None, "south": None}) as ledger:
 
-        def ask(logits=logits, labels=labels, cut=20, epsilon=1.0):
+        def ask(cut=20):
             if change in ("method", "nothing"):
                 MODULE._play.clear_cache()  # as in a process of its own
-            parts = divided(logits, labels, [cut, 40 - cut])
+            parts = divided(*people(40), [cut, 40 - cut])
             names = ("north", "south")
             sources = [
                 Party(*part, account=ledger.account(name))
                 for part, name in zip(parts, names, strict=True)
             ]
-            return recalibrate(Weighted(bins=3), sources, epsilon=epsilon, workdir=tmp_path)
+            return recalibrate(Weighted(bins=3), sources, epsilon=1.0, workdir=tmp_path)
 
         with pytest.raises(PowerCut):
             ask()
-        changed = {
-            "records": {"logits": logits * 1.0001},
-            "division": {"cut": 19},
-            "epsilon": {"epsilon": 1.5},
-        }
-        changed["labels"] = {"labels": np.where(np.arange(40) == 7, (labels + 1) % 6, labels)}
-        if change == "flags":
-            monkeypatch.setenv(
-                "XLA_FLAGS", f"{os.environ['XLA_FLAGS']} --xla_cpu_enable_fast_math=true"
-            )
         if change == "method":
             monkeypatch.setitem(WEIGHT, "now", 0.5)
-        ask(**changed.get(change, {}))
+        ask(**({"cut": 19} if change == "division" else {}))
         assert same(*dying) == (change == "nothing")
         spent = sum(composition(ledger.events("north")[None]).values())
         assert spent == (1 if change == "nothing" else 2)
@@ -801,23 +730,13 @@ def test_a_method_that_calls_back_to_python_is_charged_again_after_a_crash(tmp_p
 @pytest.mark.slow
 def test_a_workdir_keeps_one_result(tmp_path):
     with registered({"north": 1.0}) as ledger:
-        SHORT["histogram"](clinics(ledger, "north"), epsilon=0.5, workdir=tmp_path)
-        for change in ({"epsilon": 0.25}, {"bins": 3}, {"adjacency": "replace_one"}):
-            with pytest.raises(
-                ValueError, match=r"keeps another release|registered with 'add_remove'"
-            ):
-                SHORT["histogram"](
-                    clinics(ledger, "north"), **{"epsilon": 0.5, "workdir": tmp_path} | change
-                )
+        ask = functools.partial(SHORT["histogram"], epsilon=0.5, workdir=tmp_path)
+        ask(clinics(ledger, "north"))
         with pytest.raises(ValueError, match="keeps another release"):
-            SHORT["histogram"](
-                [Party(*people(20, seed=5), account=ledger.account("north"))],
-                epsilon=0.5,
-                workdir=tmp_path,
-            )
+            ask(clinics(ledger, "north"), bins=3)
         assert ledger.epsilon("north") == 0.5
     with registered({"north": 1.0}) as restored:  # an older copy does not know what is kept
-        SHORT["histogram"](clinics(restored, "north"), epsilon=0.5, workdir=tmp_path)
+        ask(clinics(restored, "north"))
         assert restored.epsilon("north") == 0.5
 
 

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxdp
+from jaxdp.transforms import shards
 from tests.transforms.small_net import (
     ENGINES,
     PARAMS,
@@ -102,6 +103,18 @@ def test_batch_sharded_over_eight_devices(engine: str) -> None:
     single = f(PARAMS, batch, mask)
     assert len(sharded.norms.sharding.device_set) == 8
     assert_close(jax.tree.map(np.asarray, sharded), jax.tree.map(np.asarray, single))
+
+
+def test_weights_that_are_not_told_to_vary_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JAX adds up the gradients of weights that all devices share before the clipping."""
+    monkeypatch.setattr(shards, "vary", lambda x, axes: x)
+
+    def step(p: Any, batch: Any, mask: Any) -> Any:
+        f = jaxdp.clipped_grad(loss, clip_norm=1.0, engine="vmap")
+        return jax.lax.psum(f(p, batch, mask).grads, "data")
+
+    with pytest.raises(ValueError, match=r"loss_fn calls .*psum.* on the axis 'data'"):
+        shard_mapped(step, outputs=False)(PARAMS, batch_of(8), np.ones(8, bool))
 
 
 def net(p: Any, example: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import jaxdp
 from jaxdp.transforms import channel_weights, clipped_sums, convolutions, forms, sites
 from tests.transforms.small_net import factors_of_other_parts
-from tests.transforms.test_tpu_forms import standardised_picture
+from tests.transforms.test_tpu_forms import flat, gradients, standardised_picture
 
 B = 4
 CLIP = 0.5
@@ -84,19 +84,6 @@ def with_a_bad_example(geometry):
     loss, params, batch = problem(geometry)
     batch[1] = np.nan
     return loss, params, batch
-
-
-def gradients(loss, params, batch):
-    """Returns the gradient of each example in float64, as rows."""
-    with jax.enable_x64(True):
-        wide = jax.tree.map(np.float64, (params, batch))
-        grads = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))(*wide)
-    rows = [np.float64(g).reshape(len(batch), -1) for g in jax.tree.leaves(grads)]
-    return np.concatenate(rows, 1)
-
-
-def flat(tree):
-    return np.concatenate([np.float64(x).ravel() for x in jax.tree.leaves(tree)])
 
 
 def on_a_gpu(loss, params, batch, mask=None, clip_norm=CLIP, **options):

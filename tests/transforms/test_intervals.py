@@ -897,8 +897,7 @@ def perceptron_case():
 
 
 @pytest.mark.slow
-def test_vmap_of_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
-    """test_interval_models.py has vmap over examples."""
+def test_vmap_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
     params, examples = perceptron_case()
     radii = np.array([0.0, 1e-3, 0.1], np.float32)
     gradient = jax.grad(perceptron)
@@ -929,13 +928,15 @@ def test_vmap_of_scan_and_stage_agree_with_one_box_and_one_example_at_a_time():
         kept = jax.vmap(first)(examples)
         return jax.vmap(lambda k: third(second(moving, k)))(kept)
 
+    inside = jaxdp.interval(jax.vmap(gradient, (None, 0)))
+    of_batch = jax.jit(inside, compiler_options=QUICK)(around(params, radii[2]), examples)
     by_parts = [jaxdp.Interval(*pair) for pair in jax.jit(staged, compiler_options=QUICK)(radii[2])]
     for a, b in zip(jax.tree.leaves(over_scan), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
     whole = jax.tree.leaves(jax.tree.map(lambda v: v[2], expected), is_leaf=is_interval)
-    for a, b in zip(by_parts, whole, strict=True):
-        np.testing.assert_allclose(a.lower, b.lower, rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(a.upper, b.upper, rtol=1e-5, atol=1e-6)
+    for found in (by_parts, jax.tree.leaves(of_batch, is_leaf=is_interval)):
+        for a, b in zip(found, whole, strict=True):
+            np.testing.assert_allclose(ends(a), ends(b), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -977,6 +978,15 @@ def test_loops_and_calls_inside_and_gradients_of_them():
         in_float64(jax.vmap(jax.value_and_grad(fun), (0, None)), sample(given, 100), np.float64(x)),
     )
     assert width(bounds) < 50
+
+
+def test_carries_of_a_scan_are_as_tight_as_their_terms():
+    def fun(w, x):
+        return lax.scan(lambda carry, t: (carry * 0.5 + w * t, carry), x, jnp.arange(1.0, 4.0))
+
+    final, states = bounded(fun)(box(-1.0, 2.0), np.float32(1))
+    np.testing.assert_allclose(ends(final), (0.125 - 4.25, 0.125 + 8.5), rtol=1e-5)
+    np.testing.assert_allclose(states.upper, [1.0, 2.5, 5.25], rtol=1e-5)
 
 
 def test_predicates_that_are_known_choose_a_branch_exactly():
@@ -1097,10 +1107,10 @@ def test_float64_is_as_tight_as_float64():
 
 @pytest.mark.slow
 def test_results_of_every_kind():
-    def fun(tree, *, index):
+    def fun(tree, scale, *, index):
         a, b = tree["a"], tree["b"]
         return {
-            "float": a + b,
+            "float": a * scale + b,
             "positive": a > 0,
             "finite": jnp.isfinite(a),
             "best": jnp.argmax(a),
@@ -1112,8 +1122,9 @@ def test_results_of_every_kind():
         }
 
     tree = {"a": box([-1.0, 0.5, 2.0], [1.0, 1.0, 3.0]), "b": np.ones(3, np.float32)}
-    found = bounded(fun)(tree, index=np.int32(1))
+    found = bounded(fun)(tree, 2.0, index=np.int32(1))
     assert found["nothing"] is None
+    np.testing.assert_allclose(ends(found["float"]), [[-1, 2, 5], [3, 3, 7]], atol=5e-6)
     assert found["positive"].lower.tolist() == [False, True, True]
     assert found["positive"].upper.tolist() == [True, True, True]
     assert (
@@ -1206,6 +1217,7 @@ def test_what_cannot_be_bounded_is_refused():
     refusals = [
         (lambda x: jnp.abs(jnp.fft.fft(x)), "complex numbers"),
         (lambda x: lax.erf_inv(x / 4), r"'erf_inv'.*test_intervals\.py:\d+, in .*lambda"),
+        (lambda x: lax.erf_inv(x / 4), r"register_rule\('erf_inv'\)"),
         (lambda x: jnp.linalg.inv(jnp.outer(x, x) + jnp.eye(2)), "no interval rule"),
         (lambda x: x.astype(jnp.int32) & 1, "bitwise"),
         (lambda x: x.astype(jnp.int32) // 2, "integer division|no interval rule"),
@@ -1217,10 +1229,40 @@ def test_what_cannot_be_bounded_is_refused():
             lambda x: lax.dynamic_update_slice(x, x[:1], (x[0].astype(jnp.int32),)),
             "depends on an interval",
         ),
+        (
+            lambda x: lax.while_loop(lambda v: v[0] < 3.0, lambda v: v * 2.0, x),
+            "The condition of the loop depends on an interval",
+        ),
     ]
     for fun, message in refusals:
         with pytest.raises(intervals.UnsupportedPrimitive, match=message):
             jax.eval_shape(jaxdp.interval(fun), x)
+    with pytest.raises(ValueError, match="product must be 'tight' or 'rump', got 'exact'"):
+        jaxdp.interval(jnp.sin, product="exact")
+
+
+@pytest.mark.parametrize(
+    ("lower", "upper", "message"),
+    [
+        (1.0, 0.0, "lower must be at most upper"),
+        (float("nan"), 1.0, "neither may be NaN"),
+        (np.zeros(2, np.float32), np.ones(3, np.float32), "same shape and dtype"),
+        (np.zeros(2, np.float32), np.ones(2, np.int32), "same shape and dtype"),
+        ({"a": 1.0}, {"b": 1.0}, "same tree structure"),
+    ],
+)
+def test_what_is_no_interval_is_refused(lower, upper, message):
+    with pytest.raises(ValueError, match=message):
+        jaxdp.Interval(lower, upper)
+
+
+@pytest.mark.slow
+def test_endpoints_of_numpy_float64_are_rounded_outward():
+    tenth = np.asarray(0.1)
+    interval = jaxdp.Interval(tenth, tenth)
+    assert float(interval.lower) <= 0.1 <= float(interval.upper)
+    assert interval.lower.dtype == jnp.float32
+    assert float(jaxdp.Interval(-np.inf, np.inf).upper) == np.inf
 
 
 @pytest.mark.slow

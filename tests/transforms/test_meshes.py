@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxdp
-from jaxdp.transforms import noise, shards
+from jaxdp.transforms import noise
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="fewer than eight devices")
 
@@ -93,50 +93,3 @@ def test_noise_is_computed_in_parts_with_the_values_of_one_device():
         False,
         True,
     ]
-
-
-def in_shards(step, out_specs):
-    rows = PartitionSpec("data")
-    return jax.jit(
-        jax.shard_map(
-            step, mesh=mesh_of(AxisType.Auto), in_specs=(PartitionSpec(), rows), out_specs=out_specs
-        )
-    )
-
-
-@pytest.mark.parametrize("twin", [False, True])
-def test_the_psum_of_clipped_sums_inside_shard_map_is_that_of_one_device(twin, monkeypatch):
-    # weights that all devices share: JAX adds up their gradients over devices before the clipping
-    if twin:
-        monkeypatch.setattr(shards, "vary", lambda x, axes: x)
-    f = jaxdp.clipped_grad(loss, clip_norm=1.0, engine="vmap")
-    total = in_shards(lambda p, b: jax.lax.psum(f(p, b).grads, "data"), PartitionSpec())
-    if twin:
-        with pytest.raises(ValueError, match=r"loss_fn calls .*psum.* on the axis 'data'"):
-            total(PARAMS, BATCH)
-    else:
-        gap = np.abs(total(PARAMS, BATCH)["w"] - f(PARAMS, BATCH).grads["w"]).max()
-        assert gap < 1e-5
-
-
-@pytest.mark.slow
-def test_noise_inside_shard_map_is_drawn_once_or_refused(monkeypatch):
-    privatizer = noise.privatize(
-        1.0, noise_multiplier=1.0, divisor=1.0, key=noise.stream(b"a secret of 16 b", "test")
-    )
-    zeros, state = {"w": jnp.zeros(256)}, privatizer.init({"w": jnp.zeros(256)})
-
-    def noisy(total):
-        def step(params, batch):
-            own = {"w": params["w"] + batch[1].sum() * 0}
-            return privatizer.update(jax.lax.psum(own, "data") if total else own, state)[0]["w"]
-
-        return in_shards(step, PartitionSpec() if total else PartitionSpec("data"))
-
-    want = privatizer.update(zeros, state)[0]["w"]
-    np.testing.assert_array_equal(noisy(True)(zeros, BATCH), want)
-    with pytest.raises(ValueError, match="all get the same noise"):
-        noisy(False)(zeros, BATCH)
-    for check in ("varying_axes", "untracked_axes"):  # The twin adds one noise eight times.
-        monkeypatch.setattr(shards, check, lambda *values: frozenset())
-    np.testing.assert_array_equal(noisy(False)(zeros, BATCH).reshape(8, -1), np.tile(want, (8, 1)))

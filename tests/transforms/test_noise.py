@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from scipy import stats
 
 import jaxdp
-from jaxdp.transforms import chacha, forms, noise
+from jaxdp.transforms import chacha, forms, noise, shards
 from jaxdp.transforms.kernels import normals as kernel
 from jaxdp.transforms.normals import pair
 from tests.transforms.mechanisms import LAWS
@@ -107,11 +107,6 @@ def test_stream_refuses_weak_arguments(args, error, match):
 def test_stream_refuses_an_unknown_generator():
     with pytest.raises(ValueError, match="'chacha12', 'threefry2x32'"):
         noise.stream(SEED, "x", impl="mersenne")
-
-
-def test_streams_of_different_purposes_are_uncorrelated():
-    draws = [noise.gaussian(noise.stream(SEED, p), ZEROS, 1.0) for p in ("a", "b")]
-    assert correlation(*draws) < 5 / math.sqrt(SAMPLES)
 
 
 @pytest.mark.slow
@@ -323,16 +318,6 @@ def test_every_edge_of_the_words_gives_finite_normals_of_both_signs():
     assert (np.sort(octants, axis=2) == np.sort(-octants, axis=2)).all()
 
 
-def test_128_bits_make_almost_every_value_distinct():
-    """Counts repeats. A normal of one float32 uniform has 2**23 values, so 400k draws collide about
-    9500 times."""
-    values = np.asarray(noise.gaussian(KEY, np.zeros(400_000, np.float32), 1.0))
-    np.testing.assert_allclose(values, vector(jax.random.key_data(KEY), 400_000), rtol=2e-6)
-    one_draw = np.asarray(jax.random.normal(jax.random.fold_in(KEY, 1), (400_000,)))
-    repeats = lambda x: x.size - np.unique(x).size  # noqa: E731
-    assert repeats(one_draw) > 8_000 > 4_000 > repeats(values)
-
-
 # --- discrete Laplace ----------------------------------------------------------------------------
 
 
@@ -532,19 +517,6 @@ def test_zero_multiplier_is_exact_and_non_private_even_without_clipping():
     assert privatizer.event == dp_event.NonPrivateDpEvent()
 
 
-def test_steps_have_fresh_noise_and_a_restored_state_goes_on():
-    privatizer = noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0, key=KEY)
-    state = privatizer.init(GRADS)
-    first, state = privatizer.update(GRADS, state)
-    saved = (jax.random.key_data(state.key), int(state.step))
-    second, state = privatizer.update(GRADS, state)
-    key = jax.random.wrap_key_data(saved[0], impl=jax.random.key_impl(KEY))
-    restored = noise.PrivatizeState(key, jnp.asarray(saved[1], jnp.int32))
-    again, _ = privatizer.update(GRADS, restored)
-    assert (again["w"] == second["w"]).all()
-    assert correlation(first["w"], second["w"]) < 5 / math.sqrt(first["w"].size)
-
-
 def test_a_pickled_state_goes_on_with_the_same_programs():
     optimizer = optax.chain(
         noise.privatize(1.0, noise_multiplier=1.0, divisor=1.0), optax.trace(0.9)
@@ -715,7 +687,7 @@ def in_shards(step, *, check_vma=True):
 
 
 @pytest.mark.slow
-def test_privatize_in_shards_is_for_a_sum_that_all_devices_share():
+def test_privatize_in_shards_is_for_a_sum_that_all_devices_share(monkeypatch):
     privatizer = noise.privatize(1.0, noise_multiplier=3.0, divisor=2.0, key=KEY)
 
     def noisy(key, x, fold=False, total=True):
@@ -731,10 +703,18 @@ def test_privatize_in_shards_is_for_a_sum_that_all_devices_share():
     assert (shared == shared[0]).all()
     single, _ = privatizer.update(ROWS_OF_DEVICES.sum(0), privatizer.init(None))
     np.testing.assert_allclose(shared[0], single, rtol=1e-5)
-    with pytest.raises(ValueError, match="all get the same noise"):
-        in_shards(lambda key, x: noisy(key, x, total=False))
     with pytest.raises(ValueError, match="Use one key for all devices"):
         in_shards(lambda key, x: noisy(key, x, fold=True))
+
+    def apart(key, x):
+        return privatizer.update(x, noise.PrivatizeState(key, jnp.zeros((), jnp.int32)))[0]
+
+    with pytest.raises(ValueError, match="all get the same noise"):
+        in_shards(apart)
+    for check in ("varying_axes", "untracked_axes"):  # The twin adds one noise eight times.
+        monkeypatch.setattr(shards, check, lambda *values: frozenset())
+    added = 2 * in_shards(lambda key, x: apart(key, x)) - ROWS_OF_DEVICES
+    np.testing.assert_allclose(added, np.tile(added[0], (8, 1)), atol=1e-2)
 
 
 @pytest.mark.slow

@@ -498,10 +498,6 @@ def deyo(augmentation, come=False, **changes):
     return tta.COME(method, tiny.CLASSES) if come else method, constants
 
 
-def upside_down(key, image):
-    return image[::-1]
-
-
 class Spy:
     """The tiny model, which also writes down the images it is shown."""
 
@@ -530,7 +526,7 @@ SPY = Spy()
 @pytest.mark.slow
 @pytest.mark.parametrize("come", [False, True])
 def test_deyo_by_any_augmentation(come):
-    method, constants = deyo(upside_down, come)
+    method, constants = deyo(tiny.upside_down, come)
     batches = tiny.stream(6)
     reference = oracle("DeYO", rows=LOWER, come=come, **constants)
     adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
@@ -645,7 +641,7 @@ def test_channels_of_destroyed_images_stay_where_they_are(augmentation):
 @pytest.mark.slow
 def test_deyo_with_nothing_selected_makes_no_step():
     """Batches of images that one filter leaves out, and a twin of images that it does not."""
-    method, constants = deyo(upside_down, False)
+    method, constants = deyo(tiny.upside_down, False)
     adapter = tta.Adapter(tiny.apply_fn, tiny.PARAMS, method, sgd())
     start = tiny.run(adapter, tiny.stream(6, 2))[0][-1]
     assert any(x.any() for x in jax.tree.leaves(start.opt_state))

@@ -20,19 +20,15 @@ BAD = {
 }
 
 
-def upside_down(key, image):
-    return image[::-1]
-
-
 METHODS = {
     "Tent": tta.Tent(),
     "EATA": tta.EATA(4, margin=0.9, diversity=1.1),
     "SAR": tta.SAR(4, margin=0.9, reset_below=0.01),
-    "DeYO": tta.DeYO(4, entropy_margin=1.0, plpd_margin=-1.0, augmentation=upside_down),
+    "DeYO": tta.DeYO(4, entropy_margin=1.0, plpd_margin=-1.0, augmentation=tiny.upside_down),
     "COME": tta.COME(tta.Tent(), 4),
     "clipped SAR": tta.clipped(tta.SAR(4, margin=0.9, reset_below=0.01), 0.5),
     "private DeYO": tta.private(
-        tta.DeYO(4, augmentation=upside_down), clip_norm=1.0, noise_multiplier=0.5
+        tta.DeYO(4, augmentation=tiny.upside_down), clip_norm=1.0, noise_multiplier=0.5
     ),
     "private SAR": tta.private(tta.SAR(4), clip_norm=1.0, noise_multiplier=0.5, filters="keep"),
 }

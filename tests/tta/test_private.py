@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from scipy import optimize, special, stats
+from scipy import special, stats
 
 import jaxdp.tta.step
 from jaxdp import tta
@@ -83,12 +83,8 @@ def marked(*logits):
     return image
 
 
-def upside_down(key, image):
-    return image[::-1]
-
-
 DEYO = tta.DeYO(
-    tiny.CLASSES, entropy_margin=0.8, plpd_margin=0.3, margin=0.7, augmentation=upside_down
+    tiny.CLASSES, entropy_margin=0.8, plpd_margin=0.3, margin=0.7, augmentation=tiny.upside_down
 )
 FISHER = tta.fisher(tiny.apply_fn, tiny.PARAMS, tiny.stream(9))
 METHODS = {
@@ -538,10 +534,7 @@ def test_condition_12_others_see_a_record_through_the_release_only(predict):
     assert np.abs(logits - other).max() > 1e-3
     others = []
     # the same release, other predictions
-    for record in (
-        marked(1e4, 0, 0, 0),
-        marked(0, 1e4, 0, 0),
-    ):
+    for record in (marked(1e4, 0, 0, 0), marked(0, 1e4, 0, 0)):
         batch[0] = record
         others.append(adapter.step(state, batch)[1][1:])
     np.testing.assert_array_equal(*others)
@@ -570,26 +563,6 @@ def test_condition_14_second_views_have_keys_of_their_own_that_no_image_changes(
 
 
 # --- What is said about them ----------------------------------------------------------------------
-
-# Note the factor of 2 between the columns: epsilon at delta = 1e-6 of one visit under replace-one
-# and under zero-out, then of 2, 3, 5 and 15 visits under replace-one.
-PUBLISHED = {
-    8.594: (0.9819, 0.467, 1.43, 1.78, 2.36, 4.34),
-    1.966: (4.9829, 2.297, 7.43, 9.45, 12.86, 25.84),
-    1.084: (9.9798, 4.459, 15.24, 19.69, 27.46, 58.73),
-    0.777: (14.9840, 6.529, 23.29, 30.45, 43.20, 96.26),
-    0.619: (19.9656, 8.520, 31.48, 41.54, 59.67, 136.93),
-}
-
-
-def gaussian_epsilon(mu, delta):
-    """Returns epsilon of mu-GDP: delta = Phi(-eps/mu + mu/2) - e^eps Phi(-eps/mu - mu/2)."""
-
-    def excess(eps):
-        a, b = special.log_ndtr(-eps / mu + mu / 2), eps + special.log_ndtr(-eps / mu - mu / 2)
-        return a + np.log1p(-np.exp(b - a)) - math.log(delta)
-
-    return optimize.brentq(excess, 1e-6, 1000)
 
 
 @pytest.mark.slow
@@ -620,18 +593,6 @@ def test_exact_noise_is_the_integers_of_the_images_and_the_noise_of_the_key(real
     assert 0.3 < np.std(moved) / 2**form.grid.bits < 3  # 24 normals
     with pytest.raises(ValueError, match="noise_multiplier must be positive"):
         tta.private(tta.Tent(), clip_norm=2.0, noise_multiplier=0.0, exact=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sigma", PUBLISHED)
-def test_epsilon(sigma):
-    method = tta.private(tta.Tent(), clip_norm=0.1, noise_multiplier=sigma)
-    terms = [{}, {"adjacency": "zero_out"}, *({"visits": k} for k in (2, 3, 5, 15))]
-    exact = [2, 1, *(2 * math.sqrt(k) for k in (2, 3, 5, 15))]
-    for published_value, term, numerator in zip(PUBLISHED[sigma], terms, exact, strict=True):
-        value, truth = method.epsilon(delta=1e-6, **term), gaussian_epsilon(numerator / sigma, 1e-6)
-        np.testing.assert_allclose(truth, published_value, rtol=3e-3)
-        assert truth - 1e-4 <= value <= truth * 1.001 + 1e-3, (term, value, truth)
 
 
 def test_without_noise_there_is_no_guarantee():
@@ -739,11 +700,7 @@ def test_every_hook_has_a_rule():
         ({"clip_norm": 0.0}, ValueError, "clip_norm must be positive and finite, got 0.0"),
         ({"clip_norm": math.inf}, ValueError, "clip_norm must be positive and finite"),
         # not in float32
-        (
-            {"clip_norm": 1e39},
-            ValueError,
-            "clip_norm must be positive and finite",
-        ),
+        ({"clip_norm": 1e39}, ValueError, "clip_norm must be positive and finite"),
         ({"clip_norm": math.nan}, ValueError, "clip_norm must be positive and finite"),
         (
             {"noise_multiplier": -1.0},

@@ -535,22 +535,6 @@ def test_a_workdir_is_used_by_one_process_at_a_time(tmp_path):
     tta.serve(adapter, stream, account=None, workdir=tmp_path, deliver=deliver)
 
 
-def test_deliver_is_called_again_for_the_interrupted_batch_only(tmp_path):
-    adapter, stream, got = adapter_of(), stream_of(16), []
-
-    def deliver(batch, logits):
-        got.append((batch.units, logits))
-        if len(got) == 3:
-            raise Died
-
-    with pytest.raises(Died):
-        tta.serve(adapter, stream, account=account_of(), workdir=tmp_path, deliver=deliver)
-    tta.serve(adapter, stream, account=account_of(), workdir=tmp_path, deliver=deliver)
-    batches = list(stream)
-    assert [units for units, _ in got] == [batches[k].units for k in (0, 1, 2, 2, 3)]
-    same(got[2], got[3])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [tta.SAR, tta.EATA], ids=["SAR", "EATA"])
 def test_every_part_of_a_state_is_kept(tmp_path, method):

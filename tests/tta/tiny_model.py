@@ -77,3 +77,8 @@ def run(adapter, batches, *, state=None, key=None, masks=None):
         states.append(state)
         logits.append(np.asarray(z))
     return states, logits
+
+
+def upside_down(key, image):
+    """A second view for DeYO."""
+    return image[::-1]
