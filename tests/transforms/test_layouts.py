@@ -1,0 +1,114 @@
+"""Tokens lie in the order of their axes in the memory of a TPU, where a sum over them is needed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jaxdp
+from jaxdp.transforms import layouts
+
+BATCH, TOKENS, FEATURES = 4, 3, 128
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(BATCH, TOKENS, FEATURES)).astype(np.float32)
+PARAMS = {"scale": np.ones(FEATURES, np.float32), "bias": np.zeros(FEATURES, np.float32)}
+
+
+def loss_fn(params, x):
+    """A normalised example [1, T, d] with a scale and a bias, as in a Transformer."""
+    x = x[None]
+    y = x * params["scale"].reshape(1, 1, -1) + params["bias"].reshape(1, 1, -1)
+    return jnp.sum(jnp.tanh(y) ** 2)
+
+
+def text(function, *args, platform="tpu"):
+    traced = jax.jit(function).trace(*args)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def constrained(program):
+    """Returns the shapes whose layout a program fixes."""
+    lines = [line for line in program.splitlines() if "@LayoutConstraint" in line]
+    return [line.rsplit("tensor<", 1)[1].split(">")[0] for line in lines]
+
+
+clipped = jaxdp.clipped_grad(loss_fn, clip_norm=1.0)
+
+
+def test_a_clipped_gradient_for_a_tpu_fixes_the_layout_of_tokens_and_of_their_cotangents():
+    shapes = constrained(text(clipped, PARAMS, X))
+    # The product and the sum, each with its cotangent.
+    assert shapes == ["4x1x3x128xf32"] * 4
+    orders = text(clipped, PARAMS, X).count("result_layouts = [dense<[3, 2, 1, 0]>")
+    assert orders == 4  # the first axis varies slowest
+    for platform in ("cpu", "cuda"):
+        assert not constrained(text(clipped, PARAMS, X, platform=platform))
+
+
+def test_products_over_tokens_decide_how_tokens_lie():
+    """A head that reads one token changes nothing."""
+
+    def with_product(tokens):
+        def loss_fn(params, x):
+            y = x[:tokens] @ params["kernel"]
+            return jnp.sum(y**2) + jnp.sum(jnp.tanh(x * params["scale"][None]) ** 2)
+
+        return jaxdp.clipped_grad(loss_fn, clip_norm=1.0)
+
+    params = {"kernel": np.ones((FEATURES, 2), np.float32), "scale": PARAMS["scale"]}
+    assert not constrained(text(with_product(TOKENS), params, X))
+    assert constrained(text(with_product(1), params, X)) == ["4x3x128xf32"] * 2
+
+
+@pytest.mark.parametrize("shape", [(TOKENS, 64), (1, FEATURES), (2, TOKENS, FEATURES), (FEATURES,)])
+def test_what_is_no_row_of_tokens_lies_as_the_compiler_likes(shape):
+    x = np.zeros(shape, np.float32)
+    assert layouts.features_last(x) is x
+    of_tokens = text(layouts.features_last, X[0])
+    assert constrained(of_tokens) == ["3x128xf32"]
+
+
+def test_an_exported_program_fixes_no_layout_unless_it_is_told_to():
+    """JAX gives no guarantee for the call in an exported program, and refuses it."""
+    export = functools.partial(jax.export.export, platforms=["tpu"])
+    exported = export(jax.jit(clipped))(PARAMS, X)
+    assert not constrained(exported.mlir_module())
+    with layouts.in_exports(), pytest.raises(ValueError, match="LayoutConstraint"):
+        export(jax.jit(lambda *args: clipped(*args)))(PARAMS, X)
+    allowed = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+    with layouts.in_exports():
+        exported = export(jax.jit(lambda *args: clipped(*args)), disabled_checks=allowed)(PARAMS, X)
+    assert len(constrained(exported.mlir_module())) == 4
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_program_that_xla_divides_fixes_none(manual):
+    """A program of several devices fixes layouts only inside of `jax.shard_map`."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    rows = PartitionSpec("data")
+    one = layouts.features_last
+    function = jax.vmap(one)
+    if manual:
+        function = jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows)
+    divided = jax.device_put(X, NamedSharding(mesh, rows))
+    assert len(constrained(text(function, divided))) == manual
+
+
+def test_values_and_derivatives_are_those_of_the_array():
+    def function(x):
+        return jnp.sum(layouts.features_last(x) ** 3)
+
+    x = X[0]
+    np.testing.assert_array_equal(layouts.features_last(x), x)
+    np.testing.assert_allclose(jax.grad(function)(x), 3 * x**2, rtol=1e-6)
+    value, tangent = jax.jvp(function, (x,), (np.ones_like(x),))
+    np.testing.assert_allclose(tangent, np.sum(3 * x**2, dtype=np.float64), rtol=1e-5)
+    np.testing.assert_allclose(value, np.sum(x**3, dtype=np.float64), rtol=1e-5, atol=1e-4)
+    batched = jax.vmap(layouts.features_last, in_axes=2, out_axes=2)
+    last = np.moveaxis(X, 0, 2)
+    np.testing.assert_array_equal(batched(last), last)
+    # Examples come first in memory, wherever vmap has them.
+    assert constrained(text(batched, last)) == ["4x3x128xf32"]
