@@ -1,15 +1,19 @@
-"""The layout of tokens in the memory of a TPU.
+"""The layout of tokens and of cotangents of images in the memory of a TPU.
 
 A plain step sums the gradient of a LayerNorm's scale over examples and tokens. A private one sums
 it over the tokens of each example. For that sum alone XLA lays arrays [B, T, d] with the tokens
 outermost, and copies them between that layout and the one of the products around them. With the
 layout of the plain step XLA sums where it multiplies. A private step of Tent on ViT-S/16 takes 1.20
 of the plain one without it, by the estimate for v5e (docs/results/accelerators.md).
+
+Kernels of convolutions read images with the examples on the lanes. XLA lays some cotangents with
+the features there, and copies them. It also computes a cotangent twice, for the kernel and for the
+convolution before it. An array of a fixed layout is written once, and both read it.
 """
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -53,38 +57,64 @@ def features_last(x: jax.Array) -> jax.Array:
     *lead, tokens, features = (1, 1, *x.shape)
     if max(lead) > 1 or tokens == 1 or features < _LANES:
         return x
-    result: jax.Array = _in_order.bind(x)
+    result: jax.Array = _in_order.bind(x, order=tuple(range(x.ndim)), kind="tokens")
     return result
 
 
-def _value(x: Any) -> Any:
+def cotangent_on_lanes(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Returns `x`, whose cotangents have examples on the lanes where these fill all lanes.
+
+    Args:
+      x: The picture of one example.
+      order: Its axes, of which the first varies slowest in memory.
+    """
+    result: jax.Array = _in_order.bind(x, order=tuple(order), kind="value")
+    return result
+
+
+def _value(x: Any, **_: Any) -> Any:
     return x
 
 
+# Of a "value" only the cotangent has a layout, that of "pictures".
 _in_order = jex.Primitive("jaxdp_in_order")
 _in_order.def_impl(_value)
 _in_order.def_abstract_eval(_value)
-ad.deflinear2(_in_order, lambda cotangent, _: [_in_order.bind(cotangent)])
 
 
-def _batched(args: Any, axes: Any) -> tuple[Any, int]:
+def _transposed(cotangent: Any, _: Any, order: tuple[int, ...], kind: str) -> list[Any]:
+    kind = "pictures" if kind == "value" else kind
+    return [_in_order.bind(cotangent, order=order, kind=kind)]
+
+
+ad.deflinear2(_in_order, _transposed)
+
+
+def _batched(args: Any, axes: Any, order: tuple[int, ...], kind: str) -> tuple[Any, int]:
     [x], [axis] = args, axes
-    return _in_order.bind(jnp.moveaxis(x, axis, 0)), 0
+    inner = [1 + d for d in order]
+    # Examples vary slowest around tokens, and fastest around pictures.
+    order = (0, *inner) if kind == "tokens" else (*inner, 0)
+    return _in_order.bind(jnp.moveaxis(x, axis, 0), order=order, kind=kind), 0
 
 
 batching.primitive_batchers[_in_order] = _batched
 
 
-def _laid(x: jax.Array) -> jax.Array:
-    order = layout.Layout(major_to_minor=tuple(range(x.ndim)))
-    return layout.with_layout_constraint(x, order)
+def _laid(x: jax.Array, order: tuple[int, ...], kind: str) -> jax.Array:
+    if kind == "value":
+        return x
+    # Kernels transpose a batch that does not fill the lanes, and nothing mapped one alone.
+    if kind == "pictures" and (order[-1] != 0 or x.shape[0] % _LANES):
+        return x
+    return layout.with_layout_constraint(x, layout.Layout(major_to_minor=order))
 
 
-def _lowered(context: Any, x: Any) -> Any:
+def _lowered(context: Any, x: Any, **params: Any) -> Any:
     # XLA does not divide the call among devices.
     left_out = context.module_context.lowering_parameters.for_export and not _exported.get()
     form = _value if left_out or not forms.is_undivided(context) else _laid
-    return mlir.lower_fun(form, multiple_results=False)(context, x)
+    return mlir.lower_fun(form, multiple_results=False)(context, x, **params)
 
 
 mlir.register_lowering(_in_order, mlir.lower_fun(_value, multiple_results=False))

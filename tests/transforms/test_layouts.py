@@ -1,4 +1,7 @@
-"""Tokens lie in the order of their axes in the memory of a TPU, where a sum over them is needed."""
+"""Tokens lie in the order of their axes in the memory of a TPU, where a sum over them is needed.
+
+Cotangents of pictures lie as the kernels of convolutions read them.
+"""
 
 import functools
 
@@ -112,3 +115,55 @@ def test_values_and_derivatives_are_those_of_the_array():
     np.testing.assert_array_equal(batched(last), last)
     # Examples come first in memory, wherever vmap has them.
     assert constrained(text(batched, last)) == ["4x3x128xf32"]
+
+
+# --- Pictures ---
+
+SIDE, CHANNELS = 4, 3
+KERNELS = {
+    "first": RNG.normal(size=(3, 3, CHANNELS, 8)),
+    "second": RNG.normal(size=(3, 3, 8, 8)),
+}
+
+
+def picture_loss(spec, params, x):
+    """Two convolutions, whose data lie as `spec` tells. `x` is [H, W, C]."""
+    x = x.transpose(*("HWC".index(axis) for axis in spec[1:]))[None]
+    for name in ("first", "second"):
+        kernel = params[name]
+        x = jax.lax.conv_general_dilated(
+            jnp.tanh(x), kernel, (1, 1), "SAME", dimension_numbers=(spec, "HWIO", spec)
+        )
+    return jnp.sum(x**2)
+
+
+def pictures(count):
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(count, SIDE, SIDE, CHANNELS)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("spec", "order"), [("NHWC", "0, 4, 3, 2, 1"), ("NCHW", "0, 2, 4, 3, 1")])
+def test_cotangents_of_pictures_have_the_examples_on_the_lanes(spec, order):
+    """XLA writes the orders of axes with the fastest one first."""
+    params = jax.tree.map(np.float32, KERNELS)
+    function = jaxdp.clipped_grad(functools.partial(picture_loss, spec), clip_norm=1.0)
+    program = text(function, params, pictures(128))
+    shape = {"NHWC": "128x1x4x4x8xf32", "NCHW": "128x1x8x4x4xf32"}[spec]
+    assert constrained(program) == [shape]  # nothing reads a cotangent of the pictures themselves
+    assert f"result_layouts = [dense<[{order}]>" in program
+    # The kernels transpose a batch that leaves lanes empty.
+    assert not constrained(text(function, params, pictures(96)))
+    assert not constrained(text(function, params, pictures(128), platform="cpu"))
+
+
+def test_the_layout_of_pictures_changes_no_value():
+    loss = functools.partial(picture_loss, "NHWC")
+    x = pictures(128)
+    result = jaxdp.clipped_grad(loss, clip_norm=1.0)(jax.tree.map(np.float32, KERNELS), x).grads
+    with jax.enable_x64(True):
+        grads = jax.vmap(jax.grad(loss), (None, 0))(KERNELS, x.astype(np.float64))
+        squares = sum(np.square(g).sum((1, 2, 3, 4)) for g in grads.values())
+        factors = np.minimum(1, 1 / np.sqrt(squares))
+        expected = {name: np.einsum("n,nhwio->hwio", factors, g) for name, g in grads.items()}
+    for name, value in expected.items():
+        np.testing.assert_allclose(result[name], value, rtol=1e-4, atol=1e-4)
