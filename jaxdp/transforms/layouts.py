@@ -77,7 +77,8 @@ batching.primitive_batchers[_in_order] = _batched
 
 def _laid(x: jax.Array) -> jax.Array:
     order = layout.Layout(major_to_minor=tuple(range(x.ndim)))
-    return layout.with_layout_constraint(x, order)
+    result: jax.Array = layout.with_layout_constraint(x, order)
+    return result
 
 
 def _lowered(context: Any, x: Any) -> Any:
