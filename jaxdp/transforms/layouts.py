@@ -29,6 +29,10 @@ from jaxdp.transforms import forms
 
 # The lanes of a TPU's registers.
 _LANES = 128
+# Arrays of fewer entries may stay in the memory of the chip, where a copy is cheap. By the estimate
+# for v5e, a fixed layout of tokens makes two blocks of a ViT-S/16 22 % faster for 64 images of 224 x
+# 224, whose arrays have 4.8 million entries, and 8 % slower for 64 images of 96 x 96.
+_LARGE = 2**22
 # In an order of axes: that of the examples, before `jax.vmap` has made it.
 _EXAMPLES = -1
 
@@ -51,7 +55,7 @@ def in_exports() -> Iterator[None]:
 
 
 def of_tokens(x: jax.Array) -> jax.Array:
-    """Returns `x`, whose cotangents have the order of their axes if they are of tokens.
+    """Returns `x`, whose cotangents have the order of their axes if they are of many tokens.
 
     Args:
       x: An array of one example. Tokens are [..., T, d] with leading axes of length one, T of at
@@ -112,8 +116,11 @@ batching.primitive_batchers[_in_order] = _batched
 def _laid(x: jax.Array, order: tuple[int, ...], fixed: bool) -> jax.Array:
     if not fixed or _EXAMPLES in order:
         return x
+    is_of_pictures = order[-1] == 0
     # Kernels transpose a batch that does not fill the lanes.
-    if order[-1] == 0 and len(x) % _LANES:
+    if is_of_pictures and len(x) % _LANES:
+        return x
+    if not is_of_pictures and x.size < _LARGE:
         return x
     result: jax.Array = layout.with_layout_constraint(x, layout.Layout(major_to_minor=order))
     return result

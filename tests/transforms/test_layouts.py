@@ -13,9 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxdp
 from jaxdp.transforms import layouts
 
-BATCH, TOKENS, FEATURES = 4, 3, 128
+TOKENS, FEATURES = 3, 128
 RNG = np.random.default_rng(0)
-X = RNG.normal(size=(BATCH, TOKENS, FEATURES)).astype(np.float32)
+X = RNG.normal(size=(4, TOKENS, FEATURES)).astype(np.float32)
+# The fewest tokens whose layout is fixed. Programs are only lowered for so many.
+MANY = jax.ShapeDtypeStruct((128, 256, FEATURES), np.float32)
 PARAMS = {"scale": np.ones(FEATURES, np.float32), "bias": np.zeros(FEATURES, np.float32)}
 
 
@@ -41,13 +43,13 @@ clipped = jaxdp.clipped_grad(loss_fn, clip_norm=1.0)
 
 
 def test_a_clipped_gradient_for_a_tpu_fixes_the_layout_of_cotangents_of_tokens():
-    program = text(clipped, PARAMS, X)
+    program = text(clipped, PARAMS, MANY)
     # Those of the product and of the sum.
-    assert constrained(program) == ["4x1x3x128xf32"] * 2
+    assert constrained(program) == ["128x1x256x128xf32"] * 2
     # XLA writes the orders of axes with the fastest one first.
     assert program.count("result_layouts = [dense<[3, 2, 1, 0]>") == 2
     for platform in ("cpu", "cuda"):
-        assert not constrained(text(clipped, PARAMS, X, platform=platform))
+        assert not constrained(text(clipped, PARAMS, MANY, platform=platform))
 
 
 def test_products_over_tokens_decide_how_tokens_lie():
@@ -61,8 +63,8 @@ def test_products_over_tokens_decide_how_tokens_lie():
         return jaxdp.clipped_grad(loss_fn, clip_norm=1.0)
 
     params = {"kernel": np.ones((FEATURES, 2), np.float32), "scale": PARAMS["scale"]}
-    assert not constrained(text(with_product(TOKENS), params, X))
-    assert constrained(text(with_product(1), params, X)) == ["4x3x128xf32"]
+    assert not constrained(text(with_product(2), params, MANY))
+    assert constrained(text(with_product(1), params, MANY)) == ["128x256x128xf32"]
 
 
 @pytest.mark.parametrize("shape", [(TOKENS, 64), (1, FEATURES), (2, TOKENS, FEATURES), (FEATURES,)])
@@ -75,13 +77,15 @@ def test_what_is_no_row_of_tokens_lies_as_the_compiler_likes(shape):
 def test_an_exported_program_fixes_no_layout_unless_it_is_told_to():
     """JAX gives no guarantee for the call in an exported program, and refuses it."""
     export = functools.partial(jax.export.export, platforms=["tpu"])
-    exported = export(jax.jit(clipped))(PARAMS, X)
+    exported = export(jax.jit(clipped))(PARAMS, MANY)
     assert not constrained(exported.mlir_module())
     with layouts.in_exports(), pytest.raises(ValueError, match="LayoutConstraint"):
-        export(jax.jit(lambda *args: clipped(*args)))(PARAMS, X)
+        export(jax.jit(lambda *args: clipped(*args)))(PARAMS, MANY)
     allowed = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
     with layouts.in_exports():
-        exported = export(jax.jit(lambda *args: clipped(*args)), disabled_checks=allowed)(PARAMS, X)
+        exported = export(jax.jit(lambda *args: clipped(*args)), disabled_checks=allowed)(
+            PARAMS, MANY
+        )
     assert len(constrained(exported.mlir_module())) == 2
 
 
@@ -99,7 +103,9 @@ def test_a_program_that_xla_divides_fixes_none(manual):
     function = cotangents
     if manual:
         function = jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows)
-    divided = jax.device_put(X, NamedSharding(mesh, rows))
+    divided = jax.ShapeDtypeStruct(
+        (256, *MANY.shape[1:]), np.float32, sharding=NamedSharding(mesh, rows)
+    )
     assert len(constrained(text(function, divided, divided))) == manual
 
 
@@ -117,15 +123,22 @@ def test_values_and_derivatives_are_those_of_the_array():
 
 def test_examples_vary_slowest_around_tokens_wherever_vmap_has_them():
     last = np.moveaxis(X, 0, 2)
-    batched = jax.vmap(jax.grad(lambda x: jnp.sum(layouts.of_tokens(x) ** 2)), 2, 2)
+    gradient = jax.grad(lambda x: jnp.sum(layouts.of_tokens(x) ** 2))
+    batched = jax.vmap(gradient, 2, 2)
     np.testing.assert_array_equal(batched(last), 2 * last)
-    assert constrained(text(batched, last)) == ["4x3x128xf32"]
+    many_last = jax.ShapeDtypeStruct((*MANY.shape[1:], 128), np.float32)
+    assert constrained(text(batched, many_last)) == ["128x256x128xf32"]
     # So do those of an outer vmap. Without any vmap there is no example to lay.
-    twice = jax.vmap(jax.vmap(jax.grad(lambda x: jnp.sum(layouts.of_tokens(x) ** 2))))
-    program = text(twice, X[None])
-    assert constrained(program) == ["1x4x3x128xf32"]
+    twice = jax.vmap(jax.vmap(gradient))
+    program = text(twice, jax.ShapeDtypeStruct((1, *MANY.shape), np.float32))
+    assert constrained(program) == ["1x128x256x128xf32"]
     assert "result_layouts = [dense<[3, 2, 1, 0]>" in program
-    assert not constrained(text(jax.grad(lambda x: jnp.sum(layouts.of_tokens(x) ** 2)), X[0]))
+    assert not constrained(text(gradient, jax.ShapeDtypeStruct((2**15, 128), np.float32)))
+
+
+def test_few_tokens_lie_as_the_compiler_likes():
+    fewer = jax.ShapeDtypeStruct((127, *MANY.shape[1:]), np.float32)
+    assert not constrained(text(clipped, PARAMS, fewer))
 
 
 # --- Pictures ---
