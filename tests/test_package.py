@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BELOW = {
     "files": set(),
     "privacy": {"files"},
-    "compilers": set(),
+    "compilers": {"transforms"},
     "transforms": set(),
     "data": {"files", "privacy", "transforms"},
     "models": {"files", "privacy", "transforms", "data", "report"},

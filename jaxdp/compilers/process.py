@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import jaxpr_as_fun
 
 from jaxdp.compilers import hlo, schedules, targets
+from jaxdp.transforms import layouts
 
 PROGRAM = "program.bin"
 # What the compiler of a TPU says of a program that does not fit: "Used 17.90G of 15.75G hbm", or
@@ -29,6 +30,10 @@ _REFUSED = re.compile(
     r"(?: of [\d.]+[KMGT]? hbm|\) exceeds)"
 )
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+# The file lives as long as the process that reads it, so no later version has to understand it.
+_LAYOUTS = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
 
 
 class NotCompiled(RuntimeError):
@@ -126,7 +131,9 @@ def exported(
     platform = targets.TARGETS[target].platform
     # What the step does not read lies on the chip all the same.
     program = jax.jit(flat, keep_unused=True)
-    file = jax.export.export(program, platforms=[platform])(*map(_words, shapes))
+    export = jax.export.export(program, platforms=[platform], disabled_checks=_LAYOUTS)
+    with layouts.in_exports():
+        file = export(*map(_words, shapes))
     return bytes(file.serialize()), donated
 
 

@@ -1,6 +1,6 @@
 """Files that are written whole and durably, and read with size checks first.
 
-`transforms` and `compilers` import nothing of the house. All other packages may import this one.
+`transforms` imports nothing of the house. All other packages may import this one.
 """
 
 from jaxdp.files.arguments import (

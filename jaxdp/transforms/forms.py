@@ -188,12 +188,12 @@ def _lowered(
 ) -> Any:
     """Lowers the form of a platform: a kernel if there is one, else a form, else the default."""
     form = dict(forms).get(platform, jaxpr_as_fun(default))
-    if _is_undivided(context):
+    if is_undivided(context):
         form = dict(kernels).get(platform, form)
     return mlir.lower_fun(form, multiple_results=True)(context, *args)
 
 
-def _is_undivided(context: Any) -> bool:
+def is_undivided(context: Any) -> bool:
     """Returns whether XLA divides no work of the program among devices.
 
     Each device computes all of the program, or the part that `jax.shard_map` gives it.

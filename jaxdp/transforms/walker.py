@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import jax.ref
 from jax import lax
 
-from jaxdp.transforms import forms, sites
+from jaxdp.transforms import forms, layouts, sites
 from jaxdp.transforms.jaxprs import (
     CALLS,
     REMATS,
@@ -40,6 +40,12 @@ from jaxdp.transforms.jaxprs import (
     scan_layout,
 )
 from jaxdp.transforms.taps import tapped
+
+# Cotangents of data of at least so many features have the layout of the kernels of convolutions. By
+# the estimate for v5e, with 256 images, a clipped gradient of a WRN-10-4 takes 13.2 M cycles in
+# place of 16.2 M. With fewer features too it takes 13.0 M, but one of a ResNet-20 takes 7.3 M in
+# place of 6.5 M.
+_FEATURES_OF_LAID = 64
 
 # Primitives that only move entries. Their J is a permutation and keeps norms.
 MOVES = frozenset(
@@ -129,6 +135,11 @@ class Plan:
     outputs: tuple[Value, ...]
     loops: tuple[int, ...]
 
+    @property
+    def multiplies_positions(self) -> bool:
+        """Whether the gradient of a weight is a product over several positions, such as tokens."""
+        return any(site.rule.positions > 1 for site in self.sites)
+
     def forward(
         self,
         args: Sequence[Any],
@@ -148,6 +159,7 @@ class Plan:
                 # Sites and records have one order, so their number is that of the next site.
                 site = self.sites[len(records)]
                 records.append(site.rule.record(operands))
+                operands = _laid_for(site, operands)
                 (result,) = bind_equation(self.jaxpr, step.eqn, operands)
                 results = [tapped(result, next(pending))]
             else:
@@ -180,7 +192,12 @@ class Plan:
             # Bound as it is, the sum of its transpose would include axes of length one.
             shape = jnp.broadcast_shapes(*(x.shape for x in operands))
             operands = [_broadcast(x, shape) for x in operands]
-            return [_BROADCASTING[name](*operands)], []
+            result = _BROADCASTING[name](*operands)
+            # Where products read all tokens, they decide better how these lie: a fixed layout makes
+            # the clipped gradient of a ViT-B/16 8 % slower, by the estimate for v5e.
+            if self.multiplies_positions:
+                return [result], []
+            return [layouts.of_tokens(result)], []
         return bind_equation(self.jaxpr, step.eqn, operands), []
 
     def weights_program(self, leaves: Sequence[Any]) -> jex.ClosedJaxpr:
@@ -232,6 +249,20 @@ class Plan:
     def _bindings(self, args: Sequence[Any]) -> dict[Any, Any]:
         variables = [*self.jaxpr.constvars, *self.jaxpr.invars]
         return dict(zip(variables, [*self.consts, *args], strict=True))
+
+
+def _laid_for(site: sites.Site, operands: list[Any]) -> list[Any]:
+    """Returns the operands, of which the data get the layout that kernels of a TPU read."""
+    rule = site.rule
+    if not isinstance(rule, sites.Conv) or site.lengths:
+        return operands
+    if not rule.of_pictures(site.tap.shape):
+        return operands
+    batch, feature, *spatial = rule.numbers.lhs_spec
+    if operands[0].shape[feature] < _FEATURES_OF_LAID:
+        return operands
+    data = layouts.of_pictures(operands[0], (batch, *spatial, feature))
+    return [data, *operands[1:]]
 
 
 def _read(
