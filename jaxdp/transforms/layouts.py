@@ -30,8 +30,8 @@ from jaxdp.transforms import forms
 # The lanes of a TPU's registers.
 _LANES = 128
 # Arrays of fewer entries may stay in the memory of the chip, where a copy is cheap. By the estimate
-# for v5e, a fixed layout of tokens makes two blocks of a ViT-S/16 22 % faster for 64 images of 224 x
-# 224, whose arrays have 4.8 million entries, and 8 % slower for 64 images of 96 x 96.
+# for v5e, a fixed layout of tokens makes two blocks of a ViT-S/16 22 % faster for 64 images of
+# 224 x 224, whose arrays have 4.8 million entries, and 8 % slower for 64 images of 96 x 96.
 _LARGE = 2**22
 # In an order of axes: that of the examples, before `jax.vmap` has made it.
 _EXAMPLES = -1
