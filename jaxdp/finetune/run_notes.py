@@ -14,7 +14,7 @@ from jaxdp.files import read_json, write_json
 from jaxdp.finetune.trainer import PrivateTrainer
 from jaxdp.privacy import Account, epsilon, unit_words
 from jaxdp.privacy.events import describe
-from jaxdp.release import Till, settle
+from jaxdp.release import Till
 from jaxdp.report.runs import FILE
 from jaxdp.version import __version__
 
@@ -64,11 +64,10 @@ def settle_run(till: Till, trainer: PrivateTrainer, account: Account) -> None:
 
     Raises ValueError if the earlier steps protect another unit than the trainer does.
     """
-    rows = till.notes()
-    if till.workdir is not None and rows:
+    if till.workdir is not None and till.notes():
         # An account of patients must not take charges of steps that clipped each of their records.
         _check_unit(till.workdir, trainer)
-    settle(rows, lambda name: account)
+    till.settle([account], under_any_name=True)
 
 
 def _check_unit(workdir: pathlib.Path, trainer: PrivateTrainer) -> None:

@@ -357,12 +357,23 @@ class Till:
         self.check_process()
         return [] if self.workdir is None else notes(self.workdir)
 
-    def settle(self, accounts: Sequence[Account], *, partition: str | None = None) -> None:
+    def settle(
+        self,
+        accounts: Sequence[Account],
+        *,
+        partition: str | None = None,
+        under_any_name: bool = False,
+    ) -> None:
         """Charges the accounts for noted charges that their ledger lacks.
 
         Another ledger, or one restored from an older copy, is charged in full. The same holds for a
-        single account under a name that the workdir does not know. `partition` is the part that
-        paid for notes of earlier versions, which name none.
+        single account under a name that the workdir does not know.
+
+        Args:
+          accounts: The accounts.
+          partition: The part that paid for notes of earlier versions, which name none.
+          under_any_name: Whether a single account pays for all notes, also for those under the name
+            of another account of the workdir.
 
         Raises:
           BudgetExceeded: A ledger has no room for the noted charges.
@@ -380,7 +391,8 @@ class Till:
             noted_names.update(name for name, _ in row["charges"])
         # Charges under other names belong to a renamed data set, or to another account of the same
         # run. The first single account takes them where none of the names is its own.
-        renamed = only if not self._settled and noted_names.isdisjoint(unsettled) else None
+        is_renamed = not self._settled and noted_names.isdisjoint(unsettled)
+        renamed = only if under_any_name or is_renamed else None
         settle(
             rows,
             lambda name: unsettled.get(name, renamed if name else only),

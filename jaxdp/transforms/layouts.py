@@ -61,7 +61,8 @@ def of_tokens(x: jax.Array) -> jax.Array:
       x: An array of one example. Tokens are [..., T, d] with leading axes of length one, T of at
         least 2, and d of at least 128. Fewer features may lie across the tokens.
     """
-    *lead, tokens, features = (1, 1, *x.shape)
+    # A scalar or a vector is no token.
+    *lead, tokens, features = (1, 1, 1, *x.shape)
     if max(lead) > 1 or tokens == 1 or features < _LANES:
         return x
     return _cotangent_in_order(x, (_EXAMPLES, *range(x.ndim)))

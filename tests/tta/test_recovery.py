@@ -367,10 +367,7 @@ def test_a_state_in_the_middle_of_an_update_stays_with_its_account():
         tta.serve(adapter_of(accumulate=3, clip_norm=0.1), [second], account=account, state=state)
     with pytest.raises(ValueError, match="state has been served before"):
         tta.serve(adapter, [first], account=account, state=start)
-    ledger = new_ledger()
-    with ledger.spend("stream", EVENT):  # what the visits were charged
-        pass
-    later = account_of(ledger, visits=account.visits)
+    later = account_of(account.ledger, visits=account.visits)
     newest = tta.serve(adapter, [second], account=later, state=state).state
     with refused:
         tta.serve(adapter, [other], account=later, state=state)
