@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxdp
+from jaxdp.compilers import process
 from jaxdp.transforms import layouts
 
 TOKENS, FEATURES = 3, 128
@@ -68,7 +69,7 @@ def test_products_over_tokens_decide_how_tokens_lie():
 
 
 @pytest.mark.parametrize("shape", [(TOKENS, 64), (1, FEATURES), (2, TOKENS, FEATURES), (FEATURES,)])
-def test_what_is_no_row_of_tokens_lies_as_the_compiler_likes(shape):
+def test_what_is_no_array_of_tokens_lies_as_the_compiler_likes(shape):
     x = np.zeros(shape, np.float32)
     assert layouts.of_tokens(x) is x
     assert layouts.of_tokens(X[0]) is not X[0]
@@ -87,6 +88,12 @@ def test_an_exported_program_fixes_no_layout_unless_it_is_told_to():
             PARAMS, MANY
         )
     assert len(constrained(exported.mlir_module())) == 2
+
+
+def test_what_is_compiled_for_an_estimate_has_the_layouts():
+    program, _ = process.exported("v5e", clipped, (PARAMS, MANY))
+    module = jax.export.deserialize(bytearray(program)).mlir_module()
+    assert len(constrained(module)) == 2
 
 
 def cotangents(x, given):
