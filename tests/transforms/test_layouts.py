@@ -68,7 +68,9 @@ def test_products_over_tokens_decide_how_tokens_lie():
     assert constrained(text(with_product(1), params, MANY)) == ["128x256x128xf32"]
 
 
-@pytest.mark.parametrize("shape", [(TOKENS, 64), (1, FEATURES), (2, TOKENS, FEATURES), (FEATURES,)])
+@pytest.mark.parametrize(
+    "shape", [(TOKENS, 64), (1, FEATURES), (2, TOKENS, FEATURES), (FEATURES,), ()]
+)
 def test_what_is_no_array_of_tokens_lies_as_the_compiler_likes(shape):
     x = np.zeros(shape, np.float32)
     assert layouts.of_tokens(x) is x
