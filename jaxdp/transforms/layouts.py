@@ -16,6 +16,7 @@ it. The clipped gradient of WRN-10-4 took 1.88 of the plain one, and takes 1.53.
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -61,9 +62,10 @@ def of_tokens(x: jax.Array) -> jax.Array:
       x: An array of one example. Tokens are [..., T, d] with leading axes of length one, T of at
         least 2, and d of at least 128. Fewer features may lie across the tokens.
     """
-    # A scalar or a vector is no token.
-    *lead, tokens, features = (1, 1, 1, *x.shape)
-    if max(lead) > 1 or tokens == 1 or features < _LANES:
+    if x.ndim < 2:
+        return x
+    *lead, tokens, features = x.shape
+    if math.prod(lead) > 1 or tokens == 1 or features < _LANES:
         return x
     return _cotangent_in_order(x, (_EXAMPLES, *range(x.ndim)))
 
