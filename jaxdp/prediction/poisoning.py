@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jaxdp.transforms.boxes import outward, unchecked
+from jaxdp.transforms.boxes import outward, outward_in, unchecked
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,21 +104,13 @@ class Poisoning:
             if not radius:
                 return repeated
             # Rounded up by itself: where the sum is almost 0, its own rounding is far smaller.
-            reach = _rounded_up(radius, x.dtype)
+            reach = outward_in(radius, x.dtype, +1)
             # Outward, since both sums are rounded.
             low = outward(repeated - reach, -1)
             high = outward(repeated + reach, +1)
             return unchecked(low, high)
 
         return jax.tree_util.tree_map_with_path(all_results, record)
-
-
-def _rounded_up(number: float, dtype: Any) -> np.ndarray:
-    """Returns the least number of a dtype that is not below a number."""
-    nearest = np.asarray(number, dtype)
-    if float(nearest) < number:
-        nearest = np.nextafter(nearest, np.asarray(np.inf, dtype))
-    return nearest
 
 
 def _name(path: Any) -> str:

@@ -118,18 +118,31 @@ def _outward(value: Any, direction: int) -> jax.Array:
     if not is_host_number or not jnp.issubdtype(np.result_type(value), jnp.floating):
         return jnp.asarray(value)
     original = np.asarray(value)
+    dtype = jax.dtypes.canonicalize_dtype(original.dtype)
+    converted = outward_in(original, dtype, direction)
+    # Unlike `jnp.asarray`, `device_put` compiles nothing.
+    array: jax.Array = jax.device_put(converted)
+    return array
+
+
+def outward_in(value: Any, dtype: Any, direction: int) -> np.ndarray:
+    """Returns numbers in a floating dtype, rounded to the side of a direction.
+
+    Args:
+      value: A float or an array of NumPy, of at most 64 bits.
+      dtype: The dtype.
+      direction: -1 rounds down, +1 up.
+    """
     with np.errstate(over="ignore"):  # a number too large becomes infinite
-        converted = original.astype(jax.dtypes.canonicalize_dtype(original.dtype))
+        converted = np.asarray(value).astype(dtype)
     # Both fit into float64, so the comparison is exact.
     rounded = np.asarray(converted, np.float64)
-    exact = np.asarray(original, np.float64)
+    exact = np.asarray(value, np.float64)
     is_inward = rounded > exact if direction < 0 else rounded < exact
     outermost = np.asarray(direction * np.inf, converted.dtype)
     # Rounding to nearest is off by less than the distance to the next number.
     moved_out = np.nextafter(converted, outermost)
-    # Unlike `jnp.asarray`, `device_put` compiles nothing.
-    array: jax.Array = jax.device_put(np.where(is_inward, moved_out, converted))
-    return array
+    return np.where(is_inward, moved_out, converted)
 
 
 def _check_endpoints(lower: jax.Array, upper: jax.Array) -> None:
